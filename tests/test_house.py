@@ -34,6 +34,29 @@ def test_no_file_is_longer_than_a_sitting():
     assert {name for name, lines in lengths.items() if lines > LONGEST_FILE} == LONG_FILES
 
 
+# Names that transformers chose.
+THEIRS = {"config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "trainer_state.json", "README.md"}
+
+
+def test_the_name_of_a_file_is_said_in_one_module():
+    """Those of a job's folder in jobs/names.py, or in the one module that needs them."""
+    modules = {}
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                match = re.fullmatch(r"(?:[\w*./-]*/)?([\w.-]+\.(?:jsonl?|yaml|csv|parquet|html|md))", node.value)
+                if match and match[1] not in THEIRS:
+                    modules.setdefault(match[1], set()).add(named(path))
+    assert {name: places for name, places in modules.items() if len(places) > 1} == {}
+    assert "jobs/names.py" in modules["result.json"]
+
+
+def test_the_records_of_a_run_are_parsed_in_one_module():
+    imports = re.compile(r"^from lamina\.jobs\.names import .*\bMETRICS\b", re.MULTILINE)
+    parsers = {named(path) for path, text in FILES.items() if imports.search(text) and "json.loads" in text}
+    assert parsers == {"jobs/run_folder.py"}
+
+
 @pytest.mark.parametrize(("room", "most"), [("probes", 32), ("training", 15), ("data", 10)])
 def test_a_room_shows_what_is_in_it(room, most):
     assert len(list((PACKAGE / room).glob("*.py"))) <= most

@@ -9,6 +9,7 @@ from lamina.api.job import job
 from lamina.api.pages import page_of
 from lamina.api.results import Comparison
 from lamina.errors import TrialsFailed
+from lamina.jobs.names import RESULTS
 from lamina.studies.settings import CompareSettings
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True
     from lamina.studies.compare import compare as run
 
     folder = Path(str(settings.get("output", CompareSettings.output)))
-    with page_of(folder, "results.csv"):
+    with page_of(folder, RESULTS):
         results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return Comparison(some_ran(results), folder)
 

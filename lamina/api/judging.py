@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lamina.api.job import job
 from lamina.api.pages import page_of
 from lamina.api.results import StudyOutcome
+from lamina.jobs.names import RESULTS
 from lamina.papers.engine.settings import StudySettings
 
 if TYPE_CHECKING:
@@ -34,6 +35,6 @@ def study(
     from lamina.papers.engine.verdicts import read_claims
 
     folder = output_of(settings)
-    with page_of(folder, "results.csv"):
+    with page_of(folder, RESULTS):
         results = run_study(settings, record=record, resume=resume, overwrite=overwrite, bar=bar)
     return StudyOutcome(results=results, claims=read_claims(folder) or [], folder=folder)

@@ -9,6 +9,7 @@ from lamina.api.comparing import some_ran
 from lamina.api.job import job
 from lamina.api.pages import page_of
 from lamina.api.results import Comparison
+from lamina.jobs.names import RESULTS
 from lamina.studies.max_rate_settings import MaxRateStudySettings
 
 if TYPE_CHECKING:
@@ -29,6 +30,6 @@ def max_lr(*, resume: Resume = False, overwrite: bool = False, bar: bool = True,
     from lamina.studies.max_rate import max_lr as run
 
     folder = Path(str(settings.get("output", MaxRateStudySettings.output)))
-    with page_of(folder, "results.csv"):
+    with page_of(folder, RESULTS):
         results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return Comparison(some_ran(results), folder)

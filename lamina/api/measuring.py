@@ -9,6 +9,7 @@ from lamina.api.job import job
 from lamina.api.pages import page_of
 from lamina.api.results import RunResult
 from lamina.evaluation.settings import EvalSettings
+from lamina.jobs.names import RESULT
 from lamina.probes.engine.probe_settings import ProbeSettings
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def probe_folder(
     from lamina.reports.pictures import draw
 
     folder = Path(str(settings.get("output", ProbeSettings.output)))
-    with page_of(folder, "result.json"):
+    with page_of(folder, RESULT):
         result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     if png:
         draw(folder)
@@ -59,5 +60,5 @@ def evaluate(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     from lamina.studies.evaluated import runs_of
 
     folder = Path(str(settings.get("output", EvalSettings.output)))
-    with page_of(folder, "result.json"):
+    with page_of(folder, RESULT):
         return RunResult(run(settings, resume=resume, overwrite=overwrite, bar=bar, expand=runs_of), folder)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.core.json_types import Json
+from lamina.jobs.names import PAGE
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PAGE = "report.html"
 _SHOWN = ("placement", "learning_rate", "seed", "status", "eval_loss", "max_learning_rate", "stop_rule", "reason")
 
 

@@ -9,6 +9,7 @@ from lamina.api import pages
 from lamina.api.comparing import some_ran
 from lamina.api.job import job
 from lamina.api.results import Comparison
+from lamina.jobs.names import TRANSFER
 from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
 
 if TYPE_CHECKING:
@@ -46,6 +47,6 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     from lamina.studies.transfer import transfer as run
 
     folder = Path(str(settings.get("output", TransferSettings.output)))
-    with pages.page_of(folder, "transfer.json"):
+    with pages.page_of(folder, TRANSFER):
         results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return Comparison(some_ran(results), folder)

@@ -12,6 +12,7 @@ from lamina.api import study
 from lamina.commands.arguments import Parser
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
+from lamina.jobs.names import PAGE
 from lamina.papers.engine.settings import StudySettings
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
         for label, text in (*ours, ("paper", one.get("paper")), ("note", one.get("note"))):
             if text:
                 print(f"  {'':<13} {label}: {text}")
-    print(f"the page: {outcome.folder / 'report.html'}")
+    print(f"the page: {outcome.folder / PAGE}")
     rows = outcome.results.to_dict("records")
     return _failures([str(row.get("reason")) for row in rows if row.get("status") == "failed"])
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from lamina.core.values import home
 from lamina.errors import UserError
-from lamina.jobs.manifest import MANIFEST, seal, strays, sync, what_is_broken
+from lamina.jobs.manifest import seal, strays, sync, what_is_broken
+from lamina.jobs.names import MANIFEST
 
 logger = logging.getLogger(__name__)
 

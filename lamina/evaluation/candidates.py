@@ -16,8 +16,8 @@ from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.evaluation.settings import EvalSettings
 from lamina.jobs.files import read_result
-from lamina.jobs.manifest import MANIFEST
 from lamina.jobs.model_folder import model_folder
+from lamina.jobs.names import ENVIRONMENT, MANIFEST, RESULT
 from lamina.jobs.status import Status
 from lamina.modeling.checkpoint import config_of, load, tokenizer_of
 
@@ -96,10 +96,10 @@ def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
 def _single(path: str) -> Candidate:
     folder, seed, status = Path(path).expanduser(), None, str(Status.FINISHED)
     name = folder.resolve().parent.name if folder.name == "model" else folder.name or str(folder)
-    if (folder / "result.json").is_file() and model_folder(folder) == folder:  # a run without a model
+    if (folder / RESULT).is_file() and model_folder(folder) == folder:  # a run without a model
         status = str(read_result(folder).get("status"))
     with suppress(OSError, ValueError, AttributeError):
-        seed = json.loads((folder / "environment.json").read_text(encoding="utf-8")).get("seed")
+        seed = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8")).get("seed")
     name = name if folder.exists() else path
     return Candidate(name=name, path=path, arm=name, seed=seed if isinstance(seed, int) else None, status=status)
 

@@ -39,6 +39,7 @@ from lamina.jobs.files import disk_full, read_yaml, write_json, write_text, writ
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import CONFIG, RESULT, RESULTS
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import Status
 from lamina.modeling.backbones.loading import refuse_scores
@@ -89,13 +90,13 @@ def evaluate(
     evaluation = Evaluation(complete, candidates, columns, tasks, device=checked_device(complete.device), bar=bar)
     evaluation.check()  # before the folder is touched: the data may not be there
     with job:
-        job.write_yaml("config.yaml", complete.to_dict())
+        job.write_yaml(CONFIG, complete.to_dict())
         return evaluation.run(job.folder)
 
 
 def _stored(folder: Path) -> Json | None:
     """The settings in a folder; None where no evaluation has begun, as in the folder of a study's trial."""
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     return read_yaml(path) if path.is_file() else None
 
 
@@ -310,10 +311,10 @@ class Evaluation:
             "seconds": round(sum(record["seconds"] for record in self.records.values()), 2),
             "table": printed.to_json(),
         }
-        write_text(self.folder / "results.csv", rows(finished, self.candidates).to_csv(index=False))
+        write_text(self.folder / RESULTS, rows(finished, self.candidates).to_csv(index=False))
         for name, text in (("csv", printed.csv()), ("md", printed.markdown()), ("tex", printed.latex())):
             write_text(self.folder / f"table.{name}", text)
-        write_json(self.folder / "result.json", result)  # the last: a page reads it first
+        write_json(self.folder / RESULT, result)  # the last: a page reads it first
         return result
 
     def _about(self, candidate: Candidate) -> Json:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from lamina.core.json_types import Json
 
-ENVIRONMENT = "environment.json"
 _WRITTEN = ("studies/records", "docs/results")  # recording one study does not make the next one's code another
 
 

@@ -19,6 +19,7 @@ from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs.manifest import sync
+from lamina.jobs.names import RESULT
 
 DIGEST = "digest"
 
@@ -110,7 +111,7 @@ def finite(data: Any) -> Any:
 def read_result(folder: Path) -> Json | None:
     """A run's result.json; None if the run has not ended, or if the file is not readable."""
     try:
-        data = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        data = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and "status" in data else None

@@ -17,8 +17,8 @@ from typing import Literal, TypeAlias
 from lamina.core.json_types import Json
 from lamina.core.values import writable_folder
 from lamina.errors import UserError
-from lamina.jobs.environment import ENVIRONMENT
 from lamina.jobs.files import disk_full, read_sealed
+from lamina.jobs.names import COORDINATES, ENVIRONMENT, MANIFEST, RESULT, STUDY
 from lamina.jobs.status import ENDED
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def _set_aside(folder: Path) -> None:
 def has_result(folder: Path) -> bool:
     """Return whether the work in a folder has a result: a checkpoint, a run that ended, a finished probe, a score."""
     for run in [folder, *folder.glob("trials/*/")]:
-        if any(run.glob("checkpoints/checkpoint-*/manifest.json")):
+        if any(run.glob(f"checkpoints/checkpoint-*/{MANIFEST}")):
             return True
         result = _result(run)
         probes = result.get("probes")
@@ -158,12 +158,12 @@ def has_result(folder: Path) -> bool:
             isinstance(probes, dict) and any(record.get("status") == "finished" for record in probes.values())
         ):
             return True
-    return (folder / "coordinates.parquet").is_file() or any(folder.glob("scores/*/*.json"))
+    return (folder / COORDINATES).is_file() or any(folder.glob("scores/*/*.json"))
 
 
 def _result(folder: Path) -> Json:
     try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return result if isinstance(result, dict) else {}
@@ -195,10 +195,10 @@ def _is_ours(folder: Path) -> bool:
     try:
         return "lamina" in json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["versions"]
     except (OSError, ValueError, KeyError, TypeError):  # environment.json itself may be damaged
-        if any(folder.glob("checkpoints/checkpoint-*/manifest.json")):
+        if any(folder.glob(f"checkpoints/checkpoint-*/{MANIFEST}")):
             return True
     try:
-        return bool(read_sealed(folder / "study.yaml"))
+        return bool(read_sealed(folder / STUDY))
     except UserError:
         return False
 

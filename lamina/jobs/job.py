@@ -10,10 +10,11 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from lamina.core.values import text
-from lamina.jobs.environment import ENVIRONMENT, environment
+from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json, write_text, write_yaml
 from lamina.jobs.folder import Resume, hold, in_use, nothing_to_resume, refuse
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import ENVIRONMENT
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.settings import Settings
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from lamina.errors import UserError
-from lamina.jobs.environment import ENVIRONMENT
+from lamina.jobs.names import CLAIMS, CONFIG, COORDINATES, ENVIRONMENT, PREFLIGHT, RESULT, STUDY, TRANSFER
 
 
 class Kind(StrEnum):
@@ -36,11 +36,11 @@ class Kind(StrEnum):
 
 # For folders without a kind, checked in this order: a file that only this kind of job writes.
 _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
-    (Kind.COORD_CHECK, ("coordinates.parquet",)),
-    (Kind.TRANSFER, ("transfer.json",)),
-    (Kind.PREFLIGHT, ("preflight.json",)),
-    (Kind.CLAIMS, ("claims.json",)),
-    (Kind.STUDY, ("study.yaml",)),
+    (Kind.COORD_CHECK, (COORDINATES,)),
+    (Kind.TRANSFER, (TRANSFER,)),
+    (Kind.PREFLIGHT, (PREFLIGHT,)),
+    (Kind.CLAIMS, (CLAIMS,)),
+    (Kind.STUDY, (STUDY,)),
 )
 # The same for a setting in config.yaml, which a run of pretraining also writes.
 _SETTINGS = (
@@ -86,13 +86,13 @@ def kind_of(folder: Path) -> Kind | None:
     for kind, names in _MARKS:
         if any((folder / name).is_file() for name in names):
             return kind
-    if isinstance(_mapping(folder / "result.json").get("probes"), dict):
+    if isinstance(_mapping(folder / RESULT).get("probes"), dict):
         return Kind.PROBING
-    settings = _names(folder / "config.yaml")
+    settings = _names(folder / CONFIG)
     for kind, name in _SETTINGS:
         if name in settings:
             return kind
-    return Kind.RUN if any((folder / name).is_file() for name in ("result.json", "config.yaml")) else None
+    return Kind.RUN if any((folder / name).is_file() for name in (RESULT, CONFIG)) else None
 
 
 def _stored(folder: Path) -> Kind | None:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lamina.errors import UserError
+from lamina.jobs.names import MANIFEST, RESULT
 
-MANIFEST = "manifest.json"
 NOT_A_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # reading an altered manifest raises these
 
 _PLAIN = (".md", ".txt", ".log", ".html")  # nothing reads these beside a saved model
@@ -122,7 +122,7 @@ def strays(folder: Path) -> list[str]:
 
 def refuse_damaged(folder: Path) -> None:
     """Raise UserError if a saved model or a checkpoint is not as it was written; another library's passes."""
-    if not (folder / MANIFEST).exists() and not (folder.name == "model" and (folder.parent / "result.json").is_file()):
+    if not (folder / MANIFEST).exists() and not (folder.name == "model" and (folder.parent / RESULT).is_file()):
         return
     broken = what_is_broken(folder)
     if broken is None:

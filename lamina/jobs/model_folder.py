@@ -6,7 +6,8 @@ import hashlib
 from pathlib import Path
 
 from lamina.errors import UserError
-from lamina.jobs.manifest import MANIFEST, sha256
+from lamina.jobs.manifest import sha256
+from lamina.jobs.names import MANIFEST
 
 MODEL = "model"
 

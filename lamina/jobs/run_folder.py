@@ -9,6 +9,7 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import is_parquet
+from lamina.jobs.names import ALARMS, METRICS, NOTES
 
 
 class RunFolder:
@@ -20,11 +21,21 @@ class RunFolder:
     @cached_property
     def metrics(self) -> list[Json]:
         """The records of metrics.jsonl, in their order; damaged lines are left out."""
-        return parse_lines(self.path / "metrics.jsonl")[0]
+        return parse_lines(self.path / METRICS)[0]
+
+    def last_step(self) -> int:
+        """Return the step of the last record of metrics.jsonl, from the file's end alone; 0 if there is none."""
+        path = self.path / METRICS
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 400))
+                return int(json.loads(file.read().splitlines()[-1])["step"])
+        except (OSError, ValueError, IndexError, KeyError, TypeError):
+            return 0
 
     def faults(self) -> list[str]:
         """Return a sentence for each damaged record: the line of a file, or a table's part that is not readable."""
-        lines = ("metrics.jsonl", "alarms.jsonl", "probes/*/notes.jsonl")
+        lines = (METRICS, ALARMS, f"probes/*/{NOTES}")
         faults = [parse_lines(path)[1] for pattern in lines for path in sorted(self.path.glob(pattern))]
         for part in sorted([*self.path.glob("layers/part-*.parquet"), *self.path.glob("probes/*/part-*.parquet")]):
             if not is_parquet(part):

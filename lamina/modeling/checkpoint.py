@@ -15,6 +15,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.manifest import refuse_damaged
 from lamina.jobs.model_folder import model_folder
+from lamina.jobs.names import CONFIG, RESULT
 from lamina.modeling import modeling_lamina
 from lamina.modeling.backbones.loading import load_weights, read_config
 
@@ -90,7 +91,7 @@ def _located(path: str | Path) -> tuple[str, Path | None, Json]:
     """What transformers loads for a path, the run's folder, and further arguments for transformers."""
     name, run = str(path), None
     place = Path(path).expanduser()
-    if (place / "result.json").is_file() or (place / "config.yaml").is_file():
+    if (place / RESULT).is_file() or (place / CONFIG).is_file():
         place, run = _of_run(place), place
     more: Json = {}
     if place.suffix == ".gguf" and place.is_file():

@@ -18,6 +18,7 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job as Opened
 from lamina.jobs.job import open_job
 from lamina.jobs.model_folder import MODEL
+from lamina.jobs.names import CONFIG, PLAN, RESULT
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED, Status
 from lamina.posttraining.card import card_of
@@ -119,9 +120,9 @@ def _claim(held: ExitStack, opened: Opened[S], job: Job) -> bool:
     if opened.resumes:
         job.identity.refuse_changes(opened.folder)
     held.enter_context(opened)
-    (opened.folder / "result.json").unlink(missing_ok=True)
-    opened.write_yaml("config.yaml", job.settings.to_dict())
-    opened.write_json("plan.json", job.start.plan.to_dict())
+    (opened.folder / RESULT).unlink(missing_ok=True)
+    opened.write_yaml(CONFIG, job.settings.to_dict())
+    opened.write_json(PLAN, job.start.plan.to_dict())
     job.identity.write(opened.folder)
     return opened.resumes
 

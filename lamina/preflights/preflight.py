@@ -18,6 +18,7 @@ from lamina.data.blocks import Blocks
 from lamina.jobs.files import writing
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import LAYERS, PREFLIGHT
 from lamina.modeling.building import recommended
 from lamina.placements.resolution import find
 from lamina.preflights.burn_in import BurnIn, BurningIn, Snapshot, choose, warmup_steps
@@ -216,7 +217,7 @@ def layer_table(preflights: list[Preflight]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["placement", "learning_rate", *LAYER_COLUMNS])
 
 
-RECORDS, ROWS, LAYERS = "preflight.json", "preflight.csv", "layers.parquet"
+ROWS = "preflight.csv"
 
 
 def preflight(
@@ -240,5 +241,5 @@ def preflight(
             layer_table(results).to_parquet(temporary.absolute(), index=False)
         losses = [result.burn_in.losses for result in results]
         command = complete.command()
-        job.write_json(RECORDS, {"command": command, "rows": rows.to_dict("records"), "losses": losses})
+        job.write_json(PREFLIGHT, {"command": command, "rows": rows.to_dict("records"), "losses": losses})
     return rows

@@ -16,6 +16,7 @@ from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from lamina.core.json_types import Json
+from lamina.jobs.names import ABOUT, NOTES
 from lamina.reports import charts, depth
 from lamina.reports.charts import Grid, Line
 from lamina.reports.page import Section, callouts, figure, sentence
@@ -235,7 +236,7 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
 
 def _about(folder: Path, name: str) -> Json:
     try:
-        about = json.loads((folder / "probes" / name / "about.json").read_text(encoding="utf-8"))
+        about = json.loads((folder / "probes" / name / ABOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return about if isinstance(about, dict) else {}
@@ -246,7 +247,7 @@ def _notes(name: str, items: Sequence[Shown]) -> list[str]:
     remarks: dict[str, str] = {}
     for item in items:
         for trial in item.trials:
-            path = trial.folder / "probes" / name / "notes.jsonl"
+            path = trial.folder / "probes" / name / NOTES
             try:
                 lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             except (OSError, ValueError):

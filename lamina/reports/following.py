@@ -10,9 +10,10 @@ from pathlib import Path
 from lamina.errors import UserError
 from lamina.jobs.folder import is_locked
 from lamina.jobs.kinds import kind_of
+from lamina.jobs.names import ALARMS, CLAIMS, METRICS, RESULT, RESULTS
 from lamina.reports.registry import report
 
-RECORDS = ("metrics.jsonl", "results.csv", "result.json", "alarms.jsonl", "claims.json")
+RECORDS = (METRICS, RESULTS, RESULT, ALARMS, CLAIMS)
 
 
 def follow(
@@ -51,7 +52,7 @@ def follow(
 
 def has_ended(folder: Path) -> bool:
     """Whether nothing more is going to be written: there is a result, and no process works in the folder."""
-    return not is_locked(folder) and any((folder / name).is_file() for name in ("result.json", "results.csv"))
+    return not is_locked(folder) and any((folder / name).is_file() for name in (RESULT, RESULTS))
 
 
 def _state(folder: Path) -> list[tuple[str, int, int]]:

@@ -24,7 +24,6 @@ from lamina.reports.style import FONT
 
 logger = logging.getLogger(__name__)
 
-PAGE = "report.html"
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 import plotly.io
 
+from lamina.jobs.names import RESULT
 from lamina.probes.job.compact import compact
 from lamina.reports.screenshot import screenshot
 from lamina.reports.style import FONT, polish_own
@@ -19,7 +20,7 @@ WIDTH = 900
 
 def draw(folder: Path) -> list[Path]:
     """Write FOLDER/figures/NAME.png beside each figure's .json. Raises UserError without a working browser."""
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     paths = []
     for entry in result["probes"].values():
         for drawn in entry.get("figures") or ():

@@ -16,6 +16,7 @@ import yaml
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.columns import NUMBERS, TEXTS
+from lamina.jobs.names import CONFIG, ENVIRONMENT, PLAN, RESULT, RESULTS
 from lamina.jobs.run_folder import RunFolder
 from lamina.placements import Plan
 from lamina.studies import record as study_record
@@ -65,19 +66,19 @@ class Trial:
     def plan(self) -> Plan | None:
         """The plan that the run resolved, or None where plan.json is missing or not readable."""
         try:
-            return Plan.from_dict(json.loads(_text(self.folder / "plan.json")))
+            return Plan.from_dict(json.loads(_text(self.folder / PLAN)))
         except (ValueError, TypeError):
             return None
 
     @cached_property
     def result(self) -> Json:
         """result.json, empty where the run has none yet."""
-        return _mapping(self.folder / "result.json")
+        return _mapping(self.folder / RESULT)
 
     @cached_property
     def environment(self) -> Json:
         """environment.json: versions, machine, git revision."""
-        return _mapping(self.folder / "environment.json")
+        return _mapping(self.folder / ENVIRONMENT)
 
     @cached_property
     def layers(self) -> Frame:
@@ -154,15 +155,15 @@ class Study:
 def read_study(folder: Path) -> Study:
     """Read study.yaml and results.csv. Raises UserError where there is nothing to report."""
     header = study_header(folder)
-    if not (folder / "results.csv").is_file():
+    if not (folder / RESULTS).is_file():
         raise UserError(f"{str(folder)!r}: no results.csv in this study (no trial has ended yet)")
     try:
-        raw = pd.read_csv((folder / "results.csv").absolute(), dtype=str, keep_default_na=False)
+        raw = pd.read_csv((folder / RESULTS).absolute(), dtype=str, keep_default_na=False)
     except (ValueError, OSError) as error:
-        raise UserError(f"{str(folder / 'results.csv')!r}: not readable as CSV ({error})") from None
+        raise UserError(f"{str(folder / RESULTS)!r}: not readable as CSV ({error})") from None
     results = complete(raw)
     if results.empty:
-        raise UserError(f"{str(folder / 'results.csv')!r}: holds no trial")
+        raise UserError(f"{str(folder / RESULTS)!r}: holds no trial")
     trials = tuple(
         Trial(
             name=row["trial"],
@@ -189,7 +190,7 @@ def faults(folder: Path) -> list[str]:
 
 def read_config(folder: Path) -> Json:
     """A run's config.yaml; empty where it is missing or not readable."""
-    return _mapping(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
+    return _mapping(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
 def study_header(folder: Path) -> Json:
@@ -203,8 +204,8 @@ def study_header(folder: Path) -> Json:
 
 def read_run(folder: Path) -> Study:
     """Read a single run's folder as a study of one trial."""
-    config, result = _mapping(folder / "config.yaml"), _mapping(folder / "result.json")
-    environment = _mapping(folder / "environment.json")
+    config, result = _mapping(folder / CONFIG), _mapping(folder / RESULT)
+    environment = _mapping(folder / ENVIRONMENT)
     trial = Trial(name=folder.name, placement="", folder=folder)
     flat = flatten(config)
     plan = trial.plan

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lamina.core.json_types import Json
+from lamina.jobs.names import COORDINATES, PAGE, RESULT, RESULTS, SLOPES, TRANSFER
 from lamina.reports import max_rates
 from lamina.reports.notices import notices
 from lamina.reports.pages.transfer import sentences
@@ -43,13 +44,13 @@ def run(folder: Path, result: Json, command: str) -> str:
     text += f" ({result['reason']})" if result.get("reason") else ""
     if result["status"] == "interrupted":
         return f"{text}\nto resume: lamina {command} --output {folder} --resume"
-    text += f"\nthe page:  {folder / 'report.html'}"
+    text += f"\nthe page:  {folder / PAGE}"
     return text + (f"\nthe model: {folder / 'model'}" if (folder / "model").is_dir() else "")
 
 
 def compare(folder: Path, results: Frame) -> str:
     """The ranking and what to beware of, and where the page and the numbers are."""
-    return f"{ranking(results, read_study(folder)['settings'])}\n\n{_files(folder, 'results.csv')}"
+    return f"{ranking(results, read_study(folder)['settings'])}\n\n{_files(folder, RESULTS)}"
 
 
 def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str:
@@ -83,13 +84,13 @@ def max_lr(folder: Path, results: Frame) -> str:
         loss = "-" if row.loss != row.loss else f"{row.loss:.3f}"
         lines.append(f"{row.placement:<{width}} {max_rates.spread(row):>24} {loss:>10}  {row.ends}")
     lines += ["", *(f"note: {notice}" for notice in max_rates.notices(rows))]
-    return "\n".join([*lines, "", _files(folder, "results.csv")])
+    return "\n".join([*lines, "", _files(folder, RESULTS)])
 
 
 def transfer(folder: Path) -> str:
     """A transfer's rates, sentences and roles, and where the page and the numbers are."""
-    summary = json.loads((folder / "transfer.json").read_text(encoding="utf-8"))
-    return f"{transferred(summary)}\n\n{_files(folder, 'results.csv', 'transfer.json')}"
+    summary = json.loads((folder / TRANSFER).read_text(encoding="utf-8"))
+    return f"{transferred(summary)}\n\n{_files(folder, RESULTS, TRANSFER)}"
 
 
 def transferred(summary: Json) -> str:
@@ -117,10 +118,10 @@ def coord_check(folder: Path, slopes: Frame) -> str:
         slope = rows.set_index("step")["slope"]
         worst = next((v for v in ("broken", "grows", "shrinks") if rows["verdict"].eq(v).any()), "flat")
         lines.append(f"{module:<36} {slope[0]:>+13.2f} {slope[last]:>+14.2f}  {worst}")
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     names = f" ({', '.join(result['modules'])})" if result["modules"] else ""
     lines += ["", f"{result['verdict']}{names}, with a tolerance of {result['tolerance']:g}"]
-    return "\n".join([*lines, _files(folder, "slopes.csv", "coordinates.parquet")])
+    return "\n".join([*lines, _files(folder, SLOPES, COORDINATES)])
 
 
 def preflight(folder: Path | None, rows: Frame) -> str:
@@ -142,7 +143,7 @@ def preflight(folder: Path | None, rows: Frame) -> str:
         for label, text in {**texts, "note": row["note"]}.items():
             if text:
                 lines.append(textwrap.fill(f"  {label}: {text}", 110, subsequent_indent="    "))
-    return "\n".join([*lines, *(["", f"the page:    {folder / 'report.html'}"] if folder else [])])
+    return "\n".join([*lines, *(["", f"the page:    {folder / PAGE}"] if folder else [])])
 
 
 def _layers(row: Json) -> str:
@@ -160,7 +161,7 @@ def evaluation(folder: Path, result: Json) -> str:
     lines = [(folder / "table.md").read_text(encoding="utf-8").rstrip()]
     lines += [f"left out: {model['name']} ({model['left_out']})" for model in result["models"] if model["left_out"]]
     notes = dict.fromkeys(f"{unit['unit']}: {note}" for unit in result["units"] for note in unit["notes"])
-    return "\n".join([*lines, *(f"note: {note}" for note in notes), "", _files(folder, "results.csv")])
+    return "\n".join([*lines, *(f"note: {note}" for note in notes), "", _files(folder, RESULTS)])
 
 
 def probing(folder: Path, result: Json) -> str:
@@ -180,9 +181,9 @@ def probing(folder: Path, result: Json) -> str:
         for text in texts:
             lines += textwrap.wrap(str(text), 110, initial_indent="  ", subsequent_indent="  ")
     lines += [f"\nnote: {note}" for note in result["notes"]]
-    return "\n".join([*lines, f"\nthe page:   {folder / 'report.html'}\nthe tables: {folder}/NAME.parquet"])
+    return "\n".join([*lines, f"\nthe page:   {folder / PAGE}\nthe tables: {folder}/NAME.parquet"])
 
 
 def _files(folder: Path, *numbers: str) -> str:
     listed = ", ".join(str(folder / name) for name in numbers)
-    return f"the page:    {folder / 'report.html'}\nthe numbers: {listed}"
+    return f"the page:    {folder / PAGE}\nthe numbers: {listed}"

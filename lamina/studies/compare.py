@@ -18,6 +18,7 @@ from lamina.jobs.files import read_result, write_text
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import RESULTS
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
 from lamina.studies.max_rate_settings import MaxRateSettings
@@ -150,5 +151,5 @@ def write_results(
         if t in results
     ]
     table = pd.DataFrame(rows, columns=[*COLUMNS, *(key for key in keys if key not in COLUMNS)])
-    write_text(folder / "results.csv", table.to_csv(index=False))
+    write_text(folder / RESULTS, table.to_csv(index=False))
     return table

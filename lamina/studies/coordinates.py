@@ -32,6 +32,7 @@ from lamina.jobs.files import writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import COORDINATES, RESULT, SLOPES
 from lamina.jobs.resume import ResumePolicy
 from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, stored_study, write_study
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 else:
     Frame = pd.DataFrame
 
-TABLE, SLOPES, RESULT = "coordinates.parquet", "slopes.csv", "result.json"
 Measurement: TypeAlias = tuple[int, int, str, str, float]
 """(step, layer, module, metric, value): the layer is 0-based, -1 outside the blocks; "block" is a whole block."""
 COLUMNS = ("width", "seed", "step", "layer", "module", "metric", "value")
@@ -266,7 +266,7 @@ def _place(step: int, name: str) -> tuple[int, int, str]:
 
 def _read(folder: Path) -> Frame:
     try:
-        table = pd.read_parquet((folder / TABLE).absolute(), page_checksum_verification=True)
+        table = pd.read_parquet((folder / COORDINATES).absolute(), page_checksum_verification=True)
         return table[list(COLUMNS)]
     except (OSError, ValueError, KeyError):
         return pd.DataFrame(columns=list(COLUMNS))
@@ -274,5 +274,5 @@ def _read(folder: Path) -> Frame:
 
 def _write(folder: Path, table: Frame) -> None:
     # absolute: a relative path with a colon would be a URI; checksums: reading detects a flipped bit
-    with writing(folder / TABLE) as temporary:
+    with writing(folder / COORDINATES) as temporary:
         table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)

@@ -10,8 +10,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.evaluation.candidates import Candidate
 from lamina.jobs.kinds import Kind, kind_of
-
-RESULTS = "results.csv"
+from lamina.jobs.names import RESULTS
 
 
 def runs_of(path: str) -> list[Candidate] | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.progress import ProgressLines, has_bars
+from lamina.jobs.run_folder import RunFolder
 from lamina.studies.task import Task
 
 
@@ -27,7 +26,7 @@ class Progress:
 
     def tick(self, running: list[str]) -> None:
         for trial in running:
-            self._advance(trial, _last_step(self.trials[trial].folder / "metrics.jsonl"))
+            self._advance(trial, RunFolder(self.trials[trial].folder).last_step())
         if running:  # the last line comes with the end of the last trial
             self._write_line()
 
@@ -52,12 +51,3 @@ class Progress:
     def _advance(self, trial: str, step: int) -> None:
         self.bar.update(max(0, step - self.steps[trial]))
         self.steps[trial] = max(step, self.steps[trial])
-
-
-def _last_step(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 400))
-            return int(json.loads(file.read().splitlines()[-1])["step"])
-    except (OSError, ValueError, IndexError, KeyError, TypeError):
-        return 0

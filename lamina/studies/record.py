@@ -10,11 +10,11 @@ from typing import Any
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_sealed, read_yaml, write_sealed
+from lamina.jobs.names import CONFIG, PLAN, RESULT, STUDY
 from lamina.jobs.status import ENDED
 from lamina.placements import Plan
 from lamina.training.settings import PretrainSettings
 
-STUDY = "study.yaml"
 # Settings in which a study's trials may differ and still be one experiment.
 _OF_A_TRIAL = {"placement", "learning_rate", "seed", "hidden_size", "base_width"}
 
@@ -50,7 +50,7 @@ def stored_study(folder: Path) -> Json:
 def refuse_another_plan(folder: Path, placement: str, plan: Plan) -> None:
     """Raise UserError if a trial's folder holds another plan than its placement now resolves to."""
     try:
-        stored = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        stored = json.loads((folder / PLAN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
     if stored != json.loads(json.dumps(plan.to_dict())):
@@ -66,7 +66,7 @@ def refuse_another_trial(trial: PretrainSettings) -> None:
     result = read_result(folder)
     if result is None or result["status"] not in ENDED:
         return
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     stored = read_yaml(path)
     if not {"steps", "placement", "learning_rate", "seed"} <= set(stored):
         raise UserError(
@@ -77,7 +77,7 @@ def refuse_another_trial(trial: PretrainSettings) -> None:
     ends_early = result["status"] == "diverged" or "max_learning_rate" in result
     if not ends_early and result.get("steps", trial.steps) != trial.steps:
         raise UserError(
-            f"{str(folder / 'result.json')!r}: {result['steps']!r} steps, where the study's trials have {trial.steps} "
+            f"{str(folder / RESULT)!r}: {result['steps']!r} steps, where the study's trials have {trial.steps} "
             "(allowed: the file as it was; or delete the trial's folder to train it again)"
         )
 

@@ -16,6 +16,7 @@ from lamina.jobs.files import write_json
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import RESULTS, TRANSFER
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 else:
     Frame = pd.DataFrame
 
-SUMMARY = "transfer.json"
 POLICY = ResumePolicy(what="study", free=TransferSettings.undecided())
 KEYS = ("placement", "hidden_size", "learning_rate", "seed")
 HEADROOM = 2.0  # a rate more than this factor below the first failing rate is safe
@@ -89,9 +89,9 @@ def transfer(
             header = {"kind": str(Kind.TRANSFER)}
             results = run_study(job.settings, complete.to_dict(), trials, folder, bar=bar, header=header, keys=KEYS)
         finally:
-            if (folder / "results.csv").is_file():
-                summary = summarize(pd.read_csv((folder / "results.csv").absolute()), complete, factors)
-                write_json(folder / SUMMARY, summary)
+            if (folder / RESULTS).is_file():
+                summary = summarize(pd.read_csv((folder / RESULTS).absolute()), complete, factors)
+                write_json(folder / TRANSFER, summary)
     return results
 
 

@@ -24,6 +24,7 @@ from lamina.jobs import orphans
 from lamina.jobs.environment import environment
 from lamina.jobs.files import disk_full, read_result, write_json
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import ENVIRONMENT, RESULT
 from lamina.jobs.signals import STOP_SIGNALS
 from lamina.jobs.status import ENDED
 from lamina.studies.task import Busy, task_of
@@ -94,7 +95,7 @@ def run(request: Json) -> int:
         task, rank = task_of(request), int(os.environ.get("RANK", "0"))
         with task.claim() if rank == 0 else contextlib.nullcontext():
             if rank == 0:  # marks the folder as ours before the log is in it
-                write_json(folder / "environment.json", environment(getattr(task.settings, "seed", 0), Kind.RUN))
+                write_json(folder / ENVIRONMENT, environment(getattr(task.settings, "seed", 0), Kind.RUN))
             name = f"log-{rank}.txt" if rank else "log.txt"
             with (folder / name).open("a", encoding="utf-8") as log:
                 sys.stdout.flush()
@@ -117,7 +118,7 @@ def run(request: Json) -> int:
 def _note(folder: Path, status: str, reason: str) -> None:
     """Write how a trial ended, unless it had ended before: what failed then is a measurement, and may be repeated."""
     if (read_result(folder) or {}).get("status") not in ENDED:
-        write_json(folder / "result.json", {"status": status, "reason": reason})
+        write_json(folder / RESULT, {"status": status, "reason": reason})
 
 
 def _end_with(request: Json) -> NoReturn:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_result, write_json
+from lamina.jobs.names import RESULT
 from lamina.jobs.signals import STOP_SIGNALS, handled
 from lamina.studies import processes
 from lamina.studies.processes import Process
@@ -108,7 +109,7 @@ def _reap(
         if result is None:
             result = {"status": missing, "reason": f"the worker process ended with exit code {code}"}
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "result.json", result)
+            write_json(folder / RESULT, result)
         ended(trial, result)
     return busy
 

@@ -22,6 +22,7 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.model_folder import MODEL, refuse_as_output
+from lamina.jobs.names import CONFIG, PLAN, RESULT
 from lamina.jobs.status import ENDED, Status
 from lamina.training import source
 from lamina.training.checkpointing.hub import push
@@ -121,9 +122,9 @@ def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, s
     if job.resumes:
         identity.refuse_changes(job.folder)
     held.enter_context(job)
-    (job.folder / "result.json").unlink(missing_ok=True)
-    job.write_yaml("config.yaml", resolved.settings.to_dict())
-    job.write_json("plan.json", resolved.plan.to_dict())
+    (job.folder / RESULT).unlink(missing_ok=True)
+    job.write_yaml(CONFIG, resolved.settings.to_dict())
+    job.write_json(PLAN, resolved.plan.to_dict())
     job.write_json(DATA, identity.text)
     return job.resumes
 

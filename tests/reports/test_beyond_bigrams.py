@@ -7,8 +7,8 @@ import pytest
 from synthetic_study import write_study
 
 from lamina.core.initializers import check, unsuited
+from lamina.jobs.names import PAGE
 from lamina.reports import notices, sections, sentences, summarize
-from lamina.reports.page import PAGE
 from lamina.reports.records import read_study
 from lamina.reports.registry import report
 from lamina.reports.tables import ranking_table

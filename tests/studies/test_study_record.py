@@ -10,9 +10,10 @@ from training.tiny_runs import SMALL, flags, write_corpus
 
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.jobs.names import STUDY
 from lamina.reports import report
 from lamina.studies.compare import compare
-from lamina.studies.record import STUDY, read_study, refuse_mixture, write_study
+from lamina.studies.record import read_study, refuse_mixture, write_study
 from lamina.studies.settings import CompareSettings
 
 SETTINGS = {"steps": 16, "init": "same:scaled", "epsilon": 1e-08, "seeds": "0,1", "trainer": {}, "base_width": None}

@@ -24,6 +24,7 @@ from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.model_folder import model_folder
+from lamina.jobs.names import ENVIRONMENT
 from lamina.modeling.backbones import conversion
 from lamina.modeling.backbones.conversion import computed, to_transformers
 from lamina.modeling.backbones.loading import load_weights, read_config
@@ -90,7 +91,7 @@ def convert(
             again, _ = load_weights(draft, read_config(draft, "output"), AutoModelForCausalLM, "output", extra=False)
             record["largest_difference"] = _verified_difference(model, again, record["backbone"])
         write_json(draft / "conversion.json", record)
-        write_json(draft / "environment.json", environment(seed=0, kind=Kind.MODEL))
+        write_json(draft / ENVIRONMENT, environment(seed=0, kind=Kind.MODEL))
         with job_folder.hold(output, overwrite=overwrite):
             for path in sorted(draft.iterdir()):
                 path.rename(output / path.name)

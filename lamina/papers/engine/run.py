@@ -19,6 +19,7 @@ from lamina.jobs.files import write_json, write_sealed
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import CLAIMS, RESULTS, STUDY
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
 from lamina.papers.catalog.arms import refuse_without_effect
@@ -31,11 +32,11 @@ from lamina.papers.engine.plan import Plan
 from lamina.papers.engine.results import measured_table, results_table, with_bigrams
 from lamina.papers.engine.settings import StudySettings
 from lamina.papers.trials import identity, measures
-from lamina.papers.trials.records import RESULTS, TABLES, Records, recorded_keys, write_results, write_table
+from lamina.papers.trials.records import TABLES, Records, recorded_keys, write_results, write_table
 from lamina.papers.trials.store import Store
 from lamina.papers.trials.trial import Trial
 from lamina.studies import processes
-from lamina.studies.record import STUDY, has_study, stored_study, write_study
+from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.record import read_study as read_record
 from lamina.studies.running import Executor
 from lamina.studies.workers import run_trials
@@ -210,7 +211,7 @@ def _run(
         missing=len(results) - len(ended),
         looks=len(verdicts.looks_of(settings.records_folder / record_name(settings), ended["key"].tolist())),
     )
-    write_json(folder / verdicts.CLAIMS, judged)
+    write_json(folder / CLAIMS, judged)
     return results
 
 
@@ -263,13 +264,13 @@ def _record(study: Study, settings: StudySettings, folder: Path, *, whole: bool 
     A study that is not ``whole`` has no verdicts yet, and never replaces one that has.
     """
     records = settings.records_folder / record_name(settings)
-    if not whole and (records / verdicts.CLAIMS).is_file():
+    if not whole and (records / CLAIMS).is_file():
         return
     known = environment(0)  # before the records change: they are part of the repository
     looks = verdicts.looks_of(records, recorded_keys(folder)) if whole else []
     shutil.rmtree(records / TABLES, ignore_errors=True)
     records.mkdir(parents=True, exist_ok=True)
-    for name in (RESULTS, verdicts.CLAIMS) if whole else (RESULTS,):
+    for name in (RESULTS, CLAIMS) if whole else (RESULTS,):
         shutil.copyfile(folder / name, records / name)
     for path in sorted((folder / TABLES).glob("*.parquet")):
         (records / TABLES).mkdir(exist_ok=True)

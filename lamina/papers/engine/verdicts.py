@@ -14,6 +14,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_sealed
+from lamina.jobs.names import CLAIMS, STUDY
 from lamina.papers.catalog.places import catalog_folder, names, records_folder
 from lamina.papers.catalog.study import Scale, Study, read_study
 from lamina.papers.judging.claims import Claim, judge, load_claims
@@ -21,14 +22,11 @@ from lamina.papers.judging.findings import Verdict
 from lamina.papers.judging.power import judgeable
 from lamina.papers.judging.trials import Reader, Trials
 from lamina.papers.trials.records import recorded_keys
-from lamina.studies.record import STUDY
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from lamina.papers.trials.store import Store
-
-CLAIMS = "claims.json"
 
 
 def judge_study(

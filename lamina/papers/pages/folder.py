@@ -13,12 +13,13 @@ import pandas as pd
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import columns
+from lamina.jobs.names import CLAIMS, RESULTS
 from lamina.papers.catalog.stages import STAGE
 from lamina.papers.judging.checks import TRAINED
 from lamina.papers.trials.scores import SCORE
 from lamina.reports.records import Frame, complete, read_parquet, rows_of, study_header
 
-RESULTS, CLAIMS, TABLES = "results.csv", "claims.json", "tables"
+TABLES = "tables"
 OURS = "ours"  # the source of a study that follows no paper
 _NO_ARM = ("learning_rate", "seed")
 _COUNTED = {"num_layers": "layers", "steps": "steps"}

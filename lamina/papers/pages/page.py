@@ -6,12 +6,13 @@ from html import escape
 from pathlib import Path
 
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import PAGE
 from lamina.papers.pages.choice import chosen
 from lamina.papers.pages.folder import OURS, StudyFolder, arms, read_folder
 from lamina.papers.pages.interactive import plot
 from lamina.papers.pages.splitting import arms_title
 from lamina.reports import tables
-from lamina.reports.page import PAGE, Section, details, figure, moment, write_page
+from lamina.reports.page import Section, details, figure, moment, write_page
 from lamina.reports.palette import colors
 from lamina.reports.records import rows_of
 from lamina.reports.registry import report_of

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_text
+from lamina.jobs.names import CLAIMS, RESULTS
 from lamina.papers.catalog.study import Study
 from lamina.papers.pages import interactive, printed
 from lamina.papers.pages.choice import drawings
 from lamina.papers.pages.drawing import Drawing
-from lamina.papers.pages.folder import CLAIMS, RESULTS, StudyFolder, read_folder
+from lamina.papers.pages.folder import StudyFolder, read_folder
 from lamina.papers.results.pages import index, study_page
 
 _FIGURES_OF_A_PAGE = 3

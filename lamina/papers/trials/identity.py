@@ -21,6 +21,7 @@ from lamina.evaluation.generated import NAMES, version
 from lamina.evaluation.task_sets import GENERATED
 from lamina.jobs.manifest import files_in, sha256
 from lamina.jobs.model_folder import model_folder
+from lamina.jobs.names import MANIFEST
 from lamina.jobs.settings import Settings
 from lamina.papers.trials.jobs import TrialJob
 from lamina.placements import resolve
@@ -34,7 +35,7 @@ tests/studies/test_numerics.py trains a few small models and fails if their loss
 # Settings on which the numbers of a run depend only if it may roll back.
 OF_A_ROLLBACK = frozenset(("rollback_factor", "rollback_skip", "save_steps", "keep"))
 # Settings that may name a folder, with the files in it that decide nothing of a trial.
-_WEIGHTS = ("*.safetensors", "manifest.json")
+_WEIGHTS = ("*.safetensors", MANIFEST)
 PLACES = {"backbone": (*_WEIGHTS, "*token*", "README.md"), "tokenizer": _WEIGHTS, "from_model": ()}
 # Settings that an identity has by what they mean, not by their words: a plan, a text, an initializer.
 SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")

@@ -6,6 +6,7 @@ from lamina.core.json_types import Json
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import CONFIG, PLAN, RESULT
 from lamina.jobs.status import Status
 from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
@@ -20,7 +21,7 @@ def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool 
     resolved = resolve_run(settings)
     result: Json = {"status": str(Status.FINISHED), "steps": 0, "init": settings.init, "seconds": 0.0, "reason": ""}
     with open_job(Kind.RUN, PretrainSettings, settings, resume=resume) as job:
-        job.write_yaml("config.yaml", settings.to_dict())
-        job.write_json("plan.json", resolved.plan.to_dict())
-        job.write_json("result.json", result)
+        job.write_yaml(CONFIG, settings.to_dict())
+        job.write_json(PLAN, resolved.plan.to_dict())
+        job.write_json(RESULT, result)
     return result

@@ -146,7 +146,7 @@ def _records(folder: Path, name: str) -> pd.DataFrame:
         return pd.concat([pd.read_parquet(part.absolute()) for part in parts], ignore_index=True)
     if name == "held_out":
         return pd.DataFrame(held_out.read(folder / held_out.FILE))
-    if not (folder / "metrics.jsonl").is_file():
+    if not (records := RunFolder(folder).metrics):
         raise UserError("no training records")
-    rows = pd.DataFrame(RunFolder(folder).metrics)
+    rows = pd.DataFrame(records)
     return rows.drop(columns=["tokens_per_second"], errors="ignore")

@@ -14,6 +14,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.files import write_text, writing
+from lamina.jobs.names import RESULTS
 from lamina.jobs.status import ENDED
 from lamina.papers.trials.measures import file_name, read_table
 from lamina.papers.trials.trial import Trial, may_be
@@ -21,7 +22,7 @@ from lamina.papers.trials.trial import Trial, may_be
 if TYPE_CHECKING:
     import pandas as pd
 
-RESULTS, TABLES = "results.csv", "tables"
+TABLES = "tables"
 
 
 class Records:

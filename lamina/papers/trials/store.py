@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result
-from lamina.jobs.manifest import MANIFEST, what_is_missing
+from lamina.jobs.manifest import what_is_missing
 from lamina.jobs.model_folder import MODEL
+from lamina.jobs.names import MANIFEST
 from lamina.jobs.status import ENDED, Status
 from lamina.papers.trials import measures
 from lamina.papers.trials.jobs import JOBS

@@ -12,6 +12,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml, write_json
 from lamina.jobs.folder import lock
+from lamina.jobs.names import CONFIG, RESULT
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED
 from lamina.papers.trials.identity import SPELLED, key
@@ -19,7 +20,7 @@ from lamina.papers.trials.measures import measure
 from lamina.studies.task import Busy, Task, load
 from lamina.training.settings import PretrainSettings
 
-IDENTITY, CONFIG = "trial.json", "config.yaml"
+IDENTITY = "trial.json"
 _CLAIMS = ".claims"
 
 
@@ -64,7 +65,7 @@ class StoredTask(Task):
 def refuse_another(folder: Path) -> None:
     """Raise UserError if a folder of the store does not hold the trial whose key is its name: it may be a copy."""
     path = folder / IDENTITY
-    if not path.is_file() and not (folder / "result.json").is_file():
+    if not path.is_file() and not (folder / RESULT).is_file():
         return  # it has not begun
     try:
         own = key(json.loads(path.read_text(encoding="utf-8")))

@@ -27,6 +27,7 @@ from lamina.jobs.files import disk_full, read_result, read_yaml, write_json, wri
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import CONFIG, RESULT
 from lamina.jobs.resume import ResumePolicy
 from lamina.probes.engine import registry
 from lamina.probes.engine.measure import make_context, run, tolerance_of
@@ -69,7 +70,7 @@ def probe_folder(
         resume=resume,
         overwrite=overwrite,
         policy=POLICY,
-        stored=lambda folder: read_yaml(folder / "config.yaml"),
+        stored=lambda folder: read_yaml(folder / CONFIG),
     )
     complete = job.settings
     if not complete.checkpoint:
@@ -78,10 +79,10 @@ def probe_folder(
     specs = spec_by_name(complete.probes)
     done = finished(job.folder, specs) if job.resumes else {}
     if done and all(name in done for name in specs):
-        return json.loads((job.folder / "result.json").read_text(encoding="utf-8"))
+        return json.loads((job.folder / RESULT).read_text(encoding="utf-8"))
     measuring = Measuring(complete, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
     with job:
-        job.write_yaml("config.yaml", complete.to_dict())
+        job.write_yaml(CONFIG, complete.to_dict())
         return measuring.run(job.folder)
 
 
@@ -239,7 +240,7 @@ class Measuring:
             | {name: entry for name, entry in self.results.items() if name not in self.specs},
             "seconds": round(time.monotonic() - self.began, 2),
         }
-        write_json(self.folder / "result.json", result)
+        write_json(self.folder / RESULT, result)
         return result
 
     def _inputs(self) -> Json:

@@ -13,8 +13,9 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_yaml
+from lamina.jobs.names import ALARMS, CONFIG
 from lamina.reports.records import Frame, Trial, read_run
-from lamina.training.monitor.alarms import ALARMS, FACTORS, Alarm, read_alarms
+from lamina.training.monitor.alarms import FACTORS, Alarm, read_alarms
 from lamina.training.monitor.watched import check_version, read_about
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ def _readable(lines: Sequence[Json]) -> list[Alarm]:
 
 def _settings_of(folder: Path) -> Json:
     try:
-        return read_yaml(folder / "config.yaml")
+        return read_yaml(folder / CONFIG)
     except UserError:
         return {}
 

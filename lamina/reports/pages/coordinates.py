@@ -11,9 +11,10 @@ import plotly.graph_objects as go
 
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import COORDINATES, PAGE, RESULT, SLOPES
 from lamina.reports import charts, tables
 from lamina.reports.charts import Line
-from lamina.reports.page import PAGE, Section, callouts, details, figure, moment, prose, write_page
+from lamina.reports.page import Section, callouts, details, figure, moment, prose, write_page
 from lamina.reports.palette import PALETTE
 from lamina.reports.records import Frame, read_parquet, study_header
 from lamina.reports.registry import report_of
@@ -38,9 +39,9 @@ def coordinates_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are missing."""
     folder = Path(folder)
     try:
-        table = read_parquet(folder / "coordinates.parquet")
-        slopes: Frame = pd.read_csv((folder / "slopes.csv").absolute())
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        table = read_parquet(folder / COORDINATES)
+        slopes: Frame = pd.read_csv((folder / SLOPES).absolute())
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r}: no whole coordinate check ({' '.join(str(error).split())[:200]})") from None
     header = study_header(folder)

@@ -13,8 +13,9 @@ import plotly.graph_objects as go
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import PAGE, RESULT, RESULTS
 from lamina.reports import tables
-from lamina.reports.page import PAGE, Section, callouts, details, figure, moment, write_page
+from lamina.reports.page import Section, callouts, details, figure, moment, write_page
 from lamina.reports.palette import colors
 from lamina.reports.records import rows_of
 from lamina.reports.registry import report_of
@@ -27,8 +28,8 @@ def evaluation_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of its result.json and results.csv. Raises UserError where these are not whole."""
     folder = Path(folder)
     try:
-        known = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        rows = rows_of(pd.read_csv(folder / "results.csv"))
+        known = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        rows = rows_of(pd.read_csv(folder / RESULTS))
         return _page(folder, known, rows)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())[:200]

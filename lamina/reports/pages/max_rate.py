@@ -11,11 +11,12 @@ import numpy as np
 import plotly.graph_objects as go
 
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import PAGE
 from lamina.reports import charts, sections
 from lamina.reports.charts import Line
 from lamina.reports.max_rates import MaxRate, notices, spread, summarize
 from lamina.reports.mixture import refuse_other_experiments
-from lamina.reports.page import PAGE, Section, callouts, figure, prose, write_page
+from lamina.reports.page import Section, callouts, figure, prose, write_page
 from lamina.reports.palette import colors, look
 from lamina.reports.records import Frame, Study, Trial, read_study, rows_of
 from lamina.reports.registry import report_of

@@ -16,16 +16,16 @@ import plotly.graph_objects as go
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import LAYERS, PAGE, PREFLIGHT
 from lamina.reports import charts
 from lamina.reports.charts import Line
-from lamina.reports.page import PAGE, Section, figure, sentence, write_page
+from lamina.reports.page import Section, figure, sentence, write_page
 from lamina.reports.palette import colors
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import GREY, polish, to_html
 from lamina.reports.table import Field, Row, Table, chip, number, swatch, text
 
-RECORDS = "preflight.json"
 _FIGURES = (
     ("jacobian_gain", "Cumulative Jacobian", "gain from x^l to x^N", (
         "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
@@ -55,8 +55,8 @@ def preflight_report(folder: Path) -> Path:
     """
     folder = Path(folder)
     try:
-        known = json.loads((folder / RECORDS).read_text(encoding="utf-8"))
-        layers: Frame = pd.read_parquet((folder / "layers.parquet").absolute())
+        known = json.loads((folder / PREFLIGHT).read_text(encoding="utf-8"))
+        layers: Frame = pd.read_parquet((folder / LAYERS).absolute())
         return _page(folder, pd.DataFrame(known["rows"]), layers, known["losses"], str(known["command"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -14,9 +14,10 @@ import plotly.io
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import ENVIRONMENT, PAGE, RESULT
 from lamina.probes.job.compact import compact
 from lamina.reports import tables
-from lamina.reports.page import PAGE, Section, callouts, details, figure, moment, prose, sentence, write_page
+from lamina.reports.page import Section, callouts, details, figure, moment, prose, sentence, write_page
 from lamina.reports.records import Frame, read_parquet, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import polish_own, to_html
@@ -29,10 +30,10 @@ MOST_ROWS = 60  # of a table of main numbers
 def probing_report(folder: Path) -> Path:
     """Write ``folder/report.html``. Raises UserError where the folder holds no result of `lamina probe`."""
     folder = Path(folder)
-    result = _json(folder / "result.json")
+    result = _json(folder / RESULT)
     if not isinstance(result.get("probes"), dict):
         raise UserError(f"{str(folder)!r}: no result of `lamina probe` (result.json with its probes)")
-    environment = _json(folder / "environment.json")
+    environment = _json(folder / ENVIRONMENT)
     model, probes = result.get("model") or {}, result["probes"]
     return write_page(
         folder / PAGE,

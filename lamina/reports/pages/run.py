@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import PAGE
 from lamina.reports import evolution, figures, monitored, sections, tables, updates
-from lamina.reports.page import PAGE, Section, figure, write_page
+from lamina.reports.page import Section, figure, write_page
 from lamina.reports.records import read_run, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import to_html

@@ -6,9 +6,10 @@ from html import escape
 from pathlib import Path
 
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import PAGE
 from lamina.reports import evolution, monitored, sections, sweeps, tables, updates
 from lamina.reports.mixture import refuse_other_experiments
-from lamina.reports.page import PAGE, Section, details, figure, write_page
+from lamina.reports.page import Section, details, figure, write_page
 from lamina.reports.records import Frame, read_study
 from lamina.reports.registry import report_of
 from lamina.reports.style import to_html

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import PAGE, RESULTS, TRANSFER
 from lamina.reports import sweeps, tables
 from lamina.reports.mixture import refuse_other_experiments
-from lamina.reports.page import PAGE, Section, details, figure, moment, prose, write_page
+from lamina.reports.page import Section, details, figure, moment, prose, write_page
 from lamina.reports.pages.study import study_report
 from lamina.reports.palette import PALETTE
 from lamina.reports.records import Frame, read_study
@@ -32,10 +33,10 @@ def transfer_report(folder: Path) -> Path:
     Raises UserError where its numbers are damaged.
     """
     folder = Path(folder)
-    if not (folder / "transfer.json").exists() and has_study(folder):
+    if not (folder / TRANSFER).exists() and has_study(folder):
         return study_report(folder)
     try:
-        summary = json.loads((folder / "transfer.json").read_text(encoding="utf-8"))
+        summary = json.loads((folder / TRANSFER).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r}: no whole transfer ({' '.join(str(error).split())[:200]})") from None
     study = read_study(folder)
@@ -109,7 +110,7 @@ def sentences(summary: Row) -> list[str]:
 def _by_width(results: Frame, folder: Path) -> Frame:
     """The results as the figures take them, one curve per width. complete() keeps unknown columns."""
     if "hidden_size" not in results:
-        raise UserError(f"{str(folder / 'results.csv')!r}: the column hidden_size is missing")
+        raise UserError(f"{str(folder / RESULTS)!r}: the column hidden_size is missing")
     return results.assign(placement=[f"width {width}" for width in results["hidden_size"]])
 
 

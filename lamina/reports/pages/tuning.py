@@ -13,10 +13,11 @@ import plotly.graph_objects as go
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import PAGE
 from lamina.jobs.run_folder import RunFolder
 from lamina.reports import monitored, sections, updates
 from lamina.reports.charts import Line
-from lamina.reports.page import PAGE, Section, callouts, details, figure, write_page
+from lamina.reports.page import Section, callouts, details, figure, write_page
 from lamina.reports.palette import PALETTE
 from lamina.reports.records import Study, read_run
 from lamina.reports.registry import report_of

@@ -8,8 +8,9 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import PAGE
 from lamina.reports import evolution, figures, monitored, sections, updates
-from lamina.reports.page import PAGE, Section, callouts, figure, write_page
+from lamina.reports.page import Section, callouts, figure, write_page
 from lamina.reports.records import Study, read_run
 from lamina.reports.registry import report_of
 from lamina.reports.style import to_html

@@ -12,6 +12,7 @@ from typing import Any
 from lamina.core.json_types import Json
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
+from lamina.jobs.names import PLAN
 from lamina.placements import Plan
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.checkpointing.store import checkpoints, listed_state
@@ -59,7 +60,7 @@ class RunIdentity:
     def _same_plan(self, folder: Path, known: Mapping[str, Any]) -> bool:
         if "plan" in known:
             return known["plan"] == plan_digest(self.plan)
-        before = _stored(folder / "plan.json")
+        before = _stored(folder / PLAN)
         return not before or before == json.loads(json.dumps(self.plan.to_dict()))
 
 

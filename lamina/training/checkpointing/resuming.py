@@ -11,6 +11,7 @@ from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_yaml
 from lamina.jobs.manifest import refuse_damaged
 from lamina.jobs.model_folder import MODEL
+from lamina.jobs.names import CONFIG
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status
@@ -20,8 +21,6 @@ from lamina.training.checkpointing.store import checkpoints, newest_checkpoint, 
 from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)
-
-CONFIG = "config.yaml"
 
 
 def stored_settings(

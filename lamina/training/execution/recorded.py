@@ -10,6 +10,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError, mark_reported
 from lamina.jobs.files import disk_full, full_disk, write_json
 from lamina.jobs.folder import clear
+from lamina.jobs.names import METRICS, RESULT
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import GONE, Processes, lost_another
 
@@ -25,7 +26,7 @@ def recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, res
     def write(result: Json) -> Json:
         result["seconds"] = round(seconds + time.monotonic() - began, 2)
         if processes.first:
-            write_json(folder / "result.json", result)
+            write_json(folder / RESULT, result)
         return result
 
     try:
@@ -33,7 +34,7 @@ def recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, res
     except KeyboardInterrupt:
         return write({"status": str(Status.INTERRUPTED), "reason": "stopped at once"})
     except UserError:
-        if processes.first and not resumes and not (folder / "metrics.jsonl").is_file():
+        if processes.first and not resumes and not (folder / METRICS).is_file():
             clear(folder)
         raise
     except Exception as error:

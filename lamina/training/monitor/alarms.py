@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_lines
+from lamina.jobs.names import ALARMS
 from lamina.jobs.run_folder import parse_lines
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitor.rows import Row
@@ -34,7 +35,6 @@ FACTORS: Mapping[str, float] = {
     "gain_abs_max": 4.0,
     "step_gradient_norm": 6.0,
 }
-ALARMS = "alarms.jsonl"
 DEVIATIONS = 8.0
 WINDOW = 32  # of a series' latest values
 FEWEST = {"gradient_norm": 8, "step_gradient_norm": 8}  # values that a series needs to be judged; of every step

@@ -14,10 +14,11 @@ import torch
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.environment import ENVIRONMENT, environment
+from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json, write_yaml
 from lamina.jobs.folder import Resume, hold, in_use
 from lamina.jobs.kinds import Kind
+from lamina.jobs.names import CONFIG, ENVIRONMENT, RESULT
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
@@ -54,7 +55,7 @@ class WatchedRecords:
         with ExitStack() as held:
             held.enter_context(hold(self.folder, resume=resume, overwrite=overwrite))
             write_json(self.folder / ENVIRONMENT, environment(0, Kind.WATCHED))
-            write_yaml(self.folder / "config.yaml", settings.to_dict())
+            write_yaml(self.folder / CONFIG, settings.to_dict())
             self.metrics, self.layers = MetricsWriter(self.folder), LayersWriter(self.folder)
             self.metrics.load_state_dict({"step": step})
             self.layers.load_state_dict({"step": step})
@@ -80,7 +81,7 @@ class WatchedRecords:
             self.layers.flush()
             self.metrics.sync()
             result = {**result, "loss": self.last_loss, "alarms": len(self.alarms.lines), **spike_columns(self.folder)}
-            write_json(self.folder / "result.json", result)
+            write_json(self.folder / RESULT, result)
             self.trackers.close()
         finally:
             self._held.close()

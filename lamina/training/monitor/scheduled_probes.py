@@ -25,6 +25,7 @@ from transformers import (
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import disk_full, write_json, write_lines, writing
+from lamina.jobs.names import ABOUT, NOTES
 from lamina.jobs.run_folder import parse_lines
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import run, structure_of
@@ -150,7 +151,7 @@ class ScheduledProbes(TrainerCallback):
 
     def _describe(self, probe: Probe) -> None:
         """Store the page's texts about a probe beside its numbers, since it may be the user's own."""
-        path = self.folder / probe.name / "about.json"
+        path = self.folder / probe.name / ABOUT
         if not path.is_file():
             words = {key: getattr(probe, key) for key in ("title", "summary", "source")}
             write_json(path, {**words, "over_steps": list(probe.over_steps)})
@@ -162,7 +163,7 @@ class ScheduledProbes(TrainerCallback):
         level = logging.WARNING if note.startswith(_REFUSED) else logging.INFO
         logger.log(level, "probe %s, step %d: %s", name, step, note)
         (self.folder / name).mkdir(parents=True, exist_ok=True)
-        path = self.folder / name / "notes.jsonl"
+        path = self.folder / name / NOTES
         write_lines(path, [*parse_lines(path)[0], {"step": step, "note": note}])
 
 
@@ -181,7 +182,7 @@ def forget(folder: Path, *, after: int) -> None:
         number = path.stem.removeprefix("part-")
         if number.isdecimal() and int(number) > after:
             path.unlink()
-    for path in folder.glob("*/notes.jsonl"):
+    for path in folder.glob(f"*/{NOTES}"):
         write_lines(path, [note for note in parse_lines(path)[0] if note["step"] <= after])
 
 

@@ -13,6 +13,7 @@ from lamina.core.json_types import Json
 from lamina.jobs.columns import SCORES
 from lamina.jobs.files import finite, write_lines, writing
 from lamina.jobs.manifest import sync
+from lamina.jobs.names import METRICS
 from lamina.jobs.run_folder import RunFolder
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitor.rows import Evaluation
@@ -31,7 +32,7 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, rollbacks: Iterable[Mapping[str, Any]] = ()):
-        self.path, self.rollbacks = folder / "metrics.jsonl", tuple(rollbacks)
+        self.path, self.rollbacks = folder / METRICS, tuple(rollbacks)
         self.best_eval = math.inf
         self.evaluation = Evaluation()  # the last one of an earlier process
         self.tokens_before = 0  # in the records of an earlier process
