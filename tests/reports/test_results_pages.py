@@ -3,11 +3,14 @@
 import json
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from synthetic_claims import CLAIMS, write_claims_study
 
+from lamina.papers.pages.folder import StudyFolder
 from lamina.papers.results import write_results
 from lamina.papers.results.markdown import plain
+from lamina.papers.results.pages import tolerances
 from lamina.papers.results.verdicts import ours
 
 
@@ -103,7 +106,7 @@ def test_texts_of_claims_show_as_they_are(results):
     text = page(results, "mix-ppl")
     assert "Post-LN &lt;b&gt;does not&lt;/b&gt; train &#124; at all" in text
     assert "&#91;a&#93;(b) \\*c\\*" in text
-    assert all(line.count("|") in (0, 6, 9) for line in text.splitlines())
+    assert all(line.count("|") in (0, 6, 7, 9) for line in text.splitlines())
     markdown = pytest.importorskip("markdown")
     for words in ("a_b *c* _d_ `e` [f](g) <h> & | i", "# x", "1. y", "- z", "2 * 3 < 4"):
         shown = markdown.markdown(plain(words), extensions=["tables", "sane_lists"])
@@ -134,3 +137,19 @@ def test_the_pages_are_the_same_again_and_what_is_gone_goes(results):
     write_results(again, studies, results / "records", results / "docs")
     assert {path: path.read_bytes() for path in (results / "docs").rglob("*") if path.is_file()} == before
     assert len(CLAIMS) == 2
+
+
+def test_an_arms_tolerance_is_of_the_seeds_that_all_its_rates_have(tmp_path):
+    losses = {"keel": {1e-3: 2.40, 2e-3: 2.31, 4e-3: 2.30, 8e-3: 2.32}, "pre_ln": {1e-3: 2.5, 2e-3: 2.6, 4e-3: None}}
+    rows = [
+        {"placement": arm, "learning_rate": rate, "seed": seed, "status": "finished" if loss else "diverged"}
+        | {"eval_loss": loss, "tuned": False}
+        for arm, sweep in losses.items()
+        for rate, loss in sweep.items()
+        for seed in (100, 101)
+    ]
+    rows.append({**rows[2], "seed": 7, "eval_loss": 9.0, "tuned": True})  # a test seed, at one rate alone
+    header = {"definition": {"scales": {"cpu": {"axes": {"placement": {}, "learning_rate": {}, "seed": {}}}}}}
+    folder = StudyFolder(folder=tmp_path, header=header, results=pd.DataFrame(rows), claims=[])
+    # Keel: from a ninth of a factor below 2e-3 to the edge at 8e-3, whose 2.32 is exactly within 0.02.
+    assert tolerances(folder) == {"keel": "≥ 2.1", "pre_ln": "≥ 0.2"}

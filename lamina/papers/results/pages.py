@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from lamina.core.json_types import Json
 from lamina.papers.catalog.study import Study
+from lamina.papers.judging.checks import TRAINED
+from lamina.papers.judging.scaling import tolerance
 from lamina.papers.pages.drawing import Drawing
 from lamina.papers.pages.folder import OURS, StudyFolder, arms
 from lamina.papers.pages.printed import FIGURES
@@ -33,6 +36,9 @@ _SCALE = (
     "those of scale cpu, on more than a hundred thousand times more text: what fails here may hold there, and what "
     "holds here may not."
 )
+WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
+_SWEPT = 3  # rates from which on their interval says something
+_TOLERANCE = f"rates within {WITHIN:g} nats of the best, factors of 2:"
 _SHOWN = 2  # numbers of a claim on the page of all; its own page has the rest
 _GENERATED = "<!-- Made from studies/records by `make results-docs`. -->"
 
@@ -139,6 +145,7 @@ def _arms(folder: StudyFolder) -> str:
     several = folder.results["learning_rate"].nunique() > 1
     rate = "best learning rate:" if several else "learning rate:"
     value = arms_title(folder)
+    widths = tolerances(folder)
     cells = [
         [
             plain(row["label"]),
@@ -146,12 +153,35 @@ def _arms(folder: StudyFolder) -> str:
             _mean(row["mean"], row["std"]),
             f"{row['trained']}",
             plain(row["ended"] or NONE),
+            *([widths.get(str(row["label"]), NONE)] if widths else []),
         ]
         for row in rows_of(rows)
     ]
-    return "### The arms\n\n" + table(
-        ["arm", rate, f"{value}, mean ± std:", "trials in the mean:", "how all ended"], cells
-    )
+    headings = ["arm", rate, f"{value}, mean ± std:", "trials in the mean:", "how all ended"]
+    return "### The arms\n\n" + table([*headings, *([_TOLERANCE] if widths else [])], cells)
+
+
+def tolerances(folder: StudyFolder) -> dict[str, str]:
+    """By arm, over how many factors of 2 its rates stay within 0.02 nats of its best; empty without a swept loss.
+
+    Over the seeds that every rate has. "≥" where the interval reaches the sweep's edge.
+    """
+    if not folder.has_sweep or folder.value != "eval_loss":
+        return {}
+    rows = folder.first_stage
+    rows = rows.assign(label=[folder.label(row, without=("learning_rate", "seed")) for row in rows_of(rows)])
+    widths = {}
+    for label, arm in rows.groupby("label", sort=False):
+        losses = arm["eval_loss"].where(arm["status"].isin(TRAINED), math.inf)
+        swept = arm.assign(eval_loss=losses).pivot_table(index="seed", columns="learning_rate", values="eval_loss")
+        swept = swept.dropna()
+        if swept.empty or swept.shape[1] < _SWEPT or not math.isfinite(float(swept.mean().min())):
+            continue
+        means = swept.mean()
+        width = tolerance({float(rate): [float(mean)] for rate, mean in means.items()}, WITHIN)
+        edge = min(means.iloc[0], means.iloc[-1]) <= means.min() + WITHIN
+        widths[str(label)] = f"{'≥ ' if edge else ''}{width:.1f}"
+    return widths
 
 
 def _mean(mean: float, std: float) -> str:
