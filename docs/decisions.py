@@ -43,7 +43,7 @@ def page(verdicts: list[Json], scale: str) -> str:
     for question in questions:
         anchor = "-".join("".join(c for c in question["if"].lower() if c.isalnum() or c in " -").split())
         advice = _advice(question, known)
-        first = advice[0] if advice else f"Nothing is decided here yet. {question['else']}"
+        first = advice[0].partition(" ([")[0] if advice else "Nothing is decided here yet."
         rows.append(f"| [{question['if']}](#{anchor}) | {first} |")
         sections.append(_section(question, advice, known))
     return "\n\n".join([_GENERATED, _introduction(scale), "\n".join([*_HEAD, *rows]), *sections, _RULES]) + "\n"
@@ -63,7 +63,7 @@ one of these studies again, on your text or at a larger scale, see [Run and writ
 def _introduction(scale: str) -> str:
     return f"""# Which placement should I use?
 
-Every sentence of advice on this page ends with the verdict of the claim that it rests on ([methods](methods.md)).
+Every sentence of advice below the table ends with the verdict of the claim that it rests on ([methods](methods.md)).
 {scale} Take the advice as what to compare first, not as what to ship."""
 
 
@@ -95,7 +95,7 @@ def _section(question: Question, advice: list[str], known: dict[str, Json]) -> s
     claims = [one for rule, claims in ruled if not _sentence(rule, claims) for one in claims]
     for head, verdicts in _UNDECIDED:
         if here := [one for one in claims if one["verdict"] in verdicts]:
-            parts.append(f"{head}: {'; '.join(_open(one) for one in here)}.")
+            parts.append(f"{head}: {'; '.join(map(_open, here))}.")
     return "\n\n".join(parts)
 
 
@@ -113,5 +113,4 @@ def _evidence(one: Json) -> str:
 
 
 def _open(one: Json) -> str:
-    paper = f", where the paper has {plain(one['paper'])}" if one["verdict"] != Verdict.NOT_RUN and one["paper"] else ""
-    return f"[{plain(one['says']).rstrip('.')}](results/{one['study']}.md){paper}"
+    return f"[{plain(one['says']).rstrip('.')}](results/{one['study']}.md)"

@@ -183,7 +183,8 @@ def test_advice_is_on_the_page_only_with_its_verdict(monkeypatch, tmp_path):
         assert f"Leave A. ([{verdict}](results/a.md)" in advice(verdict, monkeypatch, tmp_path)
     for verdict, head in UNDECIDED:
         undecided = advice(verdict, monkeypatch, tmp_path)
-        assert "Nothing is decided here yet. Measure it." in undecided
+        assert "Nothing is decided here yet." in undecided
+        assert "\nMeasure it.\n" in undecided
         assert f"{head}: [a/b says](results/a.md)" in undecided
         assert "Take A." not in undecided
     explained = advice("explained by loss", monkeypatch, tmp_path)
