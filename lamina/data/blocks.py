@@ -60,18 +60,18 @@ class ItemSource(Dataset[T], Generic[T], ABC):
 
     @abstractmethod
     def sample(self, count: int) -> torch.Tensor:
-        """The model's main input for up to ``count`` items, spread evenly and always the same: [items, ...]."""
+        """Return the model's main input for up to ``count`` items, spread evenly and always the same: [items, ...]."""
 
     def for_run(self, seed: int) -> ItemSource[T]:
-        """The items in the form that a run with this seed draws them from."""
+        """Return the items in the form that a run with this seed draws them from."""
         return self
 
     def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
-        """The contribution of each corpus to the items in ``spans`` (start, end); empty where there is only one."""
+        """Return each corpus' contribution to the items in ``spans`` (start, end); empty where there is only one."""
         return {}
 
     def state_dict(self, index: int) -> object:
-        """The state from which item ``index`` can be read, of JSON's types; None for a source without state."""
+        """Return the state from which item ``index`` can be read, of JSON's types; None for a source without state."""
         return None
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
@@ -94,10 +94,10 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     @abstractmethod
     def token_counts(self, vocab_size: int) -> np.ndarray:
-        """How often each id occurs in the text (of a stream, in a part of it), [vocab_size]."""
+        """Return how often each id occurs in the text (of a stream, in a part of it), [vocab_size]."""
 
     def frequencies(self, vocab_size: int, count: int) -> np.ndarray:
-        """The add-one smoothed frequency of each id in a sample of ``count`` blocks per corpus, [vocab_size].
+        """Return the add-one smoothed frequency of each id in a sample of ``count`` blocks per corpus, [vocab_size].
 
         In a mix, each corpus has the weight of its share.
         """
@@ -111,7 +111,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     @abstractmethod
     def rows(self, indices: Sequence[int]) -> np.ndarray:
-        """The token ids of these blocks, each once, [blocks, sequence_length]; of a stream, its known text instead.
+        """Return these blocks' ids, each block once, [blocks, sequence_length]; of a stream, its known text instead.
 
         A stream that has been read is not read again.
         """
@@ -136,7 +136,7 @@ class ArrayBlocks(BlockSource):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[TokenBlock]:
-        """Several items at once, as the DataLoader asks for them: one copy."""
+        """Return several items at once, as the DataLoader asks for them: one copy."""
         rows = torch.from_numpy(self.array[np.asarray(indices, dtype=np.int64)].astype(np.int64))
         return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -214,7 +214,7 @@ class Blocks(Splits[TokenBlock]):
 
 @lru_cache(maxsize=2)
 def shuffled(items: int, seed: int) -> torch.Tensor:
-    """The numbers below ``items`` in an order that the seed decides."""
+    """Return the numbers below ``items`` in an order that the seed decides."""
     return torch.randperm(items, generator=torch.Generator().manual_seed(seed))
 
 
@@ -247,7 +247,7 @@ def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
 
 
 def count_tokens(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """How often each id occurs in ``ids`` [blocks, sequence_length], which is read a few million at a time."""
+    """Return how often each id occurs in ``ids`` [blocks, sequence_length], which is read a few million at a time."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     rows = max(1, 2**22 // ids.shape[1])
     for start in range(0, len(ids), rows):
@@ -256,7 +256,7 @@ def count_tokens(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def smoothed(counts: np.ndarray) -> np.ndarray:
-    """The add-one smoothed frequencies for ``counts``, [vocab_size]."""
+    """Return the add-one smoothed frequencies for ``counts``, [vocab_size]."""
     return (counts + 1) / (counts.sum() + len(counts))
 
 
@@ -328,14 +328,14 @@ class DrawnItems(ItemSource[T]):
 
     @abstractmethod
     def change(self, item: T, generator: torch.Generator) -> T:
-        """The item as it is drawn; all its random numbers come from ``generator``."""
+        """Return the item as it is drawn; all its random numbers come from ``generator``."""
 
     def generator(self, position: int) -> torch.Generator:
-        """The random numbers of a position."""
+        """Return the random numbers of a position."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
 
     def number(self, position: int) -> int:
-        """The number in the source of the item that is drawn at a position."""
+        """Return the number in the source of the item that is drawn at a position."""
         if not self.training or self.source.in_order:
             return position
         turn, place = divmod(position // self.repeats, len(self.source))
@@ -382,7 +382,7 @@ class MixedBlocks(BlockSource):
         return list(zip(self.shares, self.blocks, strict=True))
 
     def for_run(self, seed: int, length: int = 2**62) -> MixedBlocks:
-        """The same mix in the order of a run with this seed, practically endless."""
+        """Return the same mix in the order of a run with this seed, practically endless."""
         return MixedBlocks(list(zip(self.names, self.shares, self.blocks, strict=True)), length, seed)
 
     def __len__(self) -> int:
@@ -393,7 +393,7 @@ class MixedBlocks(BlockSource):
         return self.blocks[part][number]
 
     def _number(self, index: int) -> tuple[int, int]:
-        """The part that block ``index`` belongs to, and the block's number there."""
+        """Return the part that block ``index`` belongs to, and the block's number there."""
         part, position = self.where(index)
         if self.blocks[part].in_order:
             return part, position
@@ -401,7 +401,7 @@ class MixedBlocks(BlockSource):
         return part, int(self._order(part, position // count)[position % count])
 
     def where(self, index: int) -> tuple[int, int]:
-        """The part that block ``index`` belongs to, and how many blocks of that part come before it."""
+        """Return the part that block ``index`` belongs to, and how many blocks of that part come before it."""
         if index < 0:
             index += self.length
         if not 0 <= index < self.length:
@@ -415,7 +415,7 @@ class MixedBlocks(BlockSource):
         raise AssertionError("the last part takes every block that remains")
 
     def counts(self, blocks: int) -> list[int]:
-        """How many of the first ``blocks`` blocks belong to each part."""
+        """Return how many of the first ``blocks`` blocks belong to each part."""
         rest, counts = Fraction(1), []
         for share in self.shares:
             counts.append(_share_of(blocks, share / rest))

@@ -26,14 +26,14 @@ _whole: dict[Path, list[tuple[str, int, int]]] = {}
 
 
 def cache_root(cache_dir: Path | str | None = None) -> Path:
-    """The folder of the cache: ``cache_dir``, else ``$LAMINA_CACHE``, else ``~/.cache/lamina``."""
+    """Return the folder of the cache: ``cache_dir``, else ``$LAMINA_CACHE``, else ``~/.cache/lamina``."""
     if cache_dir:
         return home("cache_dir", cache_dir)
     return home("LAMINA_CACHE", os.environ.get("LAMINA_CACHE") or "~/.cache/lamina")
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder is exactly as it was published, by the digests of its files.
+    """Return whether a folder is exactly as it was published, by the digests of its files.
 
     A damaged folder is logged. Each process reads the files once, and again when they change.
     """
@@ -106,7 +106,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _host() -> str:
-    """A short name of this machine (and container): process ids are only valid there."""
+    """Return a short name of this machine (and container): process ids are only valid there."""
     return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode()}").hex[:8]
 
 

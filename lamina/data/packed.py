@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -113,7 +113,7 @@ class _Packing:
     trains_tokenizer: bool
 
     def blocks(self, corpus: SingleCorpus, root: Path) -> Blocks:
-        """The blocks of a corpus from the cache in ``root``, packed first where the cache does not have them."""
+        """Return the blocks of a corpus from the cache in ``root``, packed first where the cache does not have them."""
         identity = f"{_FORMAT}|{corpus.fingerprint()}|{self.encoder.content_hash()}"
         key = hashlib.sha256(f"{identity}|{self.sequence_length}|{self.eval_fraction!r}".encode()).hexdigest()
         folder = root / "blocks" / key[:32]
@@ -125,16 +125,9 @@ class _Packing:
         total, length = count_chars(corpus), self.sequence_length
         chars, fraction = piece_chars(total), self.eval_fraction
         while True:
-            packed = pack(
-                split_corpus(corpus, chars, fraction),
-                self.encoder,
-                length,
-                draft / _TRAIN,
-                draft / _EVAL,
-                total_chars=total,
-                progress=self.progress,
-            )
-            if packed.train_tokens and packed.eval_tokens:
+            segments = split_corpus(corpus, chars, fraction)
+            packed = pack(segments, self.encoder, length, draft, total_chars=total, progress=self.progress)
+            if packed.train.tokens and packed.held_out.tokens:
                 break
             if fraction >= 0.5 or packed.all_tokens < 2 * length:
                 raise UserError(
@@ -150,13 +143,14 @@ class _Packing:
 
     def _write_meta(self, draft: Path, packed: Packed, key: str) -> None:
         dtype, length = self.encoder.dtype.name, self.sequence_length
-        train = PackedBlocks(draft / _TRAIN, dtype, packed.train_tokens // length, length)
-        held_out = PackedBlocks(draft / _EVAL, dtype, packed.eval_tokens // length, length)
+        train, held_out = (
+            PackedBlocks(file.path, dtype, file.tokens // length, length) for file in (packed.train, packed.held_out)
+        )
         stats = BlockStats(
-            train_tokens=packed.train_tokens,
-            eval_tokens=packed.eval_tokens,
-            train_bytes=packed.train_bytes,
-            eval_bytes=packed.eval_bytes,
+            train_tokens=packed.train.tokens,
+            eval_tokens=packed.held_out.tokens,
+            train_bytes=packed.train.bytes,
+            eval_bytes=packed.held_out.bytes,
             unigram_entropy=unigram_entropy(train.array, held_out.array, self.encoder.vocab_size),
             vocab_size=self.encoder.vocab_size,
             sequence_length=length,
@@ -214,14 +208,11 @@ class SplitFile:
         self.tokens = whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """The sizes of both splits in whole blocks. ``all_tokens`` counts the dropped remainders, too."""
+class Packed(NamedTuple):
+    """The files of both splits in whole blocks. ``all_tokens`` counts the dropped remainders, too."""
 
-    train_tokens: int
-    train_bytes: int
-    eval_tokens: int
-    eval_bytes: int
+    train: SplitFile
+    held_out: SplitFile
     all_tokens: int
     documents: int
 
@@ -230,8 +221,7 @@ def pack(
     segments: Iterable[Segment],
     encoder: TextEncoder,
     sequence_length: int,
-    train_path: Path,
-    eval_path: Path,
+    folder: Path,
     *,
     total_chars: int,
     progress: bool,
@@ -243,18 +233,11 @@ def pack(
     Raises:
         OSError: the disk is full.
     """
-    train, held_out = SplitFile(train_path, encoder), SplitFile(eval_path, encoder)
+    train, held_out = SplitFile(folder / _TRAIN, encoder), SplitFile(folder / _EVAL, encoder)
     documents = 0
-    bar = tqdm(
-        desc="tokenizing",
-        total=total_chars,
-        unit="char",
-        unit_scale=True,
-        delay=2,
-        disable=not (progress and has_bars()),
-    )
+    quiet = not (progress and has_bars())
     try:
-        with bar:
+        with tqdm(desc="tokenizing", total=total_chars, unit="char", unit_scale=True, delay=2, disable=quiet) as bar:
             for segment in segments:
                 (held_out if segment.held_out else train).add(segment)
                 documents = segment.document + 1
@@ -271,18 +254,11 @@ def pack(
     finally:
         train.file.close()
         held_out.file.close()
-    return Packed(
-        train_tokens=train.tokens,
-        train_bytes=train.bytes,
-        eval_tokens=held_out.tokens,
-        eval_bytes=held_out.bytes,
-        all_tokens=all_tokens,
-        documents=documents,
-    )
+    return Packed(train, held_out, all_tokens, documents)
 
 
 def single_corpus_of(spec: str, text_field: str = "text") -> SingleCorpus:
-    """The corpus with this name, which is not a mix. Raises UserError; nothing is read yet."""
+    """Return the corpus with this name, which is not a mix. Raises UserError; nothing is read yet."""
     corpus = Corpus.parse(spec, text_field)
     if not isinstance(corpus, SingleCorpus):
         raise UserError(f"corpus: {spec!r} is a mix (allowed here: one corpus)")
@@ -297,7 +273,7 @@ def whole_blocks(
     text_field: str = "text",
     progress: bool = True,
 ) -> ArrayBlocks:
-    """All text of a corpus, tokenized and packed into blocks in its order, or read from the cache.
+    """Return all text of a corpus, tokenized and packed into blocks in its order, or read from the cache.
 
     An end-of-text token stands between documents; what does not fill a last block is dropped.
 
@@ -319,14 +295,13 @@ def whole_blocks(
     def write(draft: Path) -> None:
         total = count_chars(corpus)
         segments = split_corpus(corpus, piece_chars(total), 1.0)  # every piece is "held out"
-        files = {"train_path": draft / _TRAIN, "eval_path": draft / _EVAL}
-        packed = pack(segments, encoder, sequence_length, **files, total_chars=total, progress=progress)
-        if not packed.eval_tokens:
+        packed = pack(segments, encoder, sequence_length, draft, total_chars=total, progress=progress)
+        if not packed.held_out.tokens:
             raise UserError(
                 f"corpus: {spec!r} has {packed.all_tokens} tokens, too few for a block of sequence_length = "
                 f"{sequence_length}"
             )
-        meta = {"dtype": encoder.dtype.name, "blocks": packed.eval_tokens // sequence_length}
+        meta = {"dtype": encoder.dtype.name, "blocks": packed.held_out.tokens // sequence_length}
         (draft / _META).write_text(json.dumps(meta), encoding="utf-8")
 
     if not is_whole(folder):

@@ -40,7 +40,7 @@ class Segment:
 
 
 def piece_chars(total_chars: int) -> int:
-    """The length of a piece: 1 to 64 thousand characters, fewer where that would make less than about 20 pieces.
+    """Return the length of a piece: 1 to 64 thousand characters, fewer where that would make less than about 20 pieces.
 
     Many pieces make the held-out text representative. Long pieces keep its context whole. A few hundred give both.
     """
@@ -49,7 +49,7 @@ def piece_chars(total_chars: int) -> int:
 
 
 def is_held_out(piece: int, eval_fraction: float) -> bool:
-    """Whether a piece is held out, by its number: evenly spread, the first one half a period from the start."""
+    """Return whether a piece is held out, by its number: evenly spread, the first one half a period from the start."""
     return math.floor((piece + 1) * eval_fraction + 0.5) > math.floor(piece * eval_fraction + 0.5)
 
 
@@ -82,7 +82,7 @@ class Splitter:
     position: int = 0
 
     def cut(self, document: Document, chars: int) -> Iterator[tuple[Segment, int]]:
-        """The segments of the next document, each with the number of its piece."""
+        """Yield the segments of the next document, each with the number of its piece."""
         if not document.continues:
             self.document, self.position = self.document + 1, 0
         text, start = document.text, 0
@@ -98,7 +98,7 @@ class Splitter:
 
 
 def _cut(text: str, start: int, room: int, chars: int) -> int:
-    """The end of a segment that starts at ``start`` in a piece of ``chars`` characters with ``room`` of them left."""
+    """Return the end of a segment from ``start`` on, in a piece of ``chars`` characters with ``room`` left."""
     full = start + room
     if len(text) <= full:
         return len(text)
@@ -114,12 +114,12 @@ def _cut(text: str, start: int, room: int, chars: int) -> int:
 
 
 def split_corpus(corpus: SingleCorpus, chars: int, eval_fraction: float) -> Iterator[Segment]:
-    """The segments of a corpus. See :func:`split_documents`."""
+    """Yield the segments of a corpus. See :func:`split_documents`."""
     return split_documents(corpus.documents(), chars, eval_fraction)
 
 
 def count_chars(corpus: SingleCorpus) -> int:
-    """The number of characters in a corpus. Reads all of it: the size of a piece depends on the total."""
+    """Return the number of characters in a corpus. Reads all of it: the size of a piece depends on the total."""
     return sum(len(document.text) for document in corpus.documents())
 
 

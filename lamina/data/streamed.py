@@ -64,7 +64,7 @@ def stream_blocks(
     buffer: int = SHUFFLE_BUFFER,
     seed: int = 0,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
-    """Blocks of a corpus without preparing them first: ``train`` is an endless :class:`StreamedBlocks`.
+    """Return blocks of a corpus without preparing them first: ``train`` is an endless :class:`StreamedBlocks`.
 
     The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters; there are as
     many as fill ``eval_blocks``. They are never trained on. The unigram entropy is their cross-entropy under twice as
@@ -114,7 +114,7 @@ class _Streaming:
     buffer: int
 
     def blocks(self, corpus: SingleCorpus, seed: tuple[int, int] | None) -> Blocks:
-        """The stream of a corpus' blocks, shuffled by ``seed``, and its held-out blocks."""
+        """Return the stream of a corpus' blocks, shuffled by ``seed``, and its held-out blocks."""
         encoder, length = self.encoder, self.sequence_length
         shards = corpus.shards()
         apart = hold_out(
@@ -355,7 +355,7 @@ class TokenStream:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()
 
     def _segments(self, number: int, place: Place) -> Iterator[tuple[_Document, Segment]]:
-        """The segments of a shard from a place on, without held-out ones, each with the place after it."""
+        """Yield the segments of a shard from a place on, without held-out ones, each with the place after it."""
         position, split, passed = place.position, tuple(place.split), place.segments
         limit, splitter = self.held_out.get(number, 0), Splitter(*split)
         for document, after in self.shards[number].read(position):

@@ -49,7 +49,7 @@ def validate_spec(spec: str) -> None:
 
 
 def is_trained(spec: str) -> bool:
-    """Whether the tokenizer is trained on the corpus."""
+    """Return whether the tokenizer is trained on the corpus."""
     return spec == "bpe" or spec.startswith("bpe:")
 
 

@@ -47,7 +47,7 @@ def build(
     adapter: Mapping[str, object] | None = None,
     **placement_options: object,
 ) -> PreTrainedModel:
-    """A model with the backbone's attention and feed-forward modules, wired as the placement says.
+    """Return a model with the backbone's attention and feed-forward modules, wired as the placement says.
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, a folder that
@@ -111,7 +111,7 @@ def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[s
 
 
 def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | None) -> PreTrainedModel:
-    """The model with the weights that transformers draws. Raises UserError where it cannot be built."""
+    """Return the model with the weights that transformers draws. Raises UserError where it cannot be built."""
     try:
         outer = LaminaConfig(backbone_config=config, plan=plan.to_dict(), **_labels(head, num_labels))
         outer._attn_implementation = config._attn_implementation  # the outer one decides for both
@@ -164,12 +164,12 @@ def _labels(head: str, num_labels: int | None) -> dict[str, Any]:
 
 
 def recommended(plan: Plan) -> str:
-    """The initializer that the plan names, or else "normal"."""
+    """Return the initializer that the plan names, or else "normal"."""
     return plan.initialization or "normal"
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
-    """The plan of a placement, or the plan itself. Raises UserError for a plan of another depth or with options."""
+    """Return a placement's plan, or the plan itself. Raises UserError for one of another depth or with options."""
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
     if options:
@@ -182,7 +182,7 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
 
 
 def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidden_size: int) -> Block:
-    """A Block of plain modules: anyone's own attention and feed-forward, wired as one layer of a plan.
+    """Return a Block of plain modules: anyone's own attention and feed-forward, wired as one layer of a plan.
 
     Args:
         attention: takes [batch, tokens, hidden_size] and whatever keyword arguments the Block is called with; returns a

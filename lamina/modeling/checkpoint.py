@@ -34,7 +34,7 @@ class Loaded:
 
 
 def checked_device(name: str | None) -> str:
-    """The device with this name; without one, the fastest. Raises UserError if this machine does not have it."""
+    """Return the device with this name; without one, the fastest. Raises UserError if this machine does not have it."""
     if name is None:
         if torch.cuda.is_available():
             return "cuda"
@@ -68,14 +68,14 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
 
 
 def config_of(path: str | Path) -> PreTrainedConfig:
-    """The configuration of a checkpoint that ``load`` takes; its weights are not read. Raises UserError."""
+    """Return the configuration of a checkpoint that ``load`` takes; its weights are not read. Raises UserError."""
     source, _, more = _located(path)
     with local_when_unreachable():
         return read_config(source, "checkpoint", **more)
 
 
 def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a checkpoint that ``load`` takes, None without one; its weights are not read.
+    """Return the tokenizer of a checkpoint that ``load`` takes, None without one; its weights are not read.
 
     Raises UserError for a folder without weights.
     """
@@ -88,7 +88,7 @@ def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def _located(path: str | Path) -> tuple[str, Path | None, Json]:
-    """What transformers loads for a path, the run's folder, and further arguments for transformers."""
+    """Return what transformers loads for a path, the run's folder, and further arguments for transformers."""
     name, run = str(path), None
     place = Path(path).expanduser()
     if (place / RESULT).is_file() or (place / CONFIG).is_file():
@@ -137,7 +137,7 @@ def _model(source: str, name: str, config: PreTrainedConfig, dtype: str, more: J
 
 
 def _is_of_the_body(model: PreTrainedModel, key: str) -> bool:
-    """Whether a tensor is the model's own, not a head's on top; a pooler is a head that some bodies have."""
+    """Return whether a tensor is the model's own, not a head's on top; a pooler is a head that some bodies have."""
     parts = key.split(".")
     if "pooler" in parts:
         return False
@@ -146,7 +146,7 @@ def _is_of_the_body(model: PreTrainedModel, key: str) -> bool:
 
 
 def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that saved the checkpoint, or the one with a head that its configuration has."""
+    """Return the class that saved the checkpoint, or the one with a head that its configuration has."""
     for architecture in config.architectures or ():
         for module in (modeling_lamina, transformers):
             if hasattr(module, architecture):

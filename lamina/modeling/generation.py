@@ -23,15 +23,15 @@ class Generator(Protocol):
     """A model that continues token ids [batch, tokens]."""
 
     def generate(self, **options: object) -> torch.Tensor:
-        """The token ids and their continuation."""
+        """Return the token ids and their continuation."""
         ...
 
     def modules(self) -> Iterator[torch.nn.Module]:
-        """All its modules."""
+        """Yield all its modules."""
         ...
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """The table of the tokens."""
+        """Return the table of the tokens."""
         ...
 
 
@@ -51,7 +51,7 @@ class Speaker:
         self.sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
     def continuation(self, prompt: str) -> str:
-        """The prompt and its continuation."""
+        """Return the prompt and its continuation."""
         inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if not inputs["input_ids"].numel():
             raise UserError(f"prompt: {prompt!r} has no tokens (allowed: a text to continue)")
@@ -66,7 +66,7 @@ class Speaker:
             )
 
     def answer(self, turns: list[dict[str, str]]) -> str:
-        """The answer to a conversation that ends with the user's turn."""
+        """Return the answer to a conversation that ends with the user's turn."""
         self.check_chat()
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -94,14 +94,14 @@ class Speaker:
             raise UserError(f"model {self.path!r}: it loads, but does not run: {one_line(error)}") from error
 
     def _has_a_last_position(self, longest: int) -> bool:
-        """Whether the model looks positions up in a table (OPT's has two rows more); rotary ones have no end."""
+        """Return whether the model looks positions up in a table (OPT's has two rows more); rotary ones have no end."""
         tables = (m for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
         words = self.model.get_input_embeddings()
         return any(longest <= table.num_embeddings <= longest + 2 for table in tables if table is not words)
 
 
 def _load(path: str, folder: Path, trust_remote_code: bool) -> tuple[Generator, PreTrainedTokenizerBase, int | None]:
-    """The model, its tokenizer, and the tokens of its context, if its configuration says so."""
+    """Return the model, its tokenizer, and the tokens of its context, if its configuration says so."""
     config = read_config(folder, "model", trust_remote_code=trust_remote_code)
     refuse_scores(config, f"model: {path!r}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:

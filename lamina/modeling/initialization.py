@@ -106,7 +106,7 @@ def _draw(parameter: torch.Tensor, std: float, truncated: float | None) -> None:
 
 
 def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
-    """The projections that some backbones stack in one matrix, each with its own role."""
+    """Return the projections that some backbones stack in one matrix, each with its own role."""
     if weight.role == "gate_and_in":
         roles, sizes = ("gate", "feed_forward_in"), [weight.fan_out // 2] * 2
     elif weight.role == "query_key_value":
@@ -212,7 +212,7 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
 
 
 def random_inputs(base: PreTrainedModel, items: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """A model's main input: token ids [items, tokens], uniform, or images of noise [items, channels, height, width]."""
+    """Draw a main input: uniform token ids [items, tokens], or images of noise [items, channels, height, width]."""
     config = backbone_of(base.config)
     if base.main_input_name == "input_ids":
         return torch.randint(0, config.vocab_size, (items, tokens), generator=generator)

@@ -70,7 +70,7 @@ class LinearLoss:
         shift_labels: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor | None:
-        """The mean loss in float32, as transformers' ForCausalLMLoss has it, or None if this does not apply.
+        """Return the mean loss in float32, as transformers' ForCausalLMLoss has it, or None if this does not apply.
 
         Args:
             states: [batch, tokens, hidden_size]; the state of token i predicts label i + 1.
@@ -169,7 +169,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """The kept gradients times the loss' own; they are changed in place, hence once."""
+        """Return the kept gradients times the loss' own; they are changed in place, hence once."""
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss goes backward once (retain_graph is not supported)")
         (by_hidden, by_weight), ctx.gradients = ctx.gradients, None

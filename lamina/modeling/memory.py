@@ -39,7 +39,7 @@ def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "c
 
 
 def fewest_weights(config: PreTrainedConfig) -> int:
-    """A lower bound of a backbone's weights: one square matrix per block, and the embedding."""
+    """Return a lower bound of a backbone's weights: one square matrix per block, and the embedding."""
     width = config.hidden_size
     return config.num_hidden_layers * width * width + getattr(config, "vocab_size", 0) * width
 

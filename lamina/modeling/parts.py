@@ -17,7 +17,7 @@ SUBLAYERS = ("attention", "feed_forward")
 
 
 def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
-    """The LaminaModel under a head, or the model itself. Raises UserError, beginning with ``user``, for any other."""
+    """Return the LaminaModel under a head, or the model itself. Raises UserError that begins with ``user``."""
     body = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
     if not isinstance(body, LaminaModel):
         raise UserError(
@@ -28,7 +28,7 @@ def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
 
 
 def sublayers(body: LaminaModel) -> Iterator[tuple[int, str, Residual]]:
-    """Each sub-layer with its layer's index (0-based) and its name, first to last."""
+    """Yield each sub-layer with its layer's index (0-based) and its name, first to last."""
     for index, block in enumerate(body.layers):
         for name in SUBLAYERS:
             yield index, name, getattr(block, name)
@@ -36,7 +36,7 @@ def sublayers(body: LaminaModel) -> Iterator[tuple[int, str, Residual]]:
 
 @contextmanager
 def temporary_hooks() -> Iterator[list[RemovableHandle]]:
-    """A list for the handles of hooks: those in it at the end are removed, also after an error.
+    """Give a list for the handles of hooks and remove those in it at the end, also after an error.
 
     >>> with temporary_hooks() as hooks:
     ...     hooks.append(module.register_forward_hook(look))

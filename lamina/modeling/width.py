@@ -48,7 +48,7 @@ class WidthScaling:
             raise unknown("width_scaling", self.scheme, ["none", *SCHEMES])
 
     def exponents(self, kind: Kind) -> tuple[float, float]:
-        """The exponents of the standard deviation and of the learning rate, with the multiplier folded into both."""
+        """Return the exponents of standard deviation and learning rate, with the multiplier folded into both."""
         if kind == "vector":
             return 0.0, 0.0
         name, alignment = SCHEMES[self.scheme]
@@ -57,11 +57,11 @@ class WidthScaling:
         return multiplier + table.std[index], multiplier + getattr(table, alignment)[index]
 
     def constant(self, kind: Kind) -> float:
-        """The factor k of a kind; vectors (gains, biases, learned scales) have none."""
+        """Return the factor k of a kind; vectors (gains, biases, learned scales) have none."""
         return 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
 
     def rate(self, kind: Kind, width: float) -> float:
-        """The factor on the learning rate of a kind whose fan-in is ``width`` times that of the base."""
+        """Return the factor on the learning rate of a kind whose fan-in is ``width`` times that of the base."""
         return self.constant(kind) * width ** self.exponents(kind)[1]
 
 
@@ -107,7 +107,7 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
 
 
 def kind_of(weight: Weight) -> Kind:
-    """The kind of a weight; "vector" is norm gains, biases and learned scales, "hidden" all other weights of blocks."""
+    """Return a weight's kind: "vector" are gains, biases and learned scales, "hidden" all other weights of blocks."""
     if weight.role in ("vector", "bias"):
         return "vector"
     if weight.role == "embedding":
@@ -116,7 +116,7 @@ def kind_of(weight: Weight) -> Kind:
 
 
 def base_model(model: PreTrainedModel, scaling: WidthScaling) -> PreTrainedModel:
-    """The same model at the base width on the meta device: shapes only. Raises UserError if it cannot exist."""
+    """Return the same model at the base width on the meta device: shapes only. Raises UserError if it cannot exist."""
     outer = model.config
     try:
         config = resolve_backbone(backbone_of(outer), hidden_size=scaling.base_width)
@@ -136,6 +136,6 @@ def check_untied(config: PreTrainedConfig) -> None:
 
 
 def embedding_scale(model: PreTrainedModel) -> float:
-    """The factor on the embedding in the forward pass: the plan's times the backbone's (Gemma's sqrt(d))."""
+    """Return the factor on the embedding in the forward pass: the plan's times the backbone's (Gemma's sqrt(d))."""
     base = body_of(model)
     return base.embedding_scale * float(getattr(base.get_input_embeddings(), "scalar_embed_scale", 1.0))

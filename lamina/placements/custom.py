@@ -89,7 +89,7 @@ def _load_yaml(path: Path) -> Placement:
 
 
 def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The file's texts that describe the placement, by field, and its equations. Raises UserError."""
+    """Return the file's texts that describe the placement, by field, and its equations. Raises UserError."""
     for key in data if "layers" not in data else ():  # Plan.from_dict checks those of a full plan
         if key not in _FIELDS:
             raise UserError(f"unknown field {key!r}{nearest(str(key), _FIELDS)} (allowed: {', '.join(_FIELDS)})")
@@ -109,7 +109,7 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def from_rules(data: Mapping[str, object], num_layers: int) -> dict[str, object]:
-    """The fields of a plan (as ``Plan.from_dict`` reads them, without its name) that a file's rules give."""
+    """Return the fields of a plan (as ``Plan.from_dict`` reads them, without its name) that a file's rules give."""
     layers: list[dict[str, dict[str, object]]] = [{s: {} for s in SUBLAYERS} for _ in range(num_layers)]
     rules = data.get("rules")
     if not isinstance(rules, list) or not rules:

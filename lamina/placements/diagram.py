@@ -39,7 +39,7 @@ def title_of(plan: Plan) -> str:
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
-    """The kinds of layer; where there are many (a scale that differs by layer), those of one wiring together."""
+    """Return the kinds of layer; where there are many (a scale that differs by layer), those of one wiring together."""
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
         return [([layer], indices) for layer, indices in kinds]
@@ -60,7 +60,7 @@ def sublayers(layers: Iterable[Layer]) -> list[Sublayer]:
 
 
 def block_label(indices: list[int]) -> str:
-    """Blocks counted from 1: "block 1", "blocks 2-32", "blocks 1-4, 31-32"."""
+    """Return blocks counted from 1: "block 1", "blocks 2-32", "blocks 1-4, 31-32"."""
     spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs(index + 1 for index in indices)]
     if len(spans) > 3:
         spans = [*spans[:2], "…", spans[-1]]
@@ -98,7 +98,7 @@ def embedding_scale(plan: Plan) -> str:
 
 
 def weight_notes(layers: list[Layer]) -> list[str]:
-    """What the plan asks of the initial weights: it does not show in the forward pass."""
+    """Return what the plan asks of the initial weights: it does not show in the forward pass."""
     subs = sublayers(layers)
     gain, gate = scale_label([s.weight_gain for s in subs], "no"), scale_label([s.gate_gain for s in subs], "no")
     notes = [f"initial value and output weights ×{gain}"] if gain else []
@@ -114,7 +114,7 @@ def head_norms(plan: Plan) -> list[str]:
 
 
 def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> str:
-    """One plan as a self-contained SVG: a column for each kind of layer, with the lines of ``equation`` below.
+    """Return one plan as a self-contained SVG: a column for each kind of layer, with the lines of ``equation`` below.
 
     ``title`` stands above it (default: the placement's own; an empty one leaves the room to the drawing).
 
@@ -126,7 +126,7 @@ def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> s
 
 
 def gallery(plans: Sequence[Plan], width: int = 1160) -> str:
-    """One SVG with the diagrams of several plans, in rows of at most ``width`` pixels."""
+    """Return one SVG with the diagrams of several plans, in rows of at most ``width`` pixels."""
     drawings = [_drawing(plan, None, ()) for plan in plans]
     parts, x, y, row, widest = [], 0, 0, 0, 0
     for drawing, wide, high in drawings:
@@ -253,7 +253,7 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
 
 
 def text(plan: Plan) -> str:
-    """The plan in a few lines for a terminal: a pair of equations for each kind of layer."""
+    """Return the plan in a few lines for a terminal: a pair of equations for each kind of layer."""
     lines = [f"{plan.placement}, {plan.num_layers} layer{'s' * (plan.num_layers > 1)}"]
     scale = embedding_scale(plan)
     embedding = f"{scale} E" if scale else "E"

@@ -71,7 +71,7 @@ class Norm:
 
 
 def _as_norm(field_name: str, value: object) -> Norm | None:
-    """A norm as the user may write it: True or a kind's name for one, False or None for none, or a Norm."""
+    """Return a norm as the user may write it: True or a kind's name for one, False or None for none, or a Norm."""
     if value is None or isinstance(value, Norm):
         return value
     if isinstance(value, bool):
@@ -186,14 +186,14 @@ class Plan:
         return len(self.layers)
 
     def kinds(self) -> list[tuple[Layer, list[int]]]:
-        """The distinct layers with the indices at which each stands, in order of first appearance."""
+        """Return the distinct layers with the indices at which each stands, in order of first appearance."""
         indices: dict[Layer, list[int]] = {}
         for index, layer in enumerate(self.layers):
             indices.setdefault(layer, []).append(index)
         return list(indices.items())
 
     def to_dict(self) -> Json:
-        """The plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan.
+        """Return the plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan.
 
         Without ``qkv_norm`` where it is the default, so that a plan written before the field existed stays the same.
         """
@@ -211,7 +211,7 @@ class Plan:
 
 
 def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
-    """A record from its fields. Raises UserError that names the field by its path: ``plan.layers[3].attention``."""
+    """Build a record from its fields. Raises UserError that names the field's path: ``plan.layers[3].attention``."""
     if not isinstance(data, Mapping):
         raise UserError(f"{field_name}: {data!r} is not a mapping of fields")
     entries = {entry.name: entry for entry in fields(cls)}
@@ -233,7 +233,7 @@ def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
 
 
 def _convert(hint: Any, value: object, field_name: str) -> object:
-    """A field's value: mappings become the record that the field's type asks for, of a tuple one by one."""
+    """Return a field's value: mappings become the record that the field's type asks for, of a tuple one by one."""
     record = next((a for a in (hint, *get_args(hint)) if a in (Norm, Sublayer, Layer)), None)
     if record is None or (record is Norm and not isinstance(value, Mapping)):
         return value  # a norm is also written as true, false or its kind

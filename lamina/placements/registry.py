@@ -60,7 +60,7 @@ COMMON: tuple[Option, ...] = (
 
 
 def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
-    """The summary of a scheme's docstring, and its options: keyword-only parameters with their help from ``Args:``."""
+    """Return the docstring's summary, and the options: keyword-only parameters with their help from ``Args:``."""
     hints = get_type_hints(make)
     summary, helps = _read_docstring(make.__doc__ or "")
     options = tuple(
@@ -72,7 +72,7 @@ def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
 
 
 def as_written(option: str, value: object) -> object:
-    """The value that was written: YAML reads a bare ``off`` as false."""
+    """Return the value that was written: YAML reads a bare ``off`` as false."""
     return "off" if value is False and option in ("qk_norm", "v_norm") else value
 
 
@@ -125,7 +125,7 @@ class Placement:
     make: Callable[..., Plan]
 
     def all_options(self) -> tuple[Option, ...]:
-        """The placement's own options, then those that every placement takes."""
+        """Return the placement's own options, then those that every placement takes."""
         own = {option.name for option in self.options}
         return (*self.options, *(option for option in COMMON if option.name not in own))
 

@@ -23,12 +23,12 @@ def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
 
 
 def split_specs(text: str) -> list[str]:
-    """The specs of a comma-separated list; commas inside an option's brackets stay."""
+    """Return the specs of a comma-separated list; commas inside an option's brackets stay."""
     return specs.split(text, "placement")
 
 
 def find(spec: str) -> Placement:
-    """The placement that a spec names, without its options. Raises UserError that suggests the nearest name."""
+    """Return the placement that a spec names, without its options. Raises UserError that suggests the nearest name."""
     target, _ = parse_spec(spec)
     return get(target) if isinstance(target, str) else target
 
@@ -41,7 +41,7 @@ def check_spec(spec: str) -> None:
 
 
 def resolve(name: str, num_layers: int, **options: object) -> Plan:
-    """The plan of a placement for ``num_layers`` blocks (each an attention and a feed-forward sub-layer).
+    """Return the plan of a placement for ``num_layers`` blocks (each an attention and a feed-forward sub-layer).
 
     ``name`` is a registered name, a YAML or Python file with a placement of the user's own, or either of them with
     options in brackets: ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name, an unknown
@@ -76,7 +76,7 @@ def _check_options(scheme: Placement, options: Mapping[str, object]) -> None:
 
 
 def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
-    """The plan changed by the options that every placement takes; their values are checked already."""
+    """Return the plan changed by the options that every placement takes; their values are checked already."""
     changes = {key: options[key] for key in ("embedding_scale", "qk_norm", "v_norm") if key in options}
     for key in ("final_norm", "embedding_norm"):
         if key in options and options[key] != (getattr(plan, key) is not None):
@@ -98,14 +98,14 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
 
 
 def _like_others(plan: Plan) -> Norm:
-    """A norm of the kind that the plan has elsewhere."""
+    """Return a norm of the kind that the plan has elsewhere."""
     norms = [norm for x in plan.layers for sub in (x.attention, x.feed_forward) for norm in sub.norms.values()]
     norms += [norm for norm in (plan.final_norm, plan.embedding_norm) if norm is not None]
     return Norm(kind=norms[0].kind, groups=norms[0].groups) if norms else Norm()
 
 
 def map_norms(plan: Plan, change: Callable[[Norm], Norm]) -> Plan:
-    """The plan with ``change`` applied to every norm in it, the embedding's and the last one included."""
+    """Return the plan with ``change`` applied to every norm in it, the embedding's and the last one included."""
 
     def changed(sub: Sublayer) -> Sublayer:
         return replace(sub, **{position: change(norm) for position, norm in sub.norms.items()})

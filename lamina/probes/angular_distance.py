@@ -130,7 +130,7 @@ def best_blocks(frame: Frame) -> pd.DataFrame:
 
 
 def scaled_rows(distances: Frame) -> pd.DataFrame:
-    """Each size's values cut to their 1st to 99th percentile and scaled to [0, 1]; 0 if all are equal."""
+    """Return each size's values cut to their 1st to 99th percentile and scaled to [0, 1]; 0 if all are equal."""
 
     def scale(values: Frame) -> Frame:
         low, high = values.quantile(0.01), values.quantile(0.99)
@@ -140,7 +140,7 @@ def scaled_rows(distances: Frame) -> pd.DataFrame:
 
 
 def _early_or_deep(turns: np.ndarray) -> list[str]:
-    """Which half's layers turn the stream less, by the median (the first and the last layer are often far off)."""
+    """Return which half's layers turn the stream less, by the median: the first and last are often far off."""
     if len(turns) < 4 or not np.isfinite(turns).all():
         return []
     half = len(turns) // 2

@@ -205,7 +205,7 @@ def of_heads(
 
 
 def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As [batch, heads, queries, keys]; None if it is not attention over a batch's tokens (a router's choice)."""
+    """Return [batch, heads, queries, keys]; None if it is no attention over a batch's tokens (a router's choice)."""
     if logits.ndim == 4 and len(logits) == batch:
         return logits, weights
     if len(logits) % batch:

@@ -136,20 +136,20 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
 
 def fused(block: LayerCall) -> bool:
-    """Whether a block is wired as FuseNorm's: both sums normed, the feed-forward's skip the block's input."""
+    """Return whether a block is wired as FuseNorm's: both sums normed, the feed-forward's skip the block's input."""
     wirings: list[Wiring] = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
 
 
 def unnormed(block: LayerCall) -> bool:
-    """Whether no norm stands on a block's sums, so its residual path is the identity; the sums must be known."""
+    """Return whether no norm stands on a block's sums, so its residual path is the identity; the sums must be known."""
     return bool(block.site.sublayers) and all(
         post_norm(block, index) is None for index in range(len(block.site.sublayers))
     )
 
 
 def post_norm(block: LayerCall, index: int) -> NormSite | None:
-    """The norm on the sum behind a sub-layer."""
+    """Return the norm on the sum behind a sub-layer."""
     return next((norm for norm in block.site.sublayers[index].norms if norm.role == "post_norm"), None)
 
 
@@ -180,7 +180,7 @@ def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:
-    """A projection's weight as [out, in] in float64; GPT-2's Conv1D keeps the transpose."""
+    """Return a projection's weight as [out, in] in float64; GPT-2's Conv1D keeps the transpose."""
     stored: Any = module.weight
     weight = stored.detach().double()
     return weight if hasattr(module, "in_features") else weight.T
@@ -335,7 +335,7 @@ class Bounds(Probe):
             self._rows.append((sides.layer, sides.sublayer, sides.role, 0, metric, float(values.mean()), error))
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        """Both sides by layer, for each statement about layers."""
+        """Return both sides by layer, for each statement about layers."""
         drawn, table = [], frame
         layers = table[(table.layer >= 0) & table.role.str.startswith("fusenorm") & (table.metric != "ratio")].copy()
         layers["side"] = np.where(layers.sublayer == "block", layers.metric, layers.sublayer + ", " + layers.metric)
@@ -346,7 +346,7 @@ class Bounds(Probe):
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
-        """One line per statement: the sides, or how the ratio lies over the layers."""
+        """Return one line per statement: the sides, or how the ratio lies over the layers."""
         text, table = [], frame
         indexed = table.set_index(["role", "metric", "layer", "sublayer"])
         values, errors = indexed.value, indexed.standard_error

@@ -104,7 +104,7 @@ def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]
 
 
 def _scales(site: LayerSite, norms: set[int], width: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The layer's own parameters of one value or one per channel: not a norm's, and not beside a matrix (a bias)."""
+    """Yield the layer's own parameters of one value or one per channel: no norm's, no bias beside a matrix."""
     for path, module in site.module.named_modules(prefix=site.path):
         own = dict(module.named_parameters(recurse=False))
         if id(module) in norms or isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
@@ -117,7 +117,7 @@ def _scales(site: LayerSite, norms: set[int], width: int) -> Iterator[tuple[str,
 
 
 def _sublayer_of(site: LayerSite, path: str) -> str:
-    """The sub-layer whose modules share most of the path; "block" if they share only the layer's own."""
+    """Return the sub-layer whose modules share most of the path; "block" if they share only the layer's own."""
     parts = path.split(".")
 
     def shared(other: str) -> int:

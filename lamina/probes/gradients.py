@@ -286,7 +286,7 @@ def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
 
 
 def shared_layers(structure: Structure) -> list[int]:
-    """The layers whose module is another layer's, too, with the first of each."""
+    """Return the layers whose module is another layer's, too, with the first of each."""
     first: dict[int, int] = {}
     shared: set[int] = set()
     for site in structure.layers:

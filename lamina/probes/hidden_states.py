@@ -260,7 +260,7 @@ def r_squared(values: Sequence[float]) -> float:
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase | None, identifier: int | None) -> str | None:
-    """The text of a token id; None without a tokenizer or token."""
+    """Return the text of a token id; None without a tokenizer or token."""
     if tokenizer is None or identifier is None:
         return None
     return str(tokenizer.decode([identifier]))
@@ -320,7 +320,7 @@ def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Momen
 
 
 def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
-    """The exact median of ``magnitude`` in each sequence, float64: the lower of the two in the middle, as torch.median.
+    """Return the exact median of ``magnitude`` in each sequence, float64: the lower middle one, as torch.median.
 
     Selected, not sorted. On the CPU in place: ``magnitude`` is out of order afterwards (each sequence in its own rows).
     """
@@ -346,7 +346,7 @@ def _lower_median(values: np.ndarray) -> float:
 
 
 def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` largest |x| of each sequence, descending, [sequences, count].
+    """Return the ``count`` largest |x| of each sequence, descending, [sequences, count].
 
     They lie in the ``count`` tokens whose largest |x| is largest, so only those are searched.
     """
@@ -366,7 +366,7 @@ class MomentsCache:
         self._results: dict[int, tuple[weakref.ref[torch.Tensor], int, Moments]] = {}
 
     def get(self, value: torch.Tensor) -> Moments | None:
-        """The result that ``put`` stored for this tensor; None if the tensor is another, or has changed since."""
+        """Return what ``put`` stored for this tensor; None for another tensor, or one changed since."""
         reference, version, result = self._results.get(id(value), (None, 0, None))
         if reference is None or reference() is not value or version != _version(value):
             return None
@@ -423,12 +423,12 @@ class Totals:
             self.abs_max = torch.maximum(self.abs_max, moments.abs_max.max().cpu())
 
     def average(self, name: str) -> tuple[float, float]:
-        """The mean over all tokens of a column of the table, and its standard error."""
+        """Return the mean over all tokens of a column of the table, and its standard error."""
         index = _NAMES.index(name)
         return float(self.sums[index]) / max(self.tokens, 1), float(self.samples.standard_error[index])
 
     def relative_error(self) -> float:
-        """The standard error of the sequences' variance over its mean; infinite for fewer than two."""
+        """Return the standard error of the sequences' variance over its mean; infinite for fewer than two."""
         mean = float(self.samples.mean[_VARIANCE]) if self.samples.count else 0.0
         error = float(self.samples.standard_error[_VARIANCE]) if self.samples.count else math.inf
         return error / mean if mean > 0 else 0.0 if error == 0 else math.inf
@@ -525,14 +525,14 @@ class StateTotals(Totals):
 
 
 def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: int, token: int) -> int | None:
-    """The token's id, where the state's tokens are those of the input."""
+    """Return the token's id, where the state's tokens are those of the input."""
     if input_ids is None or input_ids.shape != peaks.shape:
         return None
     return int(input_ids[sequence, token])
 
 
 def growth(variance: Frame, linear: float, exponential: float) -> str:
-    """How the variance changes with depth; ``variance`` is a series by state, the others R^2."""
+    """Return how the variance changes with depth; ``variance`` is a series by state, the others R^2."""
     last = variance.index[-1]
     if not np.isfinite(variance).all():
         return f"The hidden states are not finite from state {variance.index[~np.isfinite(variance)][0]} on."
@@ -551,7 +551,7 @@ def growth(variance: Frame, linear: float, exponential: float) -> str:
 
 
 def headroom(peak: Frame) -> str:
-    """The largest |x|, a row of the frame, and FP16's limit."""
+    """Return the largest |x|, a row of the frame, and FP16's limit."""
     token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
     text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
     text += f"{peak['position']}{token}: "
@@ -564,7 +564,7 @@ def headroom(peak: Frame) -> str:
 
 
 def massive(states: Frame) -> str:
-    """Where the states' rows have massive activations."""
+    """Return where the states' rows have massive activations."""
     activations = states[states["metric"] == "massive_activation"]
     ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
     if activations.empty:

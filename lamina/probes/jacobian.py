@@ -43,7 +43,7 @@ _PATHS = {
 
 
 def _mean(metric: str, values: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """The mean over sequences and its standard error; of how a search ended, the worst."""
+    """Return the mean over sequences and its standard error; of how a search ended, the worst."""
     if metric in ("iterations", "residual"):
         return float(torch.stack([*values]).max()), math.nan
     every = torch.cat([*values])
@@ -174,7 +174,7 @@ class JacobianProbe(Probe):
                 self._search(-1, "model", "jacobian", search)
 
     def _block(self, block: LayerCall, *, path: bool) -> dict[str, torch.Tensor]:
-        """The norms of a block by role, [sequences]; with ``path`` that of the residual path, too."""
+        """Return the norms of a block by role, [sequences]; with ``path`` that of the residual path, too."""
         layer, x = block.site.index, block.stream
         jacobian = Jacobian(block, x)
         whole = norm_of(jacobian, batch_dims=1, **self.options)
@@ -190,7 +190,7 @@ class JacobianProbe(Probe):
         return norms
 
     def _measured_sigmas(self, block: LayerCall, wirings: Sequence[Wiring]) -> torch.Tensor:
-        """The residual path's factor, [sequences], from the sigmas at its norms' inputs."""
+        """Return the residual path's factor, [sequences], from the sigmas at its norms' inputs."""
         norms = {
             index: norm
             for index, sublayer in enumerate(block.site.sublayers)
@@ -220,7 +220,7 @@ class JacobianProbe(Probe):
         self._add(layer, sublayer, role, "residual", norm.residual.max())
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        """The norm by layer, the distance to the identity, and the cumulative products."""
+        """Return the norm by layer, the distance to the identity, and the cumulative products."""
         table = frame
         blocks = table[table.sublayer == "block"]
         norms = blocks[blocks.metric.isin(["norm", "formula"])].copy()
@@ -241,7 +241,7 @@ class JacobianProbe(Probe):
         ]
 
     def sentences(self, frame: Frame) -> Sequence[str]:
-        """Where the norms are largest, what the product bounds, whether layers approach the identity, and the path."""
+        """Say where norms are largest, what the product bounds, whether layers approach the identity, and the path."""
         table = frame
         norms = table[(table.sublayer == "block") & (table.metric == "norm")].set_index("layer")
         norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))

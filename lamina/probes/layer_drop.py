@@ -228,7 +228,7 @@ class LayerDrop(Probe):
         return float(self.score(context.model)), math.nan
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        """One line over the layers per metric, and per meaning where the meanings differ."""
+        """Return one line over the layers per metric, and per meaning where the meanings differ."""
         drawn = []
         for metric, group in _harm(frame).groupby("metric", sort=False):
             several, size = _differ(group), int(group["size"].iloc[0])
@@ -245,7 +245,7 @@ class LayerDrop(Probe):
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
-        """Which layers matter least and most, which could be dropped, and whether the angular distance agrees."""
+        """Name the layers that matter least and most, those to drop, and whether the angular distance agrees."""
         harm = _harm(frame)
         harm = harm[harm["metric"] == harm["metric"].iloc[0]]
         metric = str(harm["metric"].iloc[0])
@@ -279,7 +279,7 @@ def _sequence_losses(context: Context, inputs: Mapping[str, torch.Tensor]) -> to
 
 
 def _same_meanings(context: Context, starts: range, size: int) -> set[int]:
-    """The starts at which the two meanings agree: the layers return their input once they add nothing to it."""
+    """Return the starts at which the two meanings agree: the layers return their input once they add nothing to it."""
     inputs = context.on_device(context.batches[0], 1)
     same = set()
     with PassesWithoutLayers(context, lambda: stream_of(forward(context.base, inputs))) as passes:
@@ -310,7 +310,7 @@ def _which(layer: float, size: int) -> str:
 
 
 def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
-    """The layers whose harm is below 1 % of the whole model's value, or within the noise."""
+    """Return the layers whose harm is below 1 % of the whole model's value, or within the noise."""
     errors = group["standard_error"].replace(math.inf, math.nan)  # of one sequence it is unknown
     border = (2 * errors.fillna(0.0)).clip(lower=0.01 * abs(whole))
     harmless = group[group["value"] < border]
@@ -400,7 +400,7 @@ class PassesWithoutLayers:
         self._changed = False
 
     def full(self) -> torch.Tensor:
-        """The whole model's result."""
+        """Return the whole model's result."""
         self._mode, self._counts = "full", {}
         modules = {
             id(s.contribution.module): s.contribution.module
@@ -419,7 +419,7 @@ class PassesWithoutLayers:
             self._last = torch.zeros(0)
 
     def without(self, start: int, size: int) -> torch.Tensor:
-        """The result without the layers ``start`` ... ``start + size - 1``; starts go up by one from 0."""
+        """Return the result without the layers ``start`` ... ``start + size - 1``; starts go up by one from 0."""
         if not self.chained:
             return self._hooked(start, size, REMOVE)
         assert start in (0, self._start + 1)
@@ -429,7 +429,7 @@ class PassesWithoutLayers:
         return self.run()
 
     def without_branches(self, start: int, size: int) -> torch.Tensor | None:
-        """The result with the layers' contributions set to zero, after ``without``; None if it equals that."""
+        """Return the result with the layers' contributions set to zero, after ``without``; None if it equals that."""
         if not self.chained:
             return self._hooked(start, size, BRANCH)
         assert start == self._start
@@ -534,7 +534,7 @@ class HarnessTask:
             raise UserError(f"task: {str(error).removeprefix('tasks: ')}") from None
 
     def measure(self, context: Context) -> tuple[float, float]:
-        """The metric's value and standard error (NaN if the task has none) for the model in its present state."""
+        """Return the metric's value and standard error (NaN without one) for the model in its present state."""
         if context.tokenizer is None:
             raise UserError(f"task: {self.name!r} is text, and the checkpoint has no tokenizer (allowed: --tokenizer)")
         assert isinstance(context.model, PreTrainedModel)
@@ -585,7 +585,7 @@ def _uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def _contributions(site: LayerSite) -> list[Point]:
-    """The points of what a layer's sub-layers add. Raises UserError if the sub-layers were not found."""
+    """Return the points of what a layer's sub-layers add. Raises UserError if the sub-layers were not found."""
     if not site.sublayers:
         raise UserError(
             f"meaning: 'branch' needs the sub-layers of layer {site.index}, which were not found (allowed: remove)"

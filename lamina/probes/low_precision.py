@@ -33,7 +33,7 @@ FORMATS = (*_FLOATS, "int8_tensor", "int8_token")
 
 
 def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tensor:
-    """The tensor [..., tokens, channels] in a format and back, float32; overflows come back as inf.
+    """Return the tensor [..., tokens, channels] in a format and back, float32; overflows come back as inf.
 
     fp16, bf16: cast, round to nearest even. fp8_e4m3 (OCP e4m3fn, largest 448, no inf), fp8_e5m2 (largest 57344): with
     ``scaled`` multiplied first so that the tensor's largest |x| is the format's largest, else cast as it is, and values
@@ -59,7 +59,7 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
 
 
 def _peak(x: torch.Tensor, dims: int | tuple[int, int]) -> torch.Tensor:
-    """The largest |x| over some dimensions, which stay with one element."""
+    """Return the largest |x| over some dimensions, which stay with one element."""
     return torch.linalg.vector_norm(x, math.inf, dims, keepdim=True)
 
 
@@ -158,7 +158,7 @@ class LowPrecision(Probe):
         return bool(self._most) and self._sequences >= self._most
 
     def _batches(self, context: Context) -> Sequence[Mapping[str, torch.Tensor]]:
-        """The whole batches that are measured."""
+        """Return the whole batches that are measured."""
         batches, sequences = context.batches[: context.forwards], 0
         for number, batch in enumerate(batches):
             if self._most and sequences >= self._most:
@@ -270,7 +270,7 @@ def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], sca
 
 
 def _loss(context: Context, batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """The mean over the predicted tokens of all batches."""
+    """Return the mean over the predicted tokens of all batches."""
     total = predicted = 0.0
     for batch in batches:
         losses = context.token_losses(context.on_device(batch))

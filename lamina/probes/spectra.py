@@ -113,7 +113,7 @@ class Spectra(Probe):
                 )
 
     def _enough(self, context: Context) -> bool:
-        """Whether there are more tokens than the widest feed-forward has channels."""
+        """Return whether there are more tokens than the widest feed-forward has channels."""
         if not self._widths:
             context.notes.append("spectra: no dense feed-forward was found, so there are no ranks of its activations")
             return False
@@ -150,7 +150,7 @@ class Spectra(Probe):
             used += size
 
     def points(self) -> Mapping[Key, Point]:
-        """The points of the covariances that fit the memory at once; other passes take the rest."""
+        """Return the points of the covariances that fit the memory at once; other passes take the rest."""
         return self._groups[0] if self._groups else {}
 
     def see(self, key: Key, value: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ class Spectra(Probe):
         self._tokens = max(self._tokens, covariance.count)
 
     def _full(self, key: Key) -> bool:
-        """Whether a covariance has enough tokens."""
+        """Return whether a covariance has enough tokens."""
         return 0 < self.tokens_per_channel * self._widths[key[0]] <= self._covariances[key].count
 
     def standard_error(self) -> float | None:
@@ -224,7 +224,7 @@ class Spectra(Probe):
             self._ranks[key] = spectral_utilisation(values)
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        """The embedding's spectrum, the condition numbers and the ranks by layer, if measured."""
+        """Return the embedding's spectrum, the condition numbers and the ranks by layer, if measured."""
         drawn, table = [], frame
         spectrum = table[table.metric == "eigenvalue_over_median"]
         if len(spectrum):
@@ -245,7 +245,7 @@ class Spectra(Probe):
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
-        """The spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""
+        """Return the spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""
         text, table = [], frame
         spectrum = table[table.metric == "eigenvalue_over_median"].value
         if len(spectrum):
@@ -273,7 +273,7 @@ class Spectra(Probe):
 
 
 def embedding_rows(context: Context) -> list[Row]:
-    """The eigenvalues of the covariance of the embedding's rows, absolute and over their median; index = rank."""
+    """Return the eigenvalues of the embedding rows' covariance, absolute and over their median; index = rank."""
     weight = getattr(context.structure.embedding, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
         context.notes.append("spectra: the model has no embedding of tokens, so there are no eigenvalues of one")
@@ -344,7 +344,7 @@ class Covariance:
         self.count += len(samples)
 
     def matrix(self) -> torch.Tensor:
-        """The sample covariance, divisor n - 1, [channels, channels] in float64. Needs two samples."""
+        """Return the sample covariance, divisor n - 1, [channels, channels] in float64. Needs two samples."""
         if self.count < 2:
             raise ValueError(f"a covariance of {self.count} samples (needed: at least 2)")
         mean = self._sum / self.count
@@ -356,7 +356,7 @@ class Covariance:
 
 
 def hard_rank(eigenvalues: torch.Tensor) -> float:
-    """The participation ratio (sum l)^2 / sum l^2 over the number of eigenvalues D: from 1 / D to 1."""
+    """Return the participation ratio (sum l)^2 / sum l^2 over the number of eigenvalues D: from 1 / D to 1."""
     values = eigenvalues.double()
     return float(values.sum().square() / values.square().sum() / len(values))
 

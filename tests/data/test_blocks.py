@@ -11,15 +11,6 @@ from lamina.data.streamed import stream_blocks
 LENGTH = 16
 
 
-@pytest.fixture
-def corpora(tmp_path):
-    """Two corpora without a letter in common, one three times as long."""
-    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
-    first.write_text("abc abd acd\n" * 1500)
-    second.write_text("xyz xyw\n" * 500)
-    return str(first), str(second)
-
-
 @pytest.fixture(params=["packed", "streamed", "mix", "streamed mix"])
 def blocks(request, corpora):
     corpus = f"{corpora[0]}:0.75,{corpora[1]}:0.25" if "mix" in request.param else corpora[0]

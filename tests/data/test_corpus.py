@@ -61,22 +61,18 @@ def test_the_rows_of_a_jsonl_file_are_documents_under_every_compression(tmp_path
     assert texts(path) == ["one\ntwo", TEXT]
 
 
-def test_compression_is_known_by_content_when_the_name_does_not_tell(tmp_path):
-    path = tmp_path / "novel.txt"
-    path.write_bytes(gzip.compress(TEXT.encode()))
-    assert texts(path) == [TEXT]
-
-
-def test_a_byte_order_mark_is_dropped(tmp_path):
-    path = tmp_path / "novel.txt"
-    path.write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
-    assert texts(path) == [TEXT]
-
-
-def test_another_field_of_the_rows_can_be_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"body": "words", "text": "no"}\n')
-    assert texts(path, text_field="body") == ["words"]
+@pytest.mark.parametrize(
+    ("name", "content", "field", "text"),
+    [
+        pytest.param("a.txt", gzip.compress(TEXT.encode()), "text", TEXT, id="compression is known by content"),
+        pytest.param("a.txt", b"\xef\xbb\xbf" + TEXT.encode(), "text", TEXT, id="byte order mark"),
+        pytest.param("a.jsonl", b'{"body": "words", "text": "no"}', "body", "words", id="another field"),
+        pytest.param("a.jsonl", '{"text": "a\\ud83dz 🐋"}'.encode(), "text", "a\ufffdz 🐋", id="half a surrogate pair"),
+    ],
+)
+def test_what_a_file_holds_is_one_text(tmp_path, name, content, field, text):
+    (tmp_path / name).write_bytes(content)
+    assert texts(tmp_path / name, text_field=field) == [text]
 
 
 def test_a_row_without_the_field_is_refused_with_file_line_and_fields(tmp_path):
@@ -96,14 +92,8 @@ def test_a_row_without_the_field_is_refused_with_file_line_and_fields(tmp_path):
 def test_a_malformed_row_is_refused_by_line(tmp_path, row, part):
     path = tmp_path / "rows.jsonl"
     path.write_text(row)
-    assert "line 1" in error_of(path)
-    assert part in error_of(path)
-
-
-def test_half_a_surrogate_pair_in_json_becomes_the_replacement_character(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a\\ud83dz 🐋"}')
-    assert texts(path) == ["a\ufffdz 🐋"]
+    assert "line 1" in (message := error_of(path))
+    assert part in message
 
 
 def test_a_folder_is_walked_in_order_whatever_the_suffixes_and_without_hidden_or_binary_files(tmp_path, caplog):
@@ -153,31 +143,25 @@ def test_a_misspelled_embedded_is_recognised():
         Corpus.parse("embeded")
 
 
-@pytest.mark.parametrize("content", [b"", b" \n\t\n", b"\xef\xbb\xbf"])
-def test_an_empty_file_is_refused(tmp_path, content):
-    path = tmp_path / "empty.txt"
-    path.write_bytes(content)
-    assert "holds no text" in error_of(path)
+CUT = {suffix: COMPRESS[suffix](TEXT.encode() * 50)[:-12] for suffix in (".gz", ".xz")}
 
 
-def test_a_folder_without_text_is_refused(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/a.bin").write_bytes(b"\x00\x01")
-    assert "holds no text" in error_of(tmp_path / "folder")
-
-
-@pytest.mark.parametrize("content", [b"ab\x00cd", b"\xff\xd8\xff\xe0 jpeg", "Wal".encode("utf-16")])
-def test_a_binary_file_that_is_named_is_refused(tmp_path, content):
-    path = tmp_path / "picture.txt"
-    path.write_bytes(content)
-    assert "binary or not UTF-8" in error_of(path)
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".xz"])
-def test_a_truncated_archive_is_refused_as_damaged(tmp_path, suffix):
-    path = tmp_path / f"novel.txt{suffix}"
-    path.write_bytes(COMPRESS[suffix](TEXT.encode() * 50)[:-12])
-    assert "damaged" in error_of(path)
+@pytest.mark.parametrize(
+    ("name", "contents", "said"),
+    [
+        ("a.txt", [b"", b" \n\t\n", b"\xef\xbb\xbf"], "holds no text"),
+        ("folder/a.bin", [b"\x00\x01"], "holds no text"),
+        ("a.txt", [b"ab\x00cd", b"\xff\xd8\xff\xe0 jpeg", "Wal".encode("utf-16")], "binary or not UTF-8"),
+        ("a.txt.gz", [CUT[".gz"]], "damaged"),
+        ("a.txt.xz", [CUT[".xz"]], "damaged"),
+    ],
+)
+def test_what_holds_no_text_is_refused(tmp_path, name, contents, said):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    for content in contents:
+        path.write_bytes(content)
+        assert said in error_of(path.parent if path.suffix == ".bin" else path)
 
 
 def test_a_pipe_is_neither_file_nor_folder(tmp_path):

@@ -40,11 +40,8 @@ def test_name_configuration_and_split_are_taken_apart(corpus, parts):
     assert (source.name, source.config, source.split) == parts
 
 
-def test_a_folder_that_datasets_saved_gives_its_train_split(saved):
+def test_a_folder_that_datasets_saved_gives_its_train_split_or_another_one(saved):
     assert texts(f"hf:{saved}") == ["one", "two"]
-
-
-def test_another_split_can_be_named(saved):
     assert texts(f"hf:{saved}@test") == ["three"]
 
 

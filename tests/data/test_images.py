@@ -31,6 +31,13 @@ def picture(seed, mode="RGB", size=(12, 10)):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
 
 
+def prepared(folder, center_crop=1.0, **augmentation):
+    size = augmentation.pop("size", SIZE)
+    return prepare_images(
+        str(folder), Augmentation(size=size, **augmentation), eval_fraction=0.2, center_crop=center_crop
+    )
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Two classes of ten images."""
@@ -67,15 +74,13 @@ def test_every_class_gives_its_share_to_the_held_out_images(folder):
 
 
 def test_a_folder_with_splits_of_its_own_keeps_them(folder):
-    (folder.parent / "whole").mkdir()
-    for name in ("train", "val"):
-        for kind in ("cat", "dog"):
-            (folder.parent / "whole" / name / kind).mkdir(parents=True)
-            picture(7 if name == "train" else 8).save(folder.parent / "whole" / name / kind / "a.png")
-    images = open_images(str(folder.parent / "whole"))
-    train, held_out = split(images, 0.5)
-    assert [images.paths[i].parent.parent.name for i in train] == ["train", "train"]
-    assert [images.paths[i].parent.parent.name for i in held_out] == ["val", "val"]
+    whole = folder.parent / "whole"
+    for path in (whole / name / kind / "a.png" for name in ("train", "val") for kind in ("cat", "dog")):
+        path.parent.mkdir(parents=True)
+        picture(7).save(path)
+    images = open_images(str(whole))
+    for part, name in zip(split(images, 0.5), ("train", "val"), strict=True):
+        assert [images.paths[i].parent.parent.name for i in part] == [name, name]
 
 
 def test_a_file_of_pixels_is_read_whole(pixels):
@@ -94,17 +99,17 @@ def test_the_entropy_is_that_of_the_class_frequencies():
 
 
 def test_the_fingerprint_follows_the_images(folder):
-    first = prepare_images(str(folder), Augmentation(size=SIZE), eval_fraction=0.2)[0].stats.fingerprint
-    assert prepare_images(str(folder), Augmentation(size=SIZE), eval_fraction=0.2)[0].stats.fingerprint == first
+    first = prepared(folder)[0].stats.fingerprint
+    assert prepared(folder)[0].stats.fingerprint == first
     picture(99).save(folder / "cat" / "0.png")
-    assert prepare_images(str(folder), Augmentation(size=SIZE), eval_fraction=0.2)[0].stats.fingerprint != first
+    assert prepared(folder)[0].stats.fingerprint != first
 
 
 @pytest.mark.parametrize("center_crop", [1.0, 0.8])
 def test_held_out_images_are_what_the_saved_processor_makes(folder, tmp_path, center_crop):
     from transformers import AutoImageProcessor
 
-    splits, processor = prepare_images(str(folder), Augmentation(size=SIZE), eval_fraction=0.2, center_crop=center_crop)
+    splits, processor = prepared(folder, center_crop=center_crop)
     processor.save_pretrained(tmp_path / "saved")
     loaded = AutoImageProcessor.from_pretrained(tmp_path / "saved")
     theirs = loaded(splits.eval.picture(1), return_tensors="pt")["pixel_values"][0]
@@ -154,7 +159,7 @@ def test_what_cannot_be_used_is_named_in_one_line(folder, name):
     spoil, words = BAD[name]
     spoil(folder)
     with pytest.raises(UserError, match=words) as error:
-        prepare_images(str(folder), Augmentation(size=SIZE), eval_fraction=0.2)
+        prepared(folder)
     assert "\n" not in str(error.value)
 
 
@@ -201,26 +206,25 @@ def test_a_data_set_of_the_hub_is_read_with_its_splits(folder, tmp_path):
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
     files = [str(path) for path in sorted((folder / "cat").glob("*.png"))[:4]]
-    rows = {name: {"img": files, "label": [0, 1, 0, 1]} for name in ("train", "test")}
-    sets = {name: datasets.Dataset.from_dict(row, features=features) for name, row in rows.items()}
-    datasets.DatasetDict(sets).save_to_disk(str(tmp_path / "hub"))
-    images = open_images(f"hf:{tmp_path / 'hub'}")
+
+    def saved(name, **labels):
+        rows = {part: {"img": files, "label": labels.get(part, [0, 1, 0, 1])} for part in ("train", "test")}
+        sets = {part: datasets.Dataset.from_dict(row, features=features) for part, row in rows.items()}
+        datasets.DatasetDict(sets).save_to_disk(str(tmp_path / name))
+        return open_images(f"hf:{tmp_path / name}")
+
+    images = saved("hub")
     assert images.classes == ("cat", "dog")
     train, held_out = split(images, 0.5)
     assert (train.tolist(), held_out.tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
     assert np.array_equal(np.asarray(images.image(5)), np.asarray(images.image(1)))
-    for name, labels in (("test", [0, 0, 0, 0]), ("train", [1, 1, 1, 1])):  # to be evaluated on, and trained on
-        changed = {**rows, name: {"img": files, "label": labels}}
-        sets = {part: datasets.Dataset.from_dict(row, features=features) for part, row in changed.items()}
-        datasets.DatasetDict(sets).save_to_disk(str(tmp_path / name))
-    assert open_images(f"hf:{tmp_path / 'test'}").classes == ("cat", "dog")
+    assert saved("evaluated", test=[0, 0, 0, 0]).classes == ("cat", "dog")
     with pytest.raises(UserError, match="no image of the class 'cat' to train on"):
-        open_images(f"hf:{tmp_path / 'train'}")
+        saved("trained", train=[1, 1, 1, 1])
 
 
 def augmented(folder, **changed):
-    splits, _ = prepare_images(str(folder), Augmentation(size=SIZE, **changed), eval_fraction=0.2)
-    return splits.train
+    return prepared(folder, **changed)[0].train
 
 
 def test_without_augmentation_a_training_draws_the_images_themselves(folder):
@@ -232,20 +236,16 @@ def test_without_augmentation_a_training_draws_the_images_themselves(folder):
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("name", "value"),
     [
-        {"crop_scale": 0.3},
-        {"flip": 0.5},
-        {"rand_augment": 0.9},
-        {"rand_augment": 1.0},
-        {"rand_augment": 0.01},
-        {"random_erasing": 1.0},
+        *[("crop_scale", 0.3), ("flip", 0.5), ("random_erasing", 1.0)],
+        *[("rand_augment", share) for share in (0.9, 1.0, 0.01)],
     ],
 )
-def test_an_augmentation_changes_images_and_is_the_same_at_a_position(folder, changed):
-    if "crop_scale" not in changed and "flip" not in changed:
+def test_an_augmentation_changes_images_and_is_the_same_at_a_position(folder, name, value):
+    if name not in ("crop_scale", "flip"):
         pytest.importorskip("kornia")
-    train = augmented(folder, **changed)
+    train = augmented(folder, **{name: value})
     plain, one, again = augmented(folder).for_run(3), train.for_run(3), train.for_run(3)
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -258,8 +258,7 @@ def test_an_augmentation_changes_images_and_is_the_same_at_a_position(folder, ch
 
 def test_gray_images_are_augmented_by_every_operation(pixels):
     pytest.importorskip("kornia")
-    augmentation = Augmentation(size=4, rand_augment=0.9, random_erasing=0.5)
-    train = prepare_images(str(pixels[0]), augmentation, eval_fraction=0.2)[0].train.for_run(0)
+    train = augmented(pixels[0], size=4, rand_augment=0.9, random_erasing=0.5).for_run(0)
     drawn = [train[position]["pixel_values"] for position in range(60)]  # each of two operations of some ten
     assert all(x.shape == (1, 4, 4) and torch.isfinite(x).all() for x in drawn)
 

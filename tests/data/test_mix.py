@@ -128,15 +128,6 @@ def test_an_index_out_of_range_ends_an_iteration():
         data[4]
 
 
-@pytest.fixture
-def corpora(tmp_path):
-    """Two corpora without a letter in common."""
-    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
-    first.write_text("abc abd acd\n" * 2000)
-    second.write_text("xyz xyw\n" * 600)
-    return first, second
-
-
 def test_a_mix_of_files_holds_the_shares_in_both_splits(corpora):
     first, second = corpora
     blocks, _ = prepare_blocks(f"{first}:0.75,{second}:0.25", "bytes", 32, progress=False)

@@ -28,6 +28,10 @@ def corpus(tmp_path):
     return write_lines(tmp_path / "lines.txt")
 
 
+def packed(corpus, spec="bytes", length=32, **options):
+    return prepare_blocks(str(corpus), spec, length, progress=False, **options)
+
+
 def decoded(blocks, tokenizer):
     return tokenizer.decode(blocks.array.ravel().astype(int).tolist())
 
@@ -38,7 +42,7 @@ def files(cache):
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
 def test_no_line_is_in_both_splits_and_hardly_one_is_in_neither(corpus, spec):
-    blocks, tokenizer = prepare_blocks(corpus, spec, 32, progress=False)
+    blocks, tokenizer = packed(corpus, spec)
     marks = [
         {text[:5] for text in decoded(part, tokenizer).split("<") if text[5:6] == ">"}
         for part in (blocks.train, blocks.eval)
@@ -49,24 +53,22 @@ def test_no_line_is_in_both_splits_and_hardly_one_is_in_neither(corpus, spec):
 
 
 def test_the_held_out_lines_are_spread_over_the_corpus(corpus):
-    blocks, tokenizer = prepare_blocks(corpus, "bytes", 32, progress=False)
+    blocks, tokenizer = packed(corpus)
     numbers = [int(text[:5]) for text in decoded(blocks.eval, tokenizer).split("<") if text[5:6] == ">"]
     assert min(numbers) < 800
     assert max(numbers) > 3200
 
 
 def test_every_tokenizer_sees_the_same_split(corpus):
-    texts = [
-        decoded(
-            prepare_blocks(corpus, spec, 8, progress=False)[0].eval, prepare_blocks(corpus, spec, 8, progress=False)[1]
-        )
-        for spec in ("bytes", "bpe:300")
-    ]
+    texts = []
+    for spec in ("bytes", "bpe:300"):
+        blocks, tokenizer = packed(corpus, spec, 8)
+        texts.append(decoded(blocks.eval, tokenizer))
     assert texts[0][:1500] == texts[1][:1500]
 
 
 def test_an_item_is_one_block_of_ids_that_are_their_own_labels(corpus):
-    blocks, _ = prepare_blocks(corpus, "bytes", 32, progress=False)
+    blocks, _ = packed(corpus)
     item = blocks.train[3]
     assert item["input_ids"].dtype == torch.long
     assert item["input_ids"].tolist() == item["labels"].tolist() == blocks.train.array[3].tolist()
@@ -78,13 +80,13 @@ def test_an_item_is_one_block_of_ids_that_are_their_own_labels(corpus):
 
 
 def test_blocks_feed_a_data_loader_with_workers(corpus):
-    blocks, _ = prepare_blocks(corpus, "bytes", 32, progress=False)
+    blocks, _ = packed(corpus)
     loader = torch.utils.data.DataLoader(blocks.eval, batch_size=4, num_workers=1)
     assert next(iter(loader))["input_ids"].shape == (4, 32)
 
 
 def test_pickling_keeps_the_path_and_not_the_content(corpus):
-    blocks, _ = prepare_blocks(corpus, "bytes", 32, progress=False)
+    blocks, _ = packed(corpus)
     assert len(blocks.train.array) == len(blocks.train)
     pickled = pickle.dumps(blocks)
     assert len(pickled) < 3000
@@ -92,12 +94,12 @@ def test_pickling_keeps_the_path_and_not_the_content(corpus):
 
 
 def test_the_ids_are_stored_in_two_bytes_where_they_fit(corpus):
-    blocks, _ = prepare_blocks(corpus, "bpe:300", 32, progress=False)
+    blocks, _ = packed(corpus, "bpe:300")
     assert blocks.train.array.dtype == np.uint16
 
 
 def test_the_statistics_are_those_of_the_blocks(corpus):
-    blocks, tokenizer = prepare_blocks(corpus, "bytes", 32, progress=False)
+    blocks, tokenizer = packed(corpus)
     stats = blocks.stats
     assert stats.train_tokens == blocks.train.array.size
     assert stats.eval_tokens == blocks.eval.array.size
@@ -108,7 +110,7 @@ def test_the_statistics_are_those_of_the_blocks(corpus):
 
 
 def test_the_unigram_entropy_equals_a_naive_count(corpus):
-    blocks, _ = prepare_blocks(corpus, "bpe:300", 32, progress=False)
+    blocks, _ = packed(corpus, "bpe:300")
     train = Counter(blocks.train.array.ravel().tolist())
     held_out = blocks.eval.array.ravel().tolist()
     total = sum(train.values())
@@ -119,7 +121,7 @@ def test_the_unigram_entropy_equals_a_naive_count(corpus):
 def test_an_end_of_text_stands_between_documents_and_nowhere_inside_one(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"<{number:04d}>" + "x" * 34}) + "\n" for number in range(400)))
-    blocks, tokenizer = prepare_blocks(str(path), "bytes", 41, progress=False)
+    blocks, tokenizer = packed(path, length=41)
     assert blocks.stats.documents == 400
     for part in (blocks.train, blocks.eval):
         # 40 bytes and the end of the document fill a block exactly, so each block is one document
@@ -129,20 +131,20 @@ def test_an_end_of_text_stands_between_documents_and_nowhere_inside_one(tmp_path
 
 def test_an_end_of_text_spelt_out_in_the_corpus_does_not_end_a_document(tmp_path):
     (tmp_path / "text.txt").write_text("words <|endoftext|> words\n" * 200)
-    blocks, tokenizer = prepare_blocks(str(tmp_path / "text.txt"), "bytes", 32, eval_fraction=0.5, progress=False)
+    blocks, tokenizer = packed(str(tmp_path / "text.txt"), eval_fraction=0.5)
     assert int((blocks.train.array == tokenizer.eos_token_id).sum()) < 40
     assert "<|endoftext|>" in decoded(blocks.train, tokenizer)
 
 
 def test_a_file_of_one_endless_line_is_split_too(tmp_path):
     (tmp_path / "line.txt").write_text("abcdefghij" * 3000)
-    blocks, _ = prepare_blocks(str(tmp_path / "line.txt"), "bytes", 64, progress=False)
+    blocks, _ = packed(str(tmp_path / "line.txt"), length=64)
     assert blocks.stats.eval_bytes == pytest.approx(1500, rel=0.2)
 
 
 def test_a_small_corpus_holds_out_as_much_as_a_block_takes_and_says_so(tmp_path, caplog):
     corpus = write_lines(tmp_path / "small.txt", count=60)
-    blocks, _ = prepare_blocks(corpus, "bytes", 256, progress=False)
+    blocks, _ = packed(corpus, length=256)
     assert len(blocks.eval) >= 1
     assert len(blocks.train) >= 1
     assert "held out" in caplog.text
@@ -151,7 +153,7 @@ def test_a_small_corpus_holds_out_as_much_as_a_block_takes_and_says_so(tmp_path,
 def test_a_corpus_shorter_than_two_blocks_is_refused_with_both_numbers_and_leaves_nothing(tmp_path, own_cache):
     (tmp_path / "short.txt").write_text("x" * 100)
     with pytest.raises(UserError, match="sequence_length of 256") as caught:
-        prepare_blocks(str(tmp_path / "short.txt"), "bytes", 256, progress=False)
+        packed(str(tmp_path / "short.txt"), length=256)
     assert "512" in str(caught.value)
     assert "1" in str(caught.value)
     assert "corpus:" in str(caught.value)
@@ -167,39 +169,30 @@ def test_a_setting_out_of_range_is_refused(corpus, arguments):
 
 
 def test_the_second_call_finds_the_blocks_and_does_not_tokenise(corpus, own_cache, monkeypatch):
-    first, _ = prepare_blocks(corpus, "bytes", 32, progress=False)
+    first, _ = packed(corpus)
     written = files(own_cache)
     monkeypatch.setattr("lamina.data.encoding.TextEncoder.encode", None)
-    second, _ = prepare_blocks(corpus, "bytes", 32, progress=False)
+    second, _ = packed(corpus)
     assert files(own_cache) == written
     assert second.stats == first.stats
     assert np.array_equal(second.eval.array, first.eval.array)
 
 
 def test_other_content_and_other_settings_give_other_blocks(corpus, tmp_path):
-    def fingerprint(**changes):
-        options = {"tokenizer_spec": "bytes", "sequence_length": 32, **changes}
-        return prepare_blocks(corpus, progress=False, **options)[0].stats.fingerprint
-
-    seen = [
-        fingerprint(),
-        fingerprint(sequence_length=64),
-        fingerprint(eval_fraction=0.1),
-        fingerprint(tokenizer_spec="bpe:300"),
-    ]
+    changes = ({}, {"length": 64}, {"eval_fraction": 0.1}, {"spec": "bpe:300"})
+    seen = [packed(corpus, **options)[0].stats.fingerprint for options in changes]
     write_lines(tmp_path / "lines.txt", count=4001)
-    seen.append(fingerprint())
-    assert len(set(seen)) == 5
+    assert len({*seen, packed(corpus)[0].stats.fingerprint}) == 5
 
 
 def test_a_given_cache_folder_is_used(corpus, tmp_path, own_cache):
-    prepare_blocks(corpus, "bytes", 32, cache_dir=tmp_path / "given", progress=False)
+    packed(corpus, cache_dir=tmp_path / "given")
     assert files(tmp_path / "given")
     assert not own_cache.exists()
 
 
 def test_the_same_corpus_gives_the_same_blocks_byte_by_byte(corpus, tmp_path):
-    parts = [prepare_blocks(corpus, "bpe:320", 32, cache_dir=tmp_path / name, progress=False)[0] for name in "ab"]
+    parts = [packed(corpus, "bpe:320", cache_dir=tmp_path / name)[0] for name in "ab"]
     assert parts[0].train.path.read_bytes() == parts[1].train.path.read_bytes()
     assert parts[0].stats == parts[1].stats
 
@@ -224,11 +217,11 @@ def a_folder(path):
 )
 @pytest.mark.parametrize("name", ["train.bin", "eval.bin", "meta.json", "tokenizer.json", "manifest.json"])
 def test_what_is_damaged_in_the_cache_is_made_again(corpus, own_cache, name, harm):
-    blocks, tokenizer = prepare_blocks(corpus, "bpe:320", 32, progress=False)
+    blocks, tokenizer = packed(corpus, "bpe:320")
     whole = blocks.train.array.tobytes()
     for path in own_cache.rglob(name):
         harm(path)
-    again, same = prepare_blocks(corpus, "bpe:320", 32, progress=False)
+    again, same = packed(corpus, "bpe:320")
     assert again.train.array.tobytes() == whole
     assert again.stats == blocks.stats
     assert same.get_vocab() == tokenizer.get_vocab()
@@ -245,7 +238,7 @@ def test_drafts_of_processes_that_are_gone_are_swept(corpus, own_cache):
     for path in (gone, alive, elsewhere, old):
         path.mkdir(parents=True)
     os.utime(old, (0, 0))
-    prepare_blocks(corpus, "bytes", 32, progress=False)
+    packed(corpus)
     assert [path.exists() for path in (gone, alive, elsewhere, old)] == [False, True, True, False]
 
 
@@ -255,13 +248,13 @@ def test_a_full_disk_leaves_nothing_behind_and_comes_as_it_is(corpus, own_cache,
 
     monkeypatch.setattr("lamina.data.packed.SplitFile.add", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        prepare_blocks(corpus, "bytes", 32, progress=False)
+        packed(corpus)
     assert caught.value.errno == errno.ENOSPC
     assert list((own_cache / "blocks").iterdir()) == []
 
 
 def test_losing_a_race_takes_what_the_winner_made(corpus, own_cache, tmp_path, monkeypatch):
-    winner, _ = prepare_blocks(corpus, "bytes", 32, cache_dir=tmp_path / "winner", progress=False)
+    winner, _ = packed(corpus, cache_dir=tmp_path / "winner")
     from lamina.data.packed import _Packing
 
     write_meta = _Packing._write_meta
@@ -271,7 +264,7 @@ def test_losing_a_race_takes_what_the_winner_made(corpus, own_cache, tmp_path, m
         shutil.copytree(winner.train.path.parent, own_cache / "blocks" / winner.train.path.parent.name)
 
     monkeypatch.setattr(_Packing, "_write_meta", slower)
-    blocks, _ = prepare_blocks(corpus, "bytes", 32, progress=False)
+    blocks, _ = packed(corpus)
     assert blocks.stats == winner.stats
     assert [path.name for path in (own_cache / "blocks").iterdir()] == [winner.train.path.parent.name]
 
@@ -279,7 +272,7 @@ def test_losing_a_race_takes_what_the_winner_made(corpus, own_cache, tmp_path, m
 def test_a_cache_that_cannot_be_written_is_a_clear_error(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="LAMINA_CACHE"):
-        prepare_blocks(corpus, "bytes", 32, cache_dir=tmp_path / "file", progress=False)
+        packed(corpus, cache_dir=tmp_path / "file")
 
 
 def test_perplexity_is_the_exponential_and_infinite_on_overflow():
@@ -288,17 +281,8 @@ def test_perplexity_is_the_exponential_and_infinite_on_overflow():
 
 
 def test_bits_per_byte_do_not_depend_on_how_the_text_is_cut_into_tokens():
-    stats = BlockStats(
-        train_tokens=1,
-        eval_tokens=1000,
-        train_bytes=1,
-        eval_bytes=1000,
-        unigram_entropy=1.0,
-        vocab_size=257,
-        sequence_length=10,
-        documents=1,
-        fingerprint="",
-    )
+    train = {"train_tokens": 1, "train_bytes": 1, "unigram_entropy": 1.0, "fingerprint": "", "documents": 1}
+    stats = BlockStats(**train, eval_tokens=1000, eval_bytes=1000, vocab_size=257, sequence_length=10)
     # a uniform guess over 256 bytes is 8 bits a byte; so it is when pairs of bytes are the tokens
     pairs = dataclasses.replace(stats, eval_tokens=500)
     assert bits_per_byte(math.log(256), stats) == pytest.approx(8)

@@ -143,17 +143,8 @@ def test_the_blocks_are_the_naive_packing_of_the_text(tmp_path):
 
 
 def stream_of(found, seed=None):
-    encoder = TextEncoder(load_tokenizer("bytes"))
-    return TokenStream(
-        corpus="x",
-        shards=found,
-        encoder=encoder,
-        sequence_length=LENGTH,
-        chars=200,
-        held_out={},
-        eval_fraction=0.1,
-        seed=seed,
-    )
+    options = {"corpus": "x", "chars": 200, "held_out": {}, "eval_fraction": 0.1, "seed": seed}
+    return TokenStream(shards=found, encoder=TextEncoder(load_tokenizer("bytes")), sequence_length=LENGTH, **options)
 
 
 @pytest.mark.parametrize("buffer", [1, 3])
@@ -173,10 +164,8 @@ def test_a_stream_is_taken_up_at_every_block(any_kind, buffer):
     # they were not all of the beginning, and of every kind
     assert all(state["chunk"] * again.size > i - 2 * again.size for i, state in enumerate(states))
     assert {state["turn"] for state in states} == {0, 1, 2}
-    assert any(state["carry"] for state in states)
-    assert any(state["segments"] for state in states)
-    assert any(state["position"] for state in states)
-    assert any(state["skip"] for state in states)
+    for field in ("carry", "segments", "position", "skip"):
+        assert any(state[field] for state in states), field
 
 
 def test_the_same_seed_gives_the_same_blocks_and_another_one_others(any_kind):
@@ -226,9 +215,8 @@ def test_the_unigram_entropy_is_that_of_the_held_out_text_under_the_sample(text)
         counts[token] += 1
     naive = -np.mean([np.log(counts[token] / counts.sum()) for token in blocks.eval.array.ravel()])
     assert blocks.stats.unigram_entropy == pytest.approx(naive)
-    apart = [
-        {x for part in texts(ids) for x in part.split("\n")[1:-1]} for ids in (blocks.train.known, blocks.eval.array)
-    ]
+    splits = (blocks.train.known, blocks.eval.array)
+    apart = [{x for part in texts(ids) for x in part.split("\n")[1:-1]} for ids in splits]
     assert all(apart)
     assert not apart[0] & apart[1]
 
@@ -381,8 +369,4 @@ def test_rows_of_parquet_files_are_a_corpus_without_streaming_too(tmp_path):
 def test_every_arrow_type_of_texts_is_text(tmp_path, kind):
     texts = ["one", None, "two", "one"]
     pq.write_table(pa.table({"text": pa.array(texts, pa.string()).cast(kind)}), tmp_path / "a.parquet")
-    assert [document.text for document in Corpus.parse(str(tmp_path / "a.parquet")).documents()] == [
-        "one",
-        "two",
-        "one",
-    ]
+    assert [row.text for row in Corpus.parse(str(tmp_path / "a.parquet")).documents()] == ["one", "two", "one"]

@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-from tiny import VOCABULARY, built, token_ids
+from tiny import LATENT, SIZES, VOCABULARY, built, token_ids
 from transformers import AutoConfig
 
 peft = pytest.importorskip("peft")
 
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
-MOE = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-WIDTHS = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-LATENT = {"vocab_size": VOCABULARY, **MOE, **WIDTHS, **GROUPS}
 BACKBONES = {
     "llama": {"vocab_size": VOCABULARY},
-    "deepseek_v2": {**LATENT, "q_lora_rank": None},
-    "deepseek_v3": {**LATENT, "q_lora_rank": 8},
+    "deepseek_v2": {**LATENT, "vocab_size": VOCABULARY, "n_shared_experts": 1, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, "vocab_size": VOCABULARY, "n_shared_experts": 1, "q_lora_rank": 8},
     "vit": {"image_size": 8, "patch_size": 4},
 }
 LORA = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import VOCABULARY, token_ids
+from tiny import LATENT, OF_TEXT, SIZES, TOKENS, VOCABULARY, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lamina
@@ -35,9 +35,7 @@ def pre_ln():
     return resolve("pre_ln", NUM_LAYERS)
 
 
-MLA = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-MLA |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-MLA |= {"first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8}
+MLA = {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "head_dim": 8}
 GEMMA3 = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
 GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 BACKBONES = {
@@ -64,18 +62,7 @@ NO_MORE_NORMS = {
 
 
 def configuration(model_type, **changes):
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    sizes = {**OF_TEXT, **TOKENS, "num_hidden_layers": NUM_LAYERS}
     return AutoConfig.for_model(model_type, **{**sizes, **BACKBONES[model_type][2], **changes})
 
 
@@ -185,7 +172,7 @@ def test_a_backbone_that_cannot_be_wired_is_refused_by_name(model_type):
     small |= {
         "gpt2": {"n_embd": 32, "n_head": 4},
         "t5": {"d_model": 32, "d_ff": 48, "num_heads": 4, "d_kv": 8},
-        "bert": {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
+        "bert": SIZES,
     }[model_type]
     with pytest.raises(UserError, match=model_type):
         lamina.build(AutoConfig.for_model(model_type, **small), "pre_ln", num_layers=2)
@@ -193,11 +180,6 @@ def test_a_backbone_that_cannot_be_wired_is_refused_by_name(model_type):
 
 def test_a_backbone_whose_layer_does_more_than_a_placement_says_is_refused():
     """Granite multiplies each branch, Cohere runs both branches side by side: silently another model otherwise."""
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-    for config in (
-        AutoConfig.for_model("granite", residual_multiplier=0.22, **sizes),
-        AutoConfig.for_model("cohere", **sizes),
-    ):
-        with pytest.raises(UserError, match=config.model_type):
-            lamina.build(config, "pre_ln")
+    for model_type, more in (("granite", {"residual_multiplier": 0.22}), ("cohere", {})):
+        with pytest.raises(UserError, match=model_type):
+            lamina.build(AutoConfig.for_model(model_type, **OF_TEXT, **TOKENS, **more), "pre_ln")

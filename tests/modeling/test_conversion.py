@@ -5,18 +5,14 @@ import json
 import pytest
 import torch
 from test_saving import fresh_process
-from tiny import VOCABULARY, built, llama, token_ids
+from tiny import OF_TEXT, TOKENS, VOCABULARY, built, llama, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaModel
 
 import lamina
 from lamina.core.architectures import conversions
 from lamina.errors import UserError
 from lamina.modeling import LaminaForCausalLM
-from lamina.modeling.backbones.conversion import (
-    from_transformers,
-    load,
-    to_transformers,
-)
+from lamina.modeling.backbones.conversion import from_transformers, load, to_transformers
 from lamina.modeling.backbones.conversion_job import largest_difference
 
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "attn_logit_softcapping": None}
@@ -31,19 +27,7 @@ ROUNDING = {name for name, architecture in conversions().items() if architecture
 
 def tiny(model_type, **changes):
     """A model of transformers with random gains, in evaluation mode."""
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    config = AutoConfig.for_model(model_type, **{**sizes, **MORE.get(model_type, {}), **changes})
+    config = AutoConfig.for_model(model_type, **{**OF_TEXT, **TOKENS, **MORE.get(model_type, {}), **changes})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -172,27 +156,32 @@ def test_a_head_of_its_own_in_a_tied_checkpoint_is_refused(tmp_path):
         from_transformers(tmp_path)
 
 
-def test_pickled_weights_are_refused(tmp_path):
-    model = tiny("llama")
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model.bin \(allowed: model.safetensors"):
-        from_transformers(tmp_path)
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def test_a_torn_file_is_refused(tmp_path):
+def torn(folder):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def quantized(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (pickled, r"pytorch_model.bin \(allowed: model.safetensors"),
+        (torn, "source"),
+        (quantized, "quantization_config"),
+    ],
+)
+def test_files_that_are_not_whole_safetensors_are_refused(spoil, said, tmp_path):
     tiny("llama").save_pretrained(tmp_path)
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="source"):
-        from_transformers(tmp_path)
-
-
-def test_quantised_weights_are_refused(tmp_path):
-    tiny("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(UserError, match="quantization_config"):
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=said):
         from_transformers(tmp_path)
 
 

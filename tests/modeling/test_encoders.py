@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from tiny import VOCABULARY, shake, token_ids
+from tiny import SIZES, TOKENS, VOCABULARY, shake, token_ids
 from transformers import (
     AutoConfig,
     AutoModelForImageClassification,
@@ -21,10 +21,10 @@ from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
 
 NUM_LAYERS = 4
 LABELS = 5
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4}
-TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-TOKENS |= {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4}
-IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": LABELS}
+FIELDS = {
+    "modernbert": {**TOKENS, "vocab_size": VOCABULARY, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 4},
+    "vit": {"image_size": 16, "patch_size": 4, "num_labels": LABELS},
+}
 RENAMED = {
     "modernbert": {
         ".attn_norm.": ".attention.pre_norm.",
@@ -49,8 +49,8 @@ over_both = pytest.mark.parametrize("model_type", AUTO)
 
 
 def configuration(model_type, **changes):
-    more = TOKENS if model_type == "modernbert" else IMAGES
-    return AutoConfig.for_model(model_type, **{**SIZES, **more, **changes})
+    sizes = {**SIZES, "num_hidden_layers": NUM_LAYERS}
+    return AutoConfig.for_model(model_type, **{**sizes, **FIELDS[model_type], **changes})
 
 
 def own_plan(model_type):

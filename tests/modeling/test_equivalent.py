@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import VOCABULARY, built, llama, token_ids
+from tiny import OF_TEXT, built, llama, token_ids
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config
 
 import lamina
@@ -14,24 +14,15 @@ from lamina.errors import UserError
 from lamina.modeling.backbones.conversion_job import EQUIVALENTS, equivalent, in_pairs
 from lamina.placements import Norm, names, resolve
 
-SIZES = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+SIZES = {**OF_TEXT, "num_hidden_layers": 4}
 
 
 def without_gains(placement):
     """The plan with norms of a constant gain before each sub-layer."""
-    norm = Norm(learnable_gain=False, initial_gain=0.5)
-    return replace(
-        plan := resolve(placement, 4),
-        layers=tuple(
-            replace(
-                layer,
-                attention=replace(layer.attention, pre_norm=norm),
-                feed_forward=replace(layer.feed_forward, pre_norm=norm),
-            )
-            for layer in plan.layers
-        ),
-    )
+    plan, norm = resolve(placement, 4), Norm(learnable_gain=False, initial_gain=0.5)
+    halves = ("attention", "feed_forward")
+    layers = (replace(x, **{half: replace(getattr(x, half), pre_norm=norm) for half in halves}) for x in plan.layers)
+    return replace(plan, layers=tuple(layers))
 
 
 # Every placement on a Llama, at its defaults: the architecture of transformers that computes it.

@@ -6,17 +6,16 @@ import pickle
 
 import pytest
 import torch
-from modeling.tiny import built, llama, token_ids
+from modeling.tiny import OF_TEXT, SIZES, built, llama, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, ViTConfig
 
 import lamina
 from lamina.modeling.configuration_lamina import FLAT, backbone_of
 
-TINY = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 BACKBONES = {
     "llama": llama(),
-    "qwen3": Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8, vocab_size=61, max_position_embeddings=64),
-    "vit": ViTConfig(**TINY, image_size=8, patch_size=4, num_labels=3),
+    "qwen3": Qwen3Config(**OF_TEXT, head_dim=8),
+    "vit": ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=3),
 }
 
 

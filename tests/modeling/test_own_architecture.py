@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from talking import NAMES, Model, TalkConfig
-from tiny import shake, token_ids
+from tiny import OF_TEXT, shake, token_ids
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lamina
@@ -19,15 +19,6 @@ from lamina.modeling.backbones import count_parameters
 from lamina.modeling.initialization import weights
 from lamina.modeling.modeling_lamina import Adapter, LaminaModel
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 AS_LLAMA = {
     "backbone.tower.turns": "layers",
     "backbone.words": "embed_tokens",
@@ -43,13 +34,13 @@ AS_LLAMA = {
 
 def talking(placement="pre_ln", **changes):
     torch.manual_seed(0)
-    return lamina.build(TalkConfig(**SIZES), placement, adapter={**NAMES, **changes})
+    return lamina.build(TalkConfig(**OF_TEXT), placement, adapter={**NAMES, **changes})
 
 
 def test_in_pre_ln_it_is_the_llama_with_the_same_weights():
     model = talking().eval()
     shake(model)
-    llama = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    llama = LlamaForCausalLM(LlamaConfig(**OF_TEXT)).eval()
     renamed = {re.sub("|".join(AS_LLAMA), lambda m: AS_LLAMA[m[0]], k): v for k, v in model.state_dict().items()}
     llama.load_state_dict(renamed)
     ids = token_ids()
@@ -82,7 +73,7 @@ def test_it_trains_and_comes_back_with_its_names_from_the_checkpoint(tmp_path):
 
 
 def test_tied_embeddings_are_tied_under_their_own_name():
-    model = lamina.build(TalkConfig(**SIZES, tie_word_embeddings=True), "keel", adapter=NAMES)
+    model = lamina.build(TalkConfig(**OF_TEXT, tie_word_embeddings=True), "keel", adapter=NAMES)
     assert model.lm_head.weight is model.model.backbone.words.weight
 
 
@@ -99,14 +90,14 @@ def test_the_weights_have_the_roles_that_it_gives():
 
 
 def test_the_users_configuration_stays_as_it_was_and_others_have_no_adapter():
-    config = TalkConfig(**SIZES)
+    config = TalkConfig(**OF_TEXT)
     lamina.build(config, "keel", adapter=NAMES)
     assert not hasattr(config, "lamina_adapter")
-    assert "lamina_adapter" not in lamina.build(LlamaConfig(**SIZES), "keel").config.to_json_string()
+    assert "lamina_adapter" not in lamina.build(LlamaConfig(**OF_TEXT), "keel").config.to_json_string()
 
 
 def test_the_configuration_may_name_its_modules_itself(tmp_path):
-    config = TalkConfig(**SIZES, lamina_adapter=NAMES)
+    config = TalkConfig(**OF_TEXT, lamina_adapter=NAMES)
     assert lamina.build(config, "keel", num_layers=3, hidden_size=16).model.layers[2].attention.module
     config.save_pretrained(tmp_path / "talk")
     assert lamina.build(tmp_path / "talk", "keel").model.layers[1].feed_forward.module.narrow
@@ -136,7 +127,7 @@ def test_a_wrong_name_is_refused_in_one_line_with_what_there_is(changes, says):
 
 
 def test_an_adapter_that_is_none_is_refused_by_a_command_in_one_line(tmp_path, capsys):
-    TalkConfig(**SIZES, lamina_adapter=["talk"]).save_pretrained(tmp_path / "talk")
+    TalkConfig(**OF_TEXT, lamina_adapter=["talk"]).save_pretrained(tmp_path / "talk")
     backbone = ["--backbone", str(tmp_path / "talk"), "--output", str(tmp_path / "out")]
     assert main(["pretrain", *backbone, "--steps", "2"]) == 2
     assert "adapter: ['talk'] (allowed: a mapping" in capsys.readouterr().err
@@ -151,7 +142,7 @@ def test_an_installed_package_registers_its_model_type(tmp_path):
     (tmp_path / "talk-1.0.dist-info").mkdir()
     (tmp_path / "talk-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: talk\nVersion: 1.0\n")
     (tmp_path / "talk-1.0.dist-info" / "entry_points.txt").write_text("[lamina.backbones]\ntalk = talking\n")
-    TalkConfig(**SIZES, lamina_adapter=NAMES).save_pretrained(tmp_path / "small")
+    TalkConfig(**OF_TEXT, lamina_adapter=NAMES).save_pretrained(tmp_path / "small")
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(Path(__file__).parent)!r}]; import lamina\n"
     code += f"print(type(lamina.build({str(tmp_path / 'small')!r}, 'keel').model.layers[0].feed_forward.module))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -159,7 +150,7 @@ def test_an_installed_package_registers_its_model_type(tmp_path):
 
 
 def test_gpt_neox_is_wired_by_its_names_as_transformers_wires_it():
-    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    sizes = {k: v for k, v in OF_TEXT.items() if k != "num_key_value_heads"}
     config = GPTNeoXConfig(**sizes, use_parallel_residual=False)
     model = lamina.build(config, "pre_ln", adapter={"attention": "attention", "norm": "final_layer_norm"}).eval()
     shake(model)

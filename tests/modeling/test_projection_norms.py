@@ -7,14 +7,13 @@ import sys
 
 import pytest
 import torch
-from tiny import VOCABULARY, built, llama, token_ids
+from tiny import SIZES, VOCABULARY, built, llama, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import lamina
 from lamina.modeling.modeling_lamina import LaminaLayerNorm, LaminaNorm, LaminaRMSNorm
 from lamina.placements import names, resolve
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 ENCODERS = ("modernbert hybridnorm", "modernbert olmo2")
 ALL = (*names(), *ENCODERS)
 AUTO = {name: AutoModelForMaskedLM if name in ENCODERS else AutoModelForCausalLM for name in ALL}
@@ -23,8 +22,8 @@ AUTO = {name: AutoModelForMaskedLM if name in ENCODERS else AutoModelForCausalLM
 def model_of(name):
     torch.manual_seed(0)
     backbone, _, placement = name.rpartition(" ")
-    config = AutoConfig.for_model("modernbert", num_hidden_layers=2, pad_token_id=0, **SIZES) if backbone else llama(2)
-    return built(placement, 2, config=config)
+    encoder = AutoConfig.for_model("modernbert", pad_token_id=0, vocab_size=VOCABULARY, **SIZES)
+    return built(placement, 2, config=encoder if backbone else llama(2))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from modeling.tiny import VOCABULARY, built, llama, token_ids
+from modeling.tiny import OF_TEXT, built, llama, token_ids
 from torch import nn
 from transformers import AutoConfig, AutoModel, Qwen3Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -111,10 +111,7 @@ def test_every_placement_runs_as_vllm_runs_it(placement, tmp_path):
 
 @pytest.mark.usefixtures("engine")
 def test_so_does_another_backbone(tmp_path):
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    check(
-        built("keel", config=Qwen3Config(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=VOCABULARY)), tmp_path
-    )
+    check(built("keel", config=Qwen3Config(**OF_TEXT, head_dim=8)), tmp_path)
 
 
 def test_what_is_compiled_names_its_dynamic_arguments():

@@ -5,22 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from modeling.tiny import built, llama, token_ids
+from modeling.tiny import LATENT, OF_TEXT, built, llama, token_ids
 from training.test_distributed import torchrun
 from transformers import DeepseekV3Config, Olmo2Config, Qwen3Config
 
 import lamina
 from lamina.placements import names
 
-SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 61}
 BACKBONES = {
-    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
-    "deepseek_v3": DeepseekV3Config(
-        **SIZES, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1,
-        topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-        v_head_dim=8,
-    ),
-}  # fmt: skip
+    "qwen3": Qwen3Config(**OF_TEXT, head_dim=8),
+    "deepseek_v3": DeepseekV3Config(**{**OF_TEXT, **LATENT, "num_key_value_heads": 4, "q_lora_rank": 16}),
+}
 
 
 def matching(model, key):

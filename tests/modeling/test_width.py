@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from tiny import token_ids
+from tiny import LATENT, OF_TEXT, token_ids
 from torch import nn
 from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig, ModernBertConfig
 
@@ -192,26 +192,9 @@ def test_constants_are_each_kinds_own_and_not_the_vectors():
 
 
 def test_experts_and_routers_are_hidden_and_a_latent_of_fixed_rank_keeps_its_rate():
-    config = DeepseekV3Config(
-        vocab_size=61,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=12,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=1,
-    )
+    widths = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    ranks = {"q_lora_rank": 12, "kv_lora_rank": 8, "n_shared_experts": 1}
+    config = DeepseekV3Config(**{**OF_TEXT, **LATENT, **widths, **ranks})
     with torch.device("meta"):
         model = lamina.build(config, "peri_ln", init="normal")
     factors = {s.weight.name: s.rate for s in scaled_weights(model, WidthScaling(scheme="standard", base_width=32))}
@@ -230,15 +213,10 @@ def test_an_embedding_multiplied_by_the_root_of_the_width_loses_the_factor_again
     if by == "plan":
         model = lamina.build(llama(64), "pre_ln", embedding_scale="sqrt_hidden_size", init="normal")
     else:
-        sizes = {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
-        config = Gemma3TextConfig(
-            vocab_size=61, hidden_size=64, num_hidden_layers=2, tie_word_embeddings=False, **sizes
-        )
+        config = Gemma3TextConfig(**{**OF_TEXT, "hidden_size": 64}, head_dim=16, tie_word_embeddings=False)
         model = lamina.build(config, "pre_ln", init="normal")
-    (found,) = (
-        s for s in scaled_weights(model, WidthScaling(scheme="standard", base_width=16)) if s.kind == "embedding"
-    )
-    assert (found.rate, found.std) == (0.5, 0.5)
+    scaled = {s.kind: (s.rate, s.std) for s in scaled_weights(model, WidthScaling(scheme="standard", base_width=16))}
+    assert scaled["embedding"] == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("init", ["normal", "scaled", "small", "xavier", "deepnorm"])

@@ -6,18 +6,16 @@ from transformers import LlamaConfig
 import lamina
 
 VOCABULARY = 61
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+OF_TEXT = {**SIZES, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+EXPERTS |= {"first_k_dense_replace": 1}
+LATENT = {**EXPERTS, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
 def llama(num_layers=2, **changes):
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    return LlamaConfig(num_hidden_layers=num_layers, **{**sizes, **changes})
+    return LlamaConfig(**{**OF_TEXT, "num_hidden_layers": num_layers, **changes})
 
 
 def built(placement, num_layers=2, *, config=None, **options):

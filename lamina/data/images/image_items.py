@@ -61,7 +61,7 @@ class Augmentation:
             ) from None
 
     def crop(self, picture: Image, generator: torch.Generator) -> Image | None:
-        """A random crop, resized to the square [size, size]; None where there are no random crops."""
+        """Return a random crop, resized to the square [size, size]; None where there are no random crops."""
         if self.crop_scale >= 1.0:
             return None
         from PIL import Image
@@ -101,7 +101,7 @@ class Augmentation:
 
 
 def crop_box(width: int, height: int, smallest: float, generator: torch.Generator) -> tuple[int, int, int, int]:
-    """The box (left, upper, right, lower) of a random crop, as Inception's (Szegedy et al. 2015, arXiv 1409.4842).
+    """Draw a crop's box (left, upper, right, lower) as Inception does (Szegedy et al. 2015, arXiv 1409.4842).
 
     Its share of the area is uniform from ``smallest`` to 1, the logarithm of its ratio of sides from 3/4 to 4/3. After
     ten boxes that do not fit, it is the largest box in the middle.
@@ -162,7 +162,7 @@ class ImageItems(ItemSource[ImageItem]):
         return {"pixel_values": pixels, "labels": label, "draw": torch.tensor(index)}
 
     def picture(self, index: int) -> Image:
-        """The image itself."""
+        """Return the image itself."""
         return self.images.image(int(self.numbers[index]))
 
     def sample(self, count: int) -> torch.Tensor:
@@ -199,7 +199,7 @@ class AugmentedImages(DrawnItems[ImageItem]):
 
 
 def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
-    """The pixel values of an image [channels, height, width] as the processor makes them."""
+    """Return the pixel values of an image [channels, height, width] as the processor makes them."""
     side = getattr(processor, "size", {}).get("shortest_edge")
     if (
         picture.size == (side, side) and getattr(processor, "crop_pct", None) == 1.0
@@ -211,7 +211,7 @@ def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
 
 
 def normalized(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
-    """The pixel values of an image that has its size already: scaled to 0 to 1, then normalized."""
+    """Return the pixel values of an image that has its size already: scaled to 0 to 1, then normalized."""
     array = np.asarray(picture, dtype=np.float32) / 255.0
     array = array[..., None] if array.ndim == 2 else array
     mean, std = statistics_of(processor)
@@ -219,7 +219,7 @@ def normalized(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
 
 
 def statistics_of(processor: BaseImageProcessor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A processor's mean and standard deviation by channel, each [channels, 1, 1]."""
+    """Return a processor's mean and standard deviation by channel, each [channels, 1, 1]."""
     mean, std = (torch.tensor(getattr(processor, name)).view(-1, 1, 1) for name in ("image_mean", "image_std"))
     return mean, std
 
@@ -248,7 +248,7 @@ class Mixing:
         return bool(self.mixup or self.cutmix or self.label_smoothing)
 
     def __call__(self, items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
-        """The batch of a training: ``labels`` are probabilities [batch, classes] if anything is changed."""
+        """Return the batch of a training: ``labels`` are probabilities [batch, classes] if anything is changed."""
         batch = plain_batch(items)
         if not self.changes:
             return batch
@@ -269,7 +269,7 @@ class Mixing:
 
 
 def plain_batch(items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
-    """The batch of an evaluation: ``labels`` are classes [batch]."""
+    """Return the batch of an evaluation: ``labels`` are classes [batch]."""
     return {
         "pixel_values": torch.stack([item["pixel_values"] for item in items]),
         "labels": torch.stack([item["labels"] for item in items]),
@@ -277,7 +277,7 @@ def plain_batch(items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
 
 
 def mix(x: torch.Tensor, share: float) -> torch.Tensor:
-    """Share * x + (1 - share) * partner, along the first axis."""
+    """Return share * x + (1 - share) * partner, along the first axis."""
     return share * x + (1.0 - share) * x.flip(0)
 
 
@@ -318,7 +318,7 @@ class ImageSplits(Splits[ImageItem]):
 def prepare_images(
     corpus: str, augmentation: Augmentation, *, eval_fraction: float, center_crop: float = 1.0, progress: bool = True
 ) -> tuple[ImageSplits, BaseImageProcessor]:
-    """The items of a labeled image set and their processor.
+    """Return the items of a labeled image set and their processor.
 
     Args:
         corpus: see ``lamina.data.images.labeled_images.ALLOWED``.

@@ -62,7 +62,7 @@ class LabeledImages(ABC):
 
     @abstractmethod
     def image(self, number: int) -> Image:
-        """An image, in mode L or RGB. Raises UserError that names an image that can't be read."""
+        """Return an image, in mode L or RGB. Raises UserError that names an image that can't be read."""
 
     def refuse_unreadable(self, *, progress: bool) -> None:
         """Raise UserError that names the first image that can't be read, as far as that can be told in short time."""
@@ -85,7 +85,7 @@ class LabeledImages(ABC):
 
 
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of the images to train on and of those held out.
+    """Return the numbers of the images to train on and of those held out.
 
     They are the set's own splits if it has them. Otherwise ``eval_fraction`` of every class with two images or more is
     held out, at least one image of each: always the same ones.
@@ -122,7 +122,7 @@ def pillow() -> None:
 
 
 def in_8_bits(picture: Image, mode: str) -> Image:
-    """The image in a mode of 8 bits per channel (L or RGB); 16-bit gray levels keep their upper 8 bits.
+    """Return the image in a mode of 8 bits per channel (L or RGB); 16-bit gray levels keep their upper 8 bits.
 
     Raises ValueError for pixels whose range is unknown: floating-point numbers, or more than 16 bits.
     """
@@ -139,7 +139,7 @@ def in_8_bits(picture: Image, mode: str) -> Image:
 
 
 def open_images(spec: str) -> LabeledImages:
-    """The labeled images with this name; nothing is decoded yet.
+    """Return the labeled images with this name; nothing is decoded yet.
 
     Raises:
         UserError: there are none, a class is empty, or the library that reads them is not installed.
@@ -159,7 +159,7 @@ def open_images(spec: str) -> LabeledImages:
 
 
 def file_of(spec: str) -> Path:
-    """The file or folder of a set that is not on the hub. Raises UserError if there is none."""
+    """Return the file or folder of a set that is not on the hub. Raises UserError if there is none."""
     if (packaged := packaged_file(spec)) is not None:
         return packaged
     path = Path(spec).expanduser()
@@ -193,7 +193,7 @@ class ImageFiles(LabeledImages):
 
     @contextmanager
     def _open(self, number: int) -> Iterator[Image]:
-        """An image file. Raises UserError that names it, also for what goes wrong while it is used."""
+        """Open an image file. Errors while it is used, too, become a UserError that names it."""
         from PIL import Image
 
         path = self.paths[number]
@@ -267,7 +267,7 @@ class PixelImages(LabeledImages):
 
 
 def _of_pixels(spec: str, path: Path) -> PixelImages:
-    """A file of rows ``pixel,...,pixel,label``: square gray images, 0 to 255, and classes numbered from 0."""
+    """Return a file of rows ``pixel,...,pixel,label``: square gray images, 0 to 255, and classes numbered from 0."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         with warnings.catch_warnings():

@@ -43,7 +43,7 @@ class NotTextError(Exception):
 
 
 def inner_suffix(path: Path) -> str:
-    """The suffix before that of the compression, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
+    """Return the suffix before that of the compression, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
     name = path.name.lower()
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
@@ -51,7 +51,7 @@ def inner_suffix(path: Path) -> str:
 
 
 def compression(path: Path) -> str | None:
-    """The compression of a file, or None, decided by its first bytes.
+    """Return the compression of a file, or None, decided by its first bytes.
 
     Raises:
         NotTextError: the name has the suffix of a compression, but the content is something else.
@@ -96,7 +96,7 @@ def _decompression_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
-    r"""The decompressed file as UTF-8 text, without a byte order mark and with its line ends (``\n``) unchanged.
+    r"""Open a file, decompressed, as UTF-8 text without byte order mark and with unchanged line ends (``\n``).
 
     ``start``: the byte of the text to begin at. A compressed file is decompressed up to there.
 
@@ -128,7 +128,7 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
 
 
 def encodable_text(text: str) -> str:
-    """The text with each half of a surrogate pair, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
+    """Return the text with each half of a surrogate pair, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -145,7 +145,7 @@ def _skip(file: IO[bytes], count: int, *, seekable: bool) -> None:
 
 
 def read_parts(path: Path, part_chars: int = PART_CHARS, start: int = 0) -> Iterator[str]:
-    """The text of a file in parts of about ``part_chars`` characters, each ending with a line if its end is near.
+    """Yield the text of a file in parts of about ``part_chars`` characters, each ending with a line if its end is near.
 
     ``start`` and errors: see :func:`open_text`.
     """
@@ -156,7 +156,7 @@ def read_parts(path: Path, part_chars: int = PART_CHARS, start: int = 0) -> Iter
 
 
 def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
-    """The files below a folder in the order of their relative names, without hidden files and folders.
+    """Return the files below a folder in the order of their relative names, without hidden files and folders.
 
     Links to files are read, links to folders are not followed, since they may lead in a circle; ``linked`` gets them.
 
@@ -190,13 +190,13 @@ def hash_files(digest: hashlib._Hash, root: Path) -> None:
 
 
 def state_of(path: Path) -> FileState:
-    """The size of a file and the time of its last change."""
+    """Return the size of a file and the time of its last change."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[FileState], text_field: str) -> str | None:
-    """A hash of the names, sizes and times of change of files over 1 GiB in all.
+    """Return a hash of the names, sizes and times of change of files over 1 GiB in all.
 
     None for less than that: then the content itself can be hashed.
     """
@@ -230,7 +230,7 @@ def read_file(
     part_chars: int = PART_CHARS,
     on_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Document, Position]]:
-    """The documents of a file from ``start`` on, each with the position after it.
+    """Yield the documents of a file from ``start`` on, each with the position after it.
 
     Args:
         path: of the file; its suffix says whether it holds rows.
@@ -253,7 +253,7 @@ def read_file(
 
 
 def rows_as_text(corpus: str, text_field: str) -> str:
-    """The warning where JSON rows are read as plain text."""
+    """Return the warning where JSON rows are read as plain text."""
     return (
         f"{corpus}: JSON rows with the field {text_field!r} are read as plain text, braces and all, where the file's "
         "name does not say so (rows: one per line in a .jsonl, or .parquet)"
@@ -261,12 +261,12 @@ def rows_as_text(corpus: str, text_field: str) -> str:
 
 
 def has_text(document: Document) -> bool:
-    """Whether a document counts: one of white space alone does not, unless it continues another."""
+    """Return whether a document counts: one of white space alone does not, unless it continues another."""
     return bool(document.text) and (document.continues or not document.text.isspace())
 
 
 def encodable(document: Document) -> Document:
-    """The document with each half of a surrogate pair, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
+    """Replace half surrogate pairs in a document; see :func:`encodable_text`."""
     text = encodable_text(document.text)
     if text is document.text:
         return document
@@ -286,7 +286,7 @@ def _parts(
 
 
 def _begins_with_row(text: str, text_field: str) -> bool:
-    """Whether a text begins with a JSON object, alone or first in a list, whose field is a text."""
+    """Return whether a text begins with a JSON object, alone or first in a list, whose field is a text."""
     opening = _OPENING.match(text)
     if opening is None:
         return False
@@ -321,7 +321,7 @@ def _rows(path: Path, name: str, text_field: str, start: Position) -> Iterator[t
 
 
 def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
-    """The rows of a .parquet file, read at most one row group at a time; null is an empty text, as in data sets."""
+    """Yield the rows of a .parquet file, one row group at a time at most; null is an empty text."""
     import pyarrow
     from pyarrow import parquet
 

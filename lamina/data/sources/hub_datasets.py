@@ -44,7 +44,7 @@ class HubData:
         return self.dataset._fingerprint
 
     def texts(self, text_field: str) -> Iterator[str]:
-        """The texts of a column, row by row; null is an empty text.
+        """Yield the texts of a column, row by row; null is an empty text.
 
         Raises:
             UserError: the column does not exist or holds something other than text.
@@ -57,7 +57,7 @@ class HubData:
 
 
 def is_hub(corpus: str) -> bool:
-    """Whether a corpus is a data set for the datasets library."""
+    """Return whether a corpus is a data set for the datasets library."""
     return corpus.startswith(PREFIX)
 
 
@@ -91,7 +91,7 @@ def load(source: HubSource) -> HubData:
 
 
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
-    """The split to train on, and the first of the splits named ``held_out`` that there is. A requested split is alone.
+    """Load the split to train on, and the first that exists of ``held_out``. A requested split is alone.
 
     Raises:
         UserError: see :func:`load`.
@@ -105,7 +105,7 @@ def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
 
 
 def stream(source: HubSource) -> tuple[IterableDataset, str]:
-    """One split as a stream of the library, and a hash of its origin.
+    """Return one split as a stream of the library, and a hash of its origin.
 
     Raises:
         UserError: see :func:`load`.
@@ -121,7 +121,7 @@ def stream(source: HubSource) -> tuple[IterableDataset, str]:
 
 
 def streamed_texts(spec: str, dataset: IterableDataset, text_field: str) -> Iterator[str]:
-    """The texts of a streamed data set's column, row by row; null is an empty text.
+    """Yield the texts of a streamed data set's column, row by row; null is an empty text.
 
     Raises:
         UserError: the column does not exist or holds something other than text.

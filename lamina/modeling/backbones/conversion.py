@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def conversion_of(model_type: str) -> Conversion:
-    """The conversion of a model type. Raises UserError for a type that has none."""
+    """Return the conversion of a model type. Raises UserError for a type that has none."""
     rows = conversions()
     if model_type not in rows:
         raise unknown("model_type", model_type, rows)
@@ -48,7 +48,7 @@ def conversion_of(model_type: str) -> Conversion:
 
 
 def lamina_name(key: str, conversion: Conversion) -> str:
-    """The name in Lamina's model of a tensor of transformers' model."""
+    """Return the name in Lamina's model of a tensor of transformers' model."""
     if match := _LAYER.fullmatch(key):
         index, part, rest = match.groups()
         part = conversion.norms.get(part) or _MODULES.get(part, part)
@@ -57,7 +57,7 @@ def lamina_name(key: str, conversion: Conversion) -> str:
 
 
 def gains(model: PreTrainedModel) -> Iterable[tuple[str, float]]:
-    """Each tensor's name in transformers' model and the offset to add to it: 0 unless it is a layer's norm.
+    """Return each tensor's name in transformers' model and the offset to add to it: 0 unless it is a layer's norm.
 
     Norms inside an attention module belong to the module and stay as they are stored.
     """
@@ -170,7 +170,7 @@ def to_transformers(
 
 
 def check_plan(config: LaminaConfig) -> Conversion:
-    """The conversion back to transformers. Raises UserError if transformers has no such placement."""
+    """Return the conversion back to transformers. Raises UserError if transformers has no such placement."""
     model_type = backbone_of(config).model_type
     conversion = conversion_of(model_type)
     assert config.plan is not None
@@ -221,7 +221,7 @@ def _backbone_config(config: LaminaConfig) -> PreTrainedConfig:
 
 
 def computed(plan: Plan) -> tuple[object, ...]:
-    """The parts of a plan that decide the function it computes, without its name and initial values.
+    """Return the parts of a plan that decide the function it computes, without its name and initial values.
 
     A norm of kind "rms" counts as "backbone": every backbone of the table has RMSNorms.
     """

@@ -101,7 +101,7 @@ def convert(
 
 
 def _target(source: str, to: Target | None) -> Target:
-    """The form to convert to. Raises UserError, before the weights are read, if the source cannot be converted."""
+    """Return the form to convert to. Raises UserError, before the weights are read, for the source's own."""
     config = conversion.read_config(source)
     form: Target = "lamina" if isinstance(config, LaminaConfig) else "transformers"
     other: Target = "transformers" if form == "lamina" else "lamina"
@@ -150,7 +150,7 @@ def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple
 
 
 def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbone: str) -> float:
-    """The largest difference between the source's logits and the written model's. Raises UserError if it is large."""
+    """Compare the written model's logits with the source's. Raises UserError if they differ much."""
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(
@@ -229,7 +229,7 @@ _FIELDS = (
 
 @torch.no_grad()
 def equivalent(model: LaminaForCausalLM) -> PreTrainedModel:
-    """The model of transformers with the same logits, in evaluation mode; it shares no weights with ``model``.
+    """Return the model of transformers with the same logits, in evaluation mode; it shares no weights with ``model``.
 
     The logits are equal in float32 but for rounding, where a factor went into a gain. Raises UserError where there is
     no such model, saying what it lacks.
@@ -263,14 +263,14 @@ def equivalent(model: LaminaForCausalLM) -> PreTrainedModel:
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
-    """The sliding window of a layer, where a sequence can be longer than it; None where no layer slides."""
+    """Return the sliding window of a layer, where a sequence can be longer than it; None where no layer slides."""
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     slides = "sliding_attention" in types if types else bool(window)
     return window if slides and window and window < config.max_position_embeddings else None
 
 
 def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
-    """The model type with the same equation. Raises UserError if there is none."""
+    """Return the model type with the same equation. Raises UserError if there is none."""
     if config.model_type not in LLAMAS:
         raise UserError(
             f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
@@ -311,13 +311,13 @@ def _blocks(model: LaminaForCausalLM) -> list[Block]:
 
 
 def _linear(residual: Residual, name: str = "") -> list[nn.Linear]:
-    """The linear layers of a sub-layer's module, or that of the name."""
+    """Return the linear layers of a sub-layer's module, or that of the name."""
     named = residual.module.named_modules()
     return [module for key, module in named if isinstance(module, nn.Linear) and name in ("", key)]
 
 
 def _inner_norms(attention: nn.Module, plan: Plan, head_dim: int) -> str:
-    """The norms on queries and keys, the plan's or the attention's own: "off", "head", "full", or "other"."""
+    """Return the norms on queries and keys, the plan's or the attention's own: "off", "head", "full", or "other"."""
     rms = plan.qkv_norm is None or plan.qkv_norm.kind in ("backbone", "rms")
     if plan.v_norm != "off" or not rms:
         return "other"
@@ -328,7 +328,7 @@ def _inner_norms(attention: nn.Module, plan: Plan, head_dim: int) -> str:
 
 
 def _folded(plan: Plan) -> tuple[object, ...]:
-    """What a plan computes once its constants are in the weights; without the norms on queries, keys and values."""
+    """Return what a plan computes once its constants are in the weights, without norms on queries, keys, values."""
 
     def norm(spec: Norm | None) -> Norm | None:
         return None if spec is None else Norm(kind=spec.kind, groups=spec.groups)
@@ -347,7 +347,7 @@ def _folded(plan: Plan) -> tuple[object, ...]:
 
 
 def _renamed(model: LaminaForCausalLM, row: Equivalent) -> dict[str, torch.Tensor]:
-    """The tensors of the row's model, by their names in it."""
+    """Return the tensors of the row's model, by their names in it."""
     config = backbone_of(model.config)
     tensors = {
         "lm_head.weight": model.lm_head.weight,
@@ -373,7 +373,7 @@ def _renamed(model: LaminaForCausalLM, row: Equivalent) -> dict[str, torch.Tenso
 
 
 def _attention(residual: Residual, row: Equivalent, head_dim: int) -> dict[str, torch.Tensor]:
-    """The attention's tensors, its queries and keys in the order that the rotary embedding expects."""
+    """Return the attention's tensors, its queries and keys in the order that the rotary embedding expects."""
     tensors = {}
     for name, value in residual.module.named_parameters():
         turned = row.pairs and name.partition(".")[0] in ("q_proj", "k_proj")
@@ -391,7 +391,7 @@ def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _gain(norm: nn.Module) -> torch.Tensor:
-    """The gain of a norm [width]; the constant one where it is not learned."""
+    """Return the gain of a norm [width]; the constant one where it is not learned."""
     if isinstance(norm, LaminaNorm) and norm.weight is None:
         return torch.full((norm.hidden_size,), norm.initial_gain)
     return norm.get_parameter("weight")

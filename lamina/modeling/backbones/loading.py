@@ -78,13 +78,13 @@ def read_json(path: Path, source: str) -> dict[str, object]:
 
 
 def kind_of(value: object) -> str:
-    """A JSON value's kind in prose."""
+    """Return a JSON value's kind in prose."""
     names = {"NoneType": "nothing", "list": "a list", "dict": "an object", "str": "a text", "bool": "true or false"}
     return names.get(type(value).__name__, "a number")
 
 
 def stored_shapes(path: Path, field: str, *, pickles: bool = False) -> Shapes | None:
-    """The shape of every tensor in a folder's safetensors files, by name. Checks the files' headers.
+    """Return the shape of every tensor in a folder's safetensors files, by name. Checks the files' headers.
 
     Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError naming the file that is
     missing, cut short, altered or outside the folder.

@@ -25,7 +25,7 @@ _SPECIAL = tuple(f"{token}_token_id" for token in ("pad", "bos", "eos", "cls", "
 
 
 def preset_config(name: str) -> PreTrainedConfig:
-    """A fresh configuration of the preset of this name. Raises UserError that suggests the nearest."""
+    """Return a fresh configuration of the preset of this name. Raises UserError that suggests the nearest."""
     preset = get(name)
     return AutoConfig.for_model(preset.model_type, **preset.fields)
 
@@ -39,7 +39,7 @@ def resolve_backbone(
     vocab_size: int | None = None,
     max_position_embeddings: int | None = None,
 ) -> PreTrainedConfig:
-    """The backbone's configuration with the given sizes in place of its own.
+    """Return the backbone's configuration with the given sizes in place of its own.
 
     ``backbone``: a preset's name, a transformers configuration, a folder that holds one, or a model's name on the hub
     ("HuggingFaceTB/SmolLM2-135M"), of which only the configuration is read. With another ``hidden_size`` the
@@ -115,7 +115,7 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
-    """The width of a head; DeepSeek's ``head_dim`` is only the part of it that is rotated."""
+    """Return the width of a head; DeepSeek's ``head_dim`` is only the part of it that is rotated."""
     if hasattr(config, "kv_lora_rank"):
         return config.hidden_size // config.num_attention_heads
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -173,7 +173,7 @@ def parameters_of(model: PreTrainedModel) -> Count:
 
 
 def used_by_a_token(name: str, config: PreTrainedConfig) -> Fraction:
-    """The share of a parameter that one token uses: below 1 for a routed expert's."""
+    """Return the share of a parameter that one token uses: below 1 for a routed expert's."""
     experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
     routed = experts and ".experts." in name
     return Fraction(config.num_experts_per_tok, experts) if routed else Fraction(1)

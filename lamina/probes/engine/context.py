@@ -86,11 +86,11 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """How many sequences or tokens a probe measures, 0 for all: its option, or by default a sample of a corpus."""
+        """Return how many sequences or tokens a probe measures, 0 for all: its option, else a sample of a corpus."""
         return option if option is not None else 0 if self.whole else sample
 
     def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:
-        """The batches of the first ``sequences`` inputs, 0 for all."""
+        """Return the batches of the first ``sequences`` inputs, 0 for all."""
         if not sequences:
             return list(self.batches)
         batches: list[Mapping[str, torch.Tensor]] = []
@@ -102,7 +102,7 @@ class Context:
         return batches
 
     def tokens(self, sequences: int = 0) -> float:
-        """How many tokens the first ``sequences`` inputs (0: all) hold; of images an image counts 256."""
+        """Return how many tokens the first ``sequences`` inputs (0: all) hold; of images an image counts 256."""
         total = 0.0
         for batch in self.first(sequences):
             first = next(iter(batch.values()))
@@ -122,7 +122,7 @@ class Context:
         return self.token_losses(inputs).mean()
 
     def token_losses(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The cross-entropy of each predicted token, [batch, predicted]."""
+        """Return the cross-entropy of each predicted token, [batch, predicted]."""
         self.check_head()
         return token_losses(self.model, inputs, self.tokenizer)
 

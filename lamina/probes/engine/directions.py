@@ -65,7 +65,7 @@ class Directions:
             self._vectors[:, index].masked_fill_(~self._mask[..., None], 0.0)
 
     def cosines(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosine of every two states summed over tokens, [batch, N + 1, N + 1] float32, and the tokens [batch].
+        """Sum the cosine of every two states over tokens: [batch, N + 1, N + 1] float32, and the tokens [batch].
 
         Before ``end``. The sum of cosines is one product of matrices over tokens and channels together.
         """

@@ -28,7 +28,7 @@ def lines(
     log_y: bool = False,
     band: str | None = None,
 ) -> Figure:
-    """A line for each value of the column ``color`` (one without it); ``band`` is a column of standard errors."""
+    """Draw a line for each value of the column ``color`` (one without it); ``band`` names the standard errors."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -71,7 +71,7 @@ def heat_map(
     per_row: bool = False,
     value_title: str = "",
 ) -> Figure:
-    """A map of ``value`` over two columns; with ``per_row`` each row is stretched from its smallest to its largest."""
+    """Draw a map of ``value`` over two columns; ``per_row`` stretches each row from its smallest to its largest."""
     import plotly.graph_objects as go
 
     table = frame.pivot_table(index=y, columns=x, values=value, aggfunc="mean")

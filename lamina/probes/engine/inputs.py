@@ -30,7 +30,7 @@ _CHARS_A_TOKEN = 12  # more than any tokenizer's: how much of a corpus is read
 
 
 def reads_images(model: nn.Module) -> bool:
-    """Whether a model's main input is pixels."""
+    """Return whether a model's main input is pixels."""
     return getattr(model, "main_input_name", "input_ids") == "pixel_values"
 
 
@@ -47,7 +47,7 @@ def batches_of(
     seed: int = 0,
     notes: list[str] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """The inputs of the forward passes: ``given``, or what is read from ``corpus``.
+    """Return the inputs of the forward passes: ``given``, or what is read from ``corpus``.
 
     At most ``sequences`` of them (None: all).
 
@@ -95,7 +95,7 @@ def _length(length: int | None, model: nn.Module) -> int:
 
 
 def _offset_positions(model: nn.Module) -> bool:
-    """Whether positions start after the padding's id, as RoBERTa's do."""
+    """Return whether positions start after the padding's id, as RoBERTa's do."""
     return any(
         isinstance(m, nn.Embedding) and "position" in name and m.padding_idx is not None
         for name, m in model.named_modules()
@@ -128,7 +128,7 @@ def _pack(
     source: str,
     notes: list[str] | None = None,
 ) -> torch.Tensor:
-    """Blocks [blocks, length] of the texts' tokens, with the special tokens that the tokenizer puts around a text."""
+    """Pack the texts' tokens into blocks [blocks, length], with the tokenizer's special tokens around each text."""
     if tokenizer is None:
         raise UserError(f"tokenizer: the checkpoint has none, so {source} can't be read (allowed: --tokenizer)")
     prefix, suffix = _specials(tokenizer)
@@ -206,7 +206,7 @@ def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int)
 
 
 def _processor_of(model: nn.Module) -> BaseImageProcessor | None:
-    """The image processor beside a checkpoint, if there is one."""
+    """Return the image processor beside a checkpoint, if there is one."""
     folder = Path(getattr(model, "name_or_path", "") or "")
     if not (folder / "preprocessor_config.json").is_file():
         return None

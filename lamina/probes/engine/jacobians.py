@@ -69,7 +69,7 @@ class Jacobian:
 
 @contextmanager
 def _second_derivatives() -> Iterator[None]:
-    """A UserError of one line in place of PyTorch's errors if an operation of the model has no second derivative."""
+    """Raise one UserError in place of PyTorch's errors if an operation of the model has no second derivative."""
     try:
         yield
     except RuntimeError as error:
@@ -152,7 +152,7 @@ def typical_stretch(
 
 
 def start_vector(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """A random vector of the shape of ``x``, in float32 at least."""
+    """Return a random vector of the shape of ``x``, in float32 at least."""
     drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return drawn.to(x.device, torch.promote_types(x.dtype, torch.float32))
 
@@ -166,7 +166,7 @@ def largest_singular_value(
     tolerance: float = 1e-2,
     iterations: int = 100,
 ) -> SpectralNorm:
-    """The largest singular value of a linear map, by Lanczos bidiagonalization (Golub and Kahan 1965) from ``start``.
+    """Find a linear map's largest singular value by Lanczos bidiagonalization (Golub and Kahan 1965) from ``start``.
 
     The power iteration's products, but the norm is taken over all vectors so far, not the last alone:
     it needs far fewer where the singular values lie close together, as they do near the identity. All vectors are kept
@@ -213,7 +213,7 @@ def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-    """The part of ``vectors`` [problems, n] orthogonal to all ``others``; twice, since once loses half the bits."""
+    """Make ``vectors`` [problems, n] orthogonal to all ``others``; twice, since once loses half the bits."""
     if not others:
         return vectors
     basis = torch.stack(others, dim=1)
@@ -224,7 +224,7 @@ def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tens
 
 
 def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest singular value of the bidiagonal matrix and its residual relative to it, [problems] each."""
+    """Return the largest singular value of the bidiagonal matrix and its residual relative to it, [problems] each."""
     diagonal, above = torch.stack(alpha, dim=-1), torch.stack(beta, dim=-1)
     matrix = torch.diag_embed(diagonal) + torch.diag_embed(above[:, :-1], offset=1)
     if not bool(matrix.isfinite().all()):
@@ -252,7 +252,7 @@ class Wiring:
 
 
 def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | float]) -> torch.Tensor:
-    """The residual path's Jacobian norm through one block, from the standard deviations at its post-norms' inputs.
+    """Compute the residual path's Jacobian norm through one block from the standard deviations at its post-norms.
 
     A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), the skip by its scale; two norms on a
     Post-LN block's path give sigma^-2, one on FuseNorm's sigma^-1 (FuseNorm Eq 10 and 11). Each channel is followed
@@ -271,7 +271,7 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
 
 
 def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[list[float]]:
-    """The standard deviation of every sub-layer's sum, from gains and scales alone (Keel Eq 14-19).
+    """Return the standard deviation of every sub-layer's sum, from gains and scales alone (Keel Eq 14-19).
 
     As in the paper, attention and feed-forward keep the scale of what they read, and skip and branch are uncorrelated:
     sigma^2 = (alpha * scale of the skip)^2 + (scale of the branch)^2. With the gains g at the outer norms and at
@@ -292,7 +292,7 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """How a layer's sub-layers are wired: a Lamina model's skips and scales are its plan's, others' are plain."""
+    """Return a layer's wiring: a Lamina model's skips and scales are those of its plan, others' are plain."""
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 
@@ -314,13 +314,13 @@ def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
 
 
 def _is_residual(module: nn.Module, sublayer: SublayerSite) -> bool:
-    """Whether a module adds this sub-layer by a plan's record: Lamina's Residual, whichever copy of its code."""
+    """Return whether a module adds this sub-layer by a plan's record: Lamina's Residual, whichever copy of its code."""
     added = sublayer.contribution.module
     return hasattr(module, "skip") and hasattr(module, "skip_scale") and any(m is added for m in module.modules())
 
 
 def _gain(norm: NormSite) -> torch.Tensor:
-    """The gain, [channels] in float64 on the CPU; a constant one where the norm has none to learn."""
+    """Return the gain, [channels] in float64 on the CPU; a constant one where the norm has none to learn."""
     gain = norm.gain
     if gain is None:
         return torch.as_tensor(float(getattr(norm.module, "initial_gain", 1.0)), dtype=torch.float64)
@@ -328,12 +328,12 @@ def _gain(norm: NormSite) -> torch.Tensor:
 
 
 def largest_gain(norm: NormSite) -> float:
-    """The largest |gain| over the channels."""
+    """Return the largest |gain| over the channels."""
     return float(_gain(norm).abs().max())
 
 
 def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A norm's divisor for each token, [...], from its input [..., channels], without epsilon; float32 at least.
+    """Return a norm's divisor for each token, [...], from its input [..., channels], without epsilon; float32 at least.
 
     The root mean square, or the standard deviation if the norm subtracts the mean; of a norm over groups of channels
     the smallest group's, which has the largest Jacobian.
@@ -347,7 +347,7 @@ def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def subtracts_mean(module: nn.Module, channels: int) -> bool:
-    """Whether a norm subtracts the mean over the channels, as LayerNorm does and RMSNorm does not; found by trying."""
+    """Try whether a norm subtracts the mean over the channels, as LayerNorm does and RMSNorm does not."""
     parameter = next(module.parameters(), None)
     like = {} if parameter is None else {"device": parameter.device, "dtype": parameter.dtype}
     x = torch.linspace(-1, 1, channels, **like)[None, None]

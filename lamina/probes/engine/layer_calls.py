@@ -34,24 +34,24 @@ class LayerCall:
     calls: Mapping[nn.Module, int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The stream behind the layer with ``x`` [sequences, tokens, channels] in place of x^l."""
+        """Return the stream behind the layer with ``x`` [sequences, tokens, channels] in place of x^l."""
         args, kwargs = with_argument(self.args, self.kwargs, self.site.input.argument, x)
         return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
-        """The same value, but gradients pass through the skips alone, not through attention and feed-forward."""
+        """Return the same value, but gradients pass through the skips alone, not through attention and feed-forward."""
         points = {index: sublayer.contribution for index, sublayer in enumerate(self.site.sublayers)}
         with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
 
     def watch(self, points: Mapping[Key, Point], x: torch.Tensor) -> tuple[torch.Tensor, dict[Key, torch.Tensor]]:
-        """The stream behind the layer and the tensors at ``points``, both with their graphs."""
+        """Return the stream behind the layer and the tensors at ``points``, both with their graphs."""
         tensors: dict[Key, torch.Tensor] = {}
         with intercept(points, lambda key, tensor: tensors.update({key: tensor}), calls=self.calls):
             return self(x), tensors
 
     def between(self, start: Point, end: Point, y: torch.Tensor) -> torch.Tensor:
-        """The tensor at ``end`` when ``y`` replaces the one at ``start``; the stream stays as it was."""
+        """Return the tensor at ``end`` when ``y`` replaces the one at ``start``; the stream stays as it was."""
         ends: list[torch.Tensor] = []
         points = {"start": start, "end": end}
         with intercept(points, lambda key, tensor: y if key == "start" else ends.append(tensor), calls=self.calls):
@@ -127,14 +127,14 @@ class Extent:
             raise UserError(f"{name}: option 'tokens' is 1 (allowed: a whole number of at least 2, 0 for all)")
 
     def tokens_of(self, context: Context) -> float:
-        """How many tokens are measured."""
+        """Return how many tokens are measured."""
         sequences, tokens = self._most(context)
         batches = context.first(sequences)
         sequences = sum(len(next(iter(batch.values()))) for batch in batches)
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
     def inputs(self, context: Context) -> list[dict[str, torch.Tensor]]:
-        """What is measured at once: the short inputs with both limits, else each sequence on its own."""
+        """Return what is measured at once: the short inputs with both limits, else each sequence on its own."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
             return [short_inputs(context, sequences, tokens)]
@@ -150,7 +150,7 @@ class Extent:
 
 
 def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, torch.Tensor]:
-    """The first ``tokens`` real tokens of the first ``sequences`` texts, without padding; or the first images, whole.
+    """Take ``tokens`` real tokens of each of the first ``sequences`` texts, unpadded; or those images, whole.
 
     Raises UserError if fewer than two tokens remain.
     """

@@ -24,7 +24,7 @@ MASKED_SHARE = 0.15
 
 
 def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
-    """Whether no token's output depends on a later one; ``ids`` [sequences, tokens]. Cached per model.
+    """Return whether no token's output depends on a later one; ``ids`` [sequences, tokens]. Cached per model.
 
     Decided by the gradient of the outputs with respect to the last token's embedding; if a model has no such
     gradient, by changing the last token. Both are compared with the effect of the last token on its own output, so that
@@ -94,7 +94,7 @@ def loss(
 def token_losses(
     model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> torch.Tensor:
-    """The cross-entropy of each predicted token, [batch, predicted]: next tokens, or masked ones (as many in each row).
+    """Return each predicted token's cross-entropy, [batch, predicted]: next tokens, or as many masked ones per row.
 
     Raises UserError where the model predicts no tokens, or its mask token is unknown.
     """
@@ -118,7 +118,7 @@ def token_losses(
 
 
 def logits_of(output: Output) -> torch.Tensor:
-    """The logits [batch, tokens, vocabulary] of a model's output. Raises UserError where it has none."""
+    """Return the logits [batch, tokens, vocabulary] of a model's output. Raises UserError where it has none."""
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
         raise UserError(f"loss: {type(output).__name__} holds no logits (allowed: a causal or masked model)")
@@ -126,7 +126,7 @@ def logits_of(output: Output) -> torch.Tensor:
 
 
 def masked_positions(tokens: int) -> torch.Tensor:
-    """The positions that are masked in a sequence: 15 % of them, the same ones each time, never the first or last."""
+    """Choose the positions to mask in a sequence: 15 %, the same ones each time, never the first or last."""
     count = max(1, round(tokens * MASKED_SHARE))
     order = torch.randperm(max(tokens - 2, 1), generator=torch.Generator().manual_seed(0)) + (1 if tokens > 2 else 0)
     return order[:count].sort().values

@@ -108,7 +108,7 @@ def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exceptio
 
 
 def estimates(context: Context, probes: Sequence[Probe]) -> dict[str, float]:
-    """The expected seconds of the forward passes and of each probe's own work, from a small timed pass."""
+    """Return the expected seconds of the forward passes and of each probe's own work, from a small timed pass."""
     inputs = context.on_device(context.batches[0], 1)
     with torch.no_grad():
         forward(context.model, inputs)  # the first pass of a process is slow
@@ -199,7 +199,7 @@ def probe(
 def measure(
     context: Context, probes: Sequence[Probe], settings: ProbeSettings, *, strict: bool = True, sampled: bool = True
 ) -> dict[str, pd.DataFrame]:
-    """The probes' frames by name, with the model in evaluation mode. See ``run`` for ``strict`` and ``sampled``."""
+    """Measure the probes' frames with the model in evaluation mode. For ``strict`` and ``sampled`` see ``run``."""
     for warning in context.warnings:
         logger.warning(warning)
     with evaluating(context.model):
@@ -207,7 +207,7 @@ def measure(
 
 
 def tolerance_of(context: Context, settings: ProbeSettings) -> float:
-    """The relative standard error at which the forward passes stop."""
+    """Return the relative standard error at which the forward passes stop."""
     return settings.tolerance if settings.tolerance is not None else 0.0 if context.whole else 0.02
 
 
@@ -271,7 +271,7 @@ def make_context(
 
 
 def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> Loaded:
-    """The model that was passed in, or the one in a checkpoint."""
+    """Return the model that was passed in, or the one in a checkpoint."""
     if not isinstance(model_or_path, nn.Module):
         return load(text("checkpoint", model_or_path), dtype=settings.dtype, device=checked_device(settings.device))
     for name, parameter in model_or_path.named_parameters():
@@ -289,7 +289,7 @@ def _without_head(new: Sequence[str]) -> str:
 
 
 def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: str | None = None) -> Structure:
-    """A model's structure from one small forward pass on a part of a batch. Raises UserError."""
+    """Return a model's structure from one small forward pass on a part of a batch. Raises UserError."""
     parts = getattr(model, "base_model", model)
     two = all(isinstance(getattr(parts, name, None), nn.Module) for name in ("encoder", "decoder"))
     if two and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -314,7 +314,7 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
 
 
 def new_head(model: nn.Module, structure: Structure) -> list[str]:
-    """The new weights outside the base model: those of a head that the checkpoint does not have.
+    """Return the new weights outside the base model: those of a head that the checkpoint does not have.
 
     Raises UserError if the embedding is among them: then no state is the model's own.
     """

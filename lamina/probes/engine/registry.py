@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 def sample_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> Sample:
-    """The sequences of some batches, and their tokens without padding."""
+    """Return the sequences of some batches, and their tokens without padding."""
     sequences = tokens = 0
     for batch in batches:
         first = next(iter(batch.values()))
@@ -71,7 +71,7 @@ class Probe:
     over_steps: ClassVar[tuple[str, ...]] = ()
 
     def cost(self, context: Context) -> float:
-        """The cost of its own work beside the shared passes, in tokens' forward passes of the whole model.
+        """Return the cost of its own work beside the shared passes, in tokens' forward passes of the whole model.
 
         An estimate: probes run in ascending order of cost, and the remaining time is estimated from it.
         """
@@ -81,7 +81,7 @@ class Probe:
         """Called once, before the forward passes. Raises UserError where the probe does not apply to the model."""
 
     def points(self) -> Mapping[Any, Point]:
-        """The tensors to watch in each forward pass, under keys of the probe's choice."""
+        """Return the tensors to watch in each forward pass, under keys of the probe's choice."""
         return {}
 
     def see(self, key: Any, value: torch.Tensor) -> None:
@@ -91,14 +91,14 @@ class Probe:
         """Called after each forward pass with its inputs (input_ids [batch, tokens] or pixel_values) and output."""
 
     def standard_error(self) -> float | None:
-        """The largest relative standard error of the numbers on the page; None if they are not averages over text.
+        """Return the page's largest relative standard error; None if its numbers are not averages over text.
 
         Infinite while there are too few inputs. The forward passes stop once every probe's is small enough.
         """
         return None
 
     def measured(self, context: Context) -> Sample | None:
-        """How much its numbers are of, once it has finished: the columns ``sequences`` and ``tokens`` of its frame.
+        """Return the text measured, once it has finished: the columns ``sequences`` and ``tokens`` of its frame.
 
         None if that is not known, or not the same in all rows (``finish`` may make the columns itself).
         """
@@ -110,7 +110,7 @@ class Probe:
         return bool(self.points()) or type(self).end_batch is not Probe.end_batch
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """The result, a tidy frame. Layers count from 0; state l is the stream before layer l, N after the last."""
+        """Return a tidy frame. Layers count from 0; state l is the stream before layer l, N after the last."""
         raise NotImplementedError
 
     def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Figure, str]]:
@@ -118,12 +118,12 @@ class Probe:
         return []
 
     def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
-        """The results in plain sentences, with numbers."""
+        """Return the results in plain sentences, with numbers."""
         return []
 
 
 def check_most(name: str, option: str, value: object) -> int | None:
-    """An option of a probe that says how much it measures: 0 for all, None for its default (``Context.most``).
+    """Return an option of a probe that says how much it measures: 0 for all, None for its default (``Context.most``).
 
     Raises UserError for an invalid count.
     """
@@ -152,7 +152,7 @@ def probe(cls: type[Probe]) -> type[Probe]:
 
 
 def options_of(cls: type[Probe]) -> dict[str, object]:
-    """The options of a probe with their defaults."""
+    """Return the options of a probe with their defaults."""
     if cls.__init__ is object.__init__:
         return {}
     return {
@@ -163,7 +163,7 @@ def options_of(cls: type[Probe]) -> dict[str, object]:
 
 
 def make(spec: str | Probe) -> Probe:
-    """A probe from ``name`` or ``name(option=value)``. Raises UserError that names the option."""
+    """Return a probe from ``name`` or ``name(option=value)``. Raises UserError that names the option."""
     if isinstance(spec, Probe):
         return spec
     target, options = specs.parse(str(spec), "probe")
@@ -181,7 +181,7 @@ def make(spec: str | Probe) -> Probe:
 
 
 def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
-    """The probes of ``all`` or of a list of specs, each once. Raises UserError for an unknown or repeated name."""
+    """Parse ``all`` or a list of specs into probes. Raises UserError for an unknown or repeated name."""
     if isinstance(chosen, str):
         chosen = names() if chosen.strip() == "all" else specs.split(chosen, "probe")
     probes = [p for spec in chosen for p in ([make(n) for n in names()] if spec == "all" else [make(spec)])]
@@ -235,7 +235,7 @@ def check_probe(spec: str) -> None:
 
 
 def read(path: Path) -> Iterator[Listed]:
-    """The probes of one file: its classes that are decorated with ``@probe``."""
+    """Yield the probes of one file: its classes that are decorated with ``@probe``."""
     text = path.read_text(encoding="utf-8")
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef) and any(_is_probe(d) for d in node.decorator_list):
@@ -250,7 +250,7 @@ def _is_probe(decorator: ast.expr) -> bool:
 
 
 def _texts(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
-    """The class attributes that are plain values (adjacent string literals are one)."""
+    """Yield the class attributes that are plain values (adjacent string literals are one)."""
     for statement in node.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]

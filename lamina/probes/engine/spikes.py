@@ -17,7 +17,7 @@ WINDOW, SIGMAS, FEWEST = 1000, 7.0, 32
 def spikes(
     series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST
 ) -> np.ndarray:
-    """Which values of a run's series are spikes, a boolean array [values].
+    """Return which values of a run's series are spikes, a boolean array [values].
 
     A value is a spike if it is at least ``sigmas`` standard deviations (divisor: their number) above the mean of the
     ``window`` values before it. The window excludes the value itself, which could otherwise never be a
@@ -49,7 +49,7 @@ def spikes(
 
 
 def surges(series: Iterable[float], *, window: int = 20, factor: float = 3.0, fewest: int = 10) -> np.ndarray:
-    """Which values are surges, a boolean array [values]: for runs of a hundred steps, too few for ``spikes``.
+    """Return which values are surges, a boolean array [values]: for runs of a hundred steps, too few for ``spikes``.
 
     A value is a surge if it is more than ``factor`` times the median of the ``window`` finite values before it (of at
     least ``fewest``), or not finite.
@@ -66,7 +66,7 @@ def surges(series: Iterable[float], *, window: int = 20, factor: float = 3.0, fe
 def spike_score(
     series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST
 ) -> float:
-    """The share of a run's values that are ``spikes``, in [0, 1]; NaN for an empty series.
+    """Return the share of a run's values that are ``spikes``, in [0, 1]; NaN for an empty series.
 
     OLMo 2 (arXiv 2501.00656, Sec 3.1) defines it as the percentage of values at least seven standard deviations away
     from a rolling average of the last 1,000; this counts those above it, since a loss that falls fast is no spike, and

@@ -17,7 +17,7 @@ _ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")
 
 
 def compact(figure: go.Figure) -> tuple[go.Figure, str]:
-    """The figure for a page, and a sentence on what it omits ("" if nothing).
+    """Return the figure for a page, and a sentence on what it omits ("" if nothing).
 
     Heat maps of more than MOST_CELLS rows or columns, figures of more than MOST_LINES lines and lines of more than
     MOST_POINTS points are thinned evenly; the first and the last are kept. Texts (tokens, module names) are defused.
@@ -39,7 +39,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
 
 
 def defuse(value: object) -> Any:
-    """The value with ``<`` escaped in every string, except in plotly's plain tags."""
+    """Return the value with ``<`` escaped in every string, except in plotly's plain tags."""
     if isinstance(value, str):
         return re.sub(rf"<(?!{_HARMLESS})", "&lt;", value)
     if isinstance(value, dict):
@@ -52,7 +52,7 @@ def defuse(value: object) -> Any:
 
 
 def unpack(value: object) -> Any:
-    """The value with the arrays that plotly's JSON packs as {"dtype", "bdata", "shape"} unpacked."""
+    """Return the value with the arrays that plotly's JSON packs as {"dtype", "bdata", "shape"} unpacked."""
     if isinstance(value, dict):
         if "bdata" in value and "dtype" in value:
             flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(str(value["dtype"])))

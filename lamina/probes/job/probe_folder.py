@@ -87,7 +87,7 @@ def probe_folder(
 
 
 def spec_by_name(probes: str) -> dict[str, str]:
-    """The spec of each requested probe, by name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
+    """Return the spec of each requested probe, by name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
     specs: dict[str, str] = {}
     for spec in split(probes, "probe"):
         names = registry.names() if spec == "all" else [registry.make(spec).name]
@@ -96,7 +96,7 @@ def spec_by_name(probes: str) -> dict[str, str]:
 
 
 def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
-    """The results of the finished probes in a folder to resume, by name."""
+    """Return the results of the finished probes in a folder to resume, by name."""
     results = (read_result(folder) or {}).get("probes") or {}
     whole: dict[str, Json] = {}
     for name, result in results.items():
@@ -244,7 +244,7 @@ class Measuring:
         return result
 
     def _inputs(self) -> Json:
-        """The inputs that the model ran on: the number of sequences used, and their length."""
+        """Return the inputs that the model ran on: the number of sequences used, and their length."""
         batches = list(self.context.batches)
         used = batches[: self.context.forwards] or batches
         first = next(iter(used[0].values()))
@@ -282,7 +282,7 @@ class Bars:
         self._running = name
 
     def time_left(self) -> str:
-        """The time left, in words."""
+        """Return the time left, in words."""
         planned = sum(self._plan.get(name, 0.0) for name in self._finished)
         passed = time.monotonic() - self._began
         pace = passed / planned if planned > 1.0 else 1.0
@@ -312,7 +312,7 @@ def _duration(seconds: float) -> str:
 
 
 def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
-    """The facts about a model in result.json, found by running it, not looked up by name."""
+    """Return the facts about a model in result.json, found by running it, not looked up by name."""
     config = getattr(model, "config", None)
     parameters = {id(p): p for p in model.parameters()}.values()
     shared = len({id(site.module) for site in structure.layers}) < structure.num_layers
@@ -352,7 +352,7 @@ def _norms(site: LayerSite) -> str:
 
 
 def _runs(texts: Iterable[str]) -> list[str]:
-    """The text if it is the same for all layers; else each text with its layers."""
+    """Return the text if it is the same for all layers; else each text with its layers."""
     spans: list[tuple[int, int, str]] = []
     for index, text in enumerate(texts):
         if spans and spans[-1][2] == text:

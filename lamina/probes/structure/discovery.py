@@ -69,7 +69,7 @@ def _chains(record: Trace) -> list[list[Call]]:
 
 
 def _families(record: Trace) -> list[list[Call]]:
-    """One module's calls of modules that add to a stream."""
+    """Return one module's calls of modules that add to a stream."""
     families: dict[int, list[Call]] = {}
     for call in record.calls:
         if call.parent is not None and _carries_stream(call, record):
@@ -78,7 +78,7 @@ def _families(record: Trace) -> list[list[Call]]:
 
 
 def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[Call]:
-    """The chain that is the model's layers."""
+    """Return the chain that is the model's layers."""
     expected_count = _num_layers(model)
     exact = [chain for chain in chains if len(chain) == expected_count]
     if not exact:  # something is done to the stream between the layers (YOLOS adds position embeddings)
@@ -99,7 +99,7 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
 
 
 def _outside_chains(chains: list[list[Call]], calls: list[Call]) -> list[list[Call]]:
-    """The outer ones of the chains of layers outside the chosen ones (a hierarchy of stages, a second tower)."""
+    """Return the outer ones of the chains of layers outside the chosen ones (a hierarchy of stages, a second tower)."""
     began, ended = calls[0].began, calls[-1].ended
     outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
     others = [call for chain in outside for call in chain]
@@ -107,7 +107,7 @@ def _outside_chains(chains: list[list[Call]], calls: list[Call]) -> list[list[Ca
 
 
 def _outside(record: Trace, calls: list[Call], others: list[list[Call]]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules outside the chosen layers; those that hold layers are left out."""
+    """Yield the modules outside the chosen layers; those that hold layers are left out."""
     for call in (call for chain in others for call in chain):
         yield "other", call.module
     for call in record.calls:
@@ -116,7 +116,7 @@ def _outside(record: Trace, calls: list[Call], others: list[list[Call]]) -> Iter
 
 
 def _others(outside: list[list[Call]], calls: list[Call]) -> list[str]:
-    """A note if there are layers outside the chosen ones."""
+    """Return a note if there are layers outside the chosen ones."""
     if not outside:
         return []
     return [
@@ -165,7 +165,7 @@ def _num_layers(model: nn.Module) -> int | None:
 
 
 def _carries_stream(call: Call, record: Trace) -> bool:
-    """Whether a call takes a stream and hands one on of the same shape, having added to it."""
+    """Return whether a call takes a stream and hands one on of the same shape, having added to it."""
     x = _stream_input(call, record)
     if x is None or call.output < 0 or call.is_norm or call.output == x:
         return False
@@ -175,7 +175,7 @@ def _carries_stream(call: Call, record: Trace) -> bool:
 
 
 def _stream_input(call: Call, record: Trace) -> int | None:
-    """The value that a layer takes as its stream: its first tensor of the output's shape."""
+    """Return the value that a layer takes as its stream: its first tensor of the output's shape."""
     if call.output < 0:
         return None
     shape = record.shapes[call.output]
@@ -190,7 +190,7 @@ def _sources(ops: Iterable[Op]) -> dict[int, int]:
 
 
 def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
-    """The norm whose output is the first layer's stream, or that reads the last layer's."""
+    """Return the norm whose output is the first layer's stream, or that reads the last layer's."""
     same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
     for call in record.calls:
         if not call.is_norm:
@@ -207,7 +207,7 @@ def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: 
 
 
 def _asked(model: nn.Module, method: str) -> nn.Module | None:
-    """The part of a transformers model, or None: transformers raises NotImplementedError if it has no such part."""
+    """Return a part of a transformers model, or None where transformers raises NotImplementedError."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):

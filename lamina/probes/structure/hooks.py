@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def first_tensor(output: Output) -> torch.Tensor | None:
-    """A module's output tensor: the output itself, or the first tensor in it."""
+    """Return a module's output tensor: the output itself, or the first tensor in it."""
     if isinstance(output, torch.Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
@@ -30,14 +30,14 @@ def first_tensor(output: Output) -> torch.Tensor | None:
 
 
 def stream_of(output: Output) -> torch.Tensor:
-    """The first tensor of an output that is known to hold one."""
+    """Return the first tensor of an output that is known to hold one."""
     tensor = first_tensor(output)
     assert tensor is not None
     return tensor
 
 
 def refill(output: Output) -> Callable[[torch.Tensor], Output]:
-    """A function that rebuilds a module's output with another first tensor; it holds all but that tensor."""
+    """Return a function that rebuilds a module's output with another first tensor; it holds all but that tensor."""
     if isinstance(output, torch.Tensor):
         return lambda tensor: tensor
     named = isinstance(output, Mapping)
@@ -57,12 +57,12 @@ def refill(output: Output) -> Callable[[torch.Tensor], Output]:
 
 
 def argument_of(args: Args, kwargs: Kwargs, place: int | str) -> torch.Tensor:
-    """One of a call's arguments, by position or keyword."""
+    """Return one of a call's arguments, by position or keyword."""
     return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Tensor) -> tuple[Args, Kwargs]:
-    """A call's arguments with another value in one place."""
+    """Return a call's arguments with another value in one place."""
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
     return args, {**kwargs, place: value}
@@ -139,14 +139,14 @@ def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Output:
 
 
 def takes_cache(cls: type[nn.Module]) -> bool:
-    """Whether a model's forward can be told to keep no cache."""
+    """Return whether a model's forward can be told to keep no cache."""
     parameters = inspect.signature(cls.forward).parameters
     # Some take it among their **kwargs and pass it to a model that would otherwise keep a cache.
     return "use_cache" in parameters or ("past_key_values" in parameters)
 
 
 def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
-    """The model without its head, if that takes the same inputs and holds all layers; else the model itself."""
+    """Return the model without its head, if that takes the same inputs and holds all layers; else the model itself."""
     base = getattr(model, "base_model", model)
     if not isinstance(base, nn.Module) or base is model:
         return model

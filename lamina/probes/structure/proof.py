@@ -23,7 +23,7 @@ _SAME = 1e-3  # a token's state in another batch: what other kernels and groups 
 
 
 def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
-    """The structure, with sub-layers only for layers whose contributions add up to the layer's output.
+    """Return the structure, with sub-layers only for layers whose contributions add up to the layer's output.
 
     ``root``: the module that is run, the model or its base. Four passes over a few tokens show that the states are
     [batch, tokens, width], that a sequence's states depend on no other sequence, that a token's first state depends on
@@ -71,7 +71,7 @@ def _few(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
 
 
 def _rest(inputs: Batch, few: Batch) -> dict[str, torch.Tensor]:
-    """The other inputs, the same for each sequence; masks as long as the tokens."""
+    """Return the other inputs, the same for each sequence; masks as long as the tokens."""
     tokens, length = next(iter(inputs.values())), next(iter(few.values())).shape[1]
     rest = {name: tensor[:1] for name, tensor in inputs.items() if name not in few and tensor.ndim}
     cut = {name: t[:, :length] if t.shape == tokens[:1].shape else t for name, t in rest.items()}
@@ -79,7 +79,7 @@ def _rest(inputs: Batch, few: Batch) -> dict[str, torch.Tensor]:
 
 
 def _parts(structure: Structure) -> dict[Hashable, Point]:
-    """The points by which each layer's sum is checked: contributions, and both sides of the norms on the stream."""
+    """Return the points that check each layer's sum: contributions, and both sides of the norms on the stream."""
     points: dict[Hashable, Point] = {}
     for site in structure.layers:
         points["output", site.index] = site.output
@@ -157,7 +157,7 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The relative distance of the states that half of the tokens stay below: a single token may change experts."""
+    """Return the states' relative distance, by the median token: a single token may change experts."""
     a, b = a.double().flatten(0, -2), b.double().flatten(0, -2)
     length = torch.maximum(a.norm(dim=-1), b.norm(dim=-1)).clamp_min(1e-30)
     apart = ((a - b).norm(dim=-1) / length).median()
@@ -169,7 +169,7 @@ def _tolerance(x: torch.Tensor) -> float:
 
 
 def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
-    """Whether skip + contributions is what each norm on the stream reads, and in the end the layer's output.
+    """Return whether skip + contributions is what each norm on the stream reads, and in the end the layer's output.
 
     The skip carries the stream as it is behind the sub-layer before, or the layer's input, or both, each times a
     number for each channel (1 but for the placements that scale it), which is fitted: too few to hide a contribution.
@@ -243,7 +243,7 @@ def _with_mixers(site: LayerSite, mixing: set[tuple[int, int]]) -> LayerSite:
 
 
 def _without_gated(site: LayerSite, tensors: Tensors) -> LayerSite:
-    """The layer without the parts of feed-forwards whose down-projection is not the last: RWKV gates it."""
+    """Return the layer without the parts of feed-forwards whose down-projection is not the last: RWKV gates it."""
     sublayers = []
     for number, sublayer in enumerate(site.sublayers):
         down = tensors.get(("down", site.index, number))
@@ -259,7 +259,7 @@ def _without_gated(site: LayerSite, tensors: Tensors) -> LayerSite:
 
 
 def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tensor], precision: float) -> bool:
-    """Whether total - added is a combination of the skips [tokens, channels], with factors for each channel."""
+    """Return whether total - added is a combination of the skips [tokens, channels], with factors for each channel."""
     rest = total - added
     if not bool(rest.isfinite().all()):
         return True  # nothing can be said of what overflowed; the probes say that it did

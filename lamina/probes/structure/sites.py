@@ -14,12 +14,12 @@ from torch import nn
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalizes: decided by class name, as in transformers; projections with norms do not count."""
+    """Tell a norm by its class name, as transformers does; projections with norms do not count."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Linear) and not any(module.children())
 
 
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
-    """What a norm multiplies the normalized channels by, [channels]; None where it has no gain.
+    """Return what a norm multiplies the normalized channels by, [channels]; None where it has no gain.
 
     Found by norming a known vector: some store the gain, others (Gemma) its difference from 1.
     """
@@ -51,7 +51,7 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
 
 
 def _gated(norm: nn.Module, sign: torch.Tensor) -> torch.Tensor | None:
-    """A gated norm's output for a known vector, divided by the gate: 20 in every channel, whose SiLU is 20."""
+    """Return a gated norm's output for a known vector, divided by the gate: 20 in every channel, whose SiLU is 20."""
     gate = 20.0
     try:
         return norm(sign[None, None] * 8, torch.full_like(sign, gate)[None, None]).flatten().float() / gate
@@ -123,7 +123,7 @@ class FeedForward:
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
     def stacked_side(self, module: nn.Module) -> int | None:
-        """The axis along which a weight stacks gate and up, twice D_ff long; None where it is one projection."""
+        """Return the axis along which a weight stacks gate and up, twice D_ff long; None where it is one projection."""
         if module is self.down[1] or len(self.up) != 1:
             return None
         weight: Any = module.weight

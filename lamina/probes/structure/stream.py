@@ -213,7 +213,7 @@ class _Reader:
         self.tags[op.outputs[0]] = replace(tag, parts=parts)
 
     def _fits(self, value: int) -> bool:
-        """Whether a tensor can be the stream: the same number of elements and channels (OPT flattens its tokens)."""
+        """Tell whether a tensor can be the stream: as many elements and channels (OPT flattens its tokens)."""
         shape = self.traced.record.shapes[value]
         same = math.prod(shape) == math.prod(self.traced.shape) and shape[-1:] == self.traced.shape[-1:]
         return same and self.traced.record.floating[value]
@@ -311,7 +311,7 @@ class _Describer:
                 return
 
     def _pre(self, leaves: list[Call], ops: list[Op], down: Call, inner: int) -> Point | None:
-        """What goes into the nonlinearity: the input of a module of its own, or a projection's output."""
+        """Return what goes into the nonlinearity: the input of a module of its own, or a projection's output."""
         for c in leaves:
             x = _first(c)
             is_activation = not _is_projection(c.module) and not _has_parameters(c)
@@ -329,7 +329,7 @@ class _Describer:
         return None
 
     def _after(self, value: int) -> Point | None:
-        """A place where the stream behind an addition can be watched: behind its post_norm where it has one."""
+        """Return a place where the stream behind an addition can be watched: behind its post_norm where it has one."""
         norm = next((c for c in self.traced.calls if id(c) in self.traced.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)
@@ -371,7 +371,7 @@ class _Describer:
 
 
 def _mine(op: Op, modules: list[Call], others: list[Call], begin: int, end: int) -> bool:
-    """Whether an operation belongs to a branch: in its modules, or between two sums and outside other branches."""
+    """Tell whether an operation is in a branch: in its modules, or between two sums and in no other branch."""
     if any(m.began < op.time < m.ended for m in modules):
         return True
     return begin < op.time < end and not any(m.began < op.time < m.ended for m in others)

@@ -59,7 +59,7 @@ class Call:
         return is_norm(self.module)
 
     def within(self, other: Call) -> bool:
-        """Whether this call happened inside the other one, or is the same."""
+        """Return whether this call happened inside the other one, or is the same."""
         return other.began <= self.began and self.ended <= other.ended
 
 
@@ -98,7 +98,7 @@ class _Follower(TorchDispatchMode):
         self.times: dict[int, int] = {}
 
     def value(self, tensor: torch.Tensor, new: bool = False) -> int:
-        """The number of a tensor; a new one if it was just written."""
+        """Return the number of a tensor; a new one if it was just written."""
         if new or id(tensor) not in self.values:
             self.values[id(tensor)] = len(self.trace.shapes)
             self.trace.shapes.append(tuple(tensor.shape))
