@@ -37,8 +37,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina
-from lamina.reports.diagnosing.diagnosis import cause_of
-from lamina.reports.diagnosing.symptoms import gather
+from lamina.reports.diagnosis import cause_of, gather
 
 VOCAB, BATCH, LENGTH, LAYERS, RATE = 32, 8, 24, 4, 3e-3
 BREAKS, EVERY = 60, 5  # step, and steps between records: these runs are short

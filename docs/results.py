@@ -12,7 +12,7 @@ from lamina.papers.catalog.study import read_study
 from lamina.papers.engine.verdicts import all_verdicts
 from lamina.papers.results import write_results
 from lamina.papers.results.verdicts import findings
-from lamina.reports.diagnosing.diagnosis import CAUSES, FINDINGS
+from lamina.reports.diagnosis import CAUSES, FINDINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "results"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from lamina.papers.judging.findings import FAILED
-from lamina.reports.diagnosing.diagnosis import FINDINGS
+from lamina.reports.diagnosis import FINDINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = r"""["']?(?:https?:)?//"""

@@ -108,7 +108,7 @@ def diagnose(run: str | PathLike[str]) -> Diagnosis:
     Raises:
         UserError: (a ValueError) for a folder without records by layer, or with records of another version.
     """
-    from lamina.reports.diagnosing.diagnosis import diagnose as tell
+    from lamina.reports.diagnosis import diagnose as tell
 
     sentences, page = tell(Path(path("run", run)))
     return Diagnosis(sentences=sentences, page=page)

@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     """Print the sentences and write the page."""
     options = parser().parse_args(argv)
     path("run", options.run)
-    from lamina.reports.diagnosing.diagnosis import diagnose
+    from lamina.reports.diagnosis import diagnose
 
     texts, page = diagnose(Path(options.run))
     for text in texts:

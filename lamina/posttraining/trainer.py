@@ -15,7 +15,7 @@ from lamina.core.json_types import Json
 from lamina.training.checkpointing.stateful import RunState, Stateful
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import DivergenceGuard
-from lamina.training.monitor.measured_trainer import LayerGradNorms
+from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.step_series import StepSeries
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.trainers.checkpointed import CheckpointedTrainer
@@ -52,7 +52,7 @@ class Parts:
     states: Sequence[Stateful]
 
 
-class TunedTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, _Trainer):
+class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Trainer):
     """A mixin for TRL's trainers; ``parts`` is its own argument."""
 
     _metrics: dict[str, dict[str, list[float]]]
@@ -74,7 +74,6 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, _Trainer
 
     def training_step(self, *args: Passed, **kwargs: Passed) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
-        assert self.series is not None
         self.series.add_loss(loss)
         if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
             self.guard.see_loss(self.state.global_step + 1, value)

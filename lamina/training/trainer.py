@@ -21,7 +21,7 @@ from lamina.training.execution.compiling import uncompiled
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard
-from lamina.training.monitor.measured_trainer import LayerGradNorms
+from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.rows import Evaluation
 from lamina.training.monitor.step_series import StepSeries
 from lamina.training.monitor.stream_measures import hidden_state_rows
@@ -36,7 +36,7 @@ Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 """Takes logits and labels; returns a number for each item, [batch], by the score's name."""
 
 
-class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer):
+class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Trainer):
     """Trainer for pretraining: weight decay on matrices only, a guard for every step's loss, balanced experts.
 
     Args:
@@ -137,7 +137,6 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         if self.sharded:  # gradients are reduced once per step, not once per micro-batch
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
         loss = super().training_step(model, inputs, num_items_in_batch)
-        assert self.series is not None
         self.series.add_loss(loss)
         if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
             step = self.state.global_step + 1

@@ -13,8 +13,7 @@ from training.watching.loops import NanoGpt, Tokens
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.reports.diagnosing.diagnosis import CAUSES, cause_of, diagnose, open_changes
-from lamina.reports.diagnosing.symptoms import gather, jump_around, loss_rise
+from lamina.reports.diagnosis import CAUSES, cause_of, diagnose, gather, jump_around, loss_rise, open_changes
 from lamina.training.monitor.alarms import Alarm
 
 

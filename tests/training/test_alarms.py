@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamina.reports.diagnosing.symptoms import gather
+from lamina.reports.diagnosis import gather
 from lamina.training.monitor.alarms import Alarms, describe
 
 

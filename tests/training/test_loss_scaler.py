@@ -10,7 +10,7 @@ from training.tiny_runs import SMALL, flags
 from lamina.cli import main
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.trainer import LayerGradNorms
+from lamina.training.trainer import MonitoredTrainer
 from lamina.training.trainers.checkpointed import CheckpointedTrainer
 
 PATIENCE = 3
@@ -35,7 +35,7 @@ class Norms:
         return [(step, i, "attention", "all", 0, "gradient_norm", s.sqrt().item()) for i, s in enumerate(squares)]
 
 
-class Scaled(LayerGradNorms, Base):
+class Scaled(MonitoredTrainer, Base):
     def __init__(self):
         self.model = nn.Linear(3, 1, bias=False)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)

@@ -96,8 +96,7 @@ class Alarms:
 
     def see(self, rows: Sequence[Row], rate: float | None = None) -> list[Alarm]:
         """The alarms of one step's rows; ``rate``: its learning rate, by which updates are divided."""
-        found = [alarm for row in rows if row[5] in _JUDGED for alarm in self._judge(row, rate)]
-        return found + self._compare(rows)
+        return [alarm for row in rows if row[5] in _JUDGED for alarm in self._judge(row, rate)] + self._compare(rows)
 
     def state_dict(self) -> Json:
         """What it has seen so far, for a checkpoint."""
@@ -160,38 +159,26 @@ class Alarms:
         return not blocks or value > SHARE * math.hypot(*(statistics.median(recent) for recent in blocks))
 
     def _compare(self, rows: Sequence[Row]) -> list[Alarm]:
-        """Sub-layers whose gradient is zero, or whose gradient or weights are far from those of the same sub-layers of
-        the other layers.
-        """
-        found = self._compare_weights(rows)
-        groups: dict[tuple[str, str], list[Row]] = {}
-        for row in rows:
-            if row[5] == "gradient_norm" and row[1] >= 0 and row[2] != "block" and row[3] == "all":
-                groups.setdefault((row[2], row[3]), []).append(row)
-        for members in groups.values():
-            usual = statistics.median(row[6] for row in members)
-            for row in members:
-                others = [other[6] for other in members if other is not row]
-                found += self._once("dead", row, usual, left=row[6] == 0.0 and max(others, default=1.0) > 0.0)
-                if len(members) >= 3 and usual > 0:
-                    found += self._once(
-                        "apart", row, usual, left=row[6] > PEERS * max(statistics.median(others), usual)
-                    )
-        return found
+        """Name sub-layers whose gradient is zero, or whose gradient or weights are far from their peers'.
 
-    def _compare_weights(self, rows: Sequence[Row]) -> list[Alarm]:
-        groups: dict[tuple[str, str], list[Row]] = {}
-        for row in rows:
-            if row[5] == "weight_norm" and row[1] >= 0 and row[2] != "block" and row[3] == "all":
-                groups.setdefault((row[2], row[3]), []).append(row)
-        found: list[Alarm] = []
-        for members in groups.values():
+        Peers are the same sub-layers of other layers.
+        """
+        alarms: list[Alarm] = []
+        for members in _peers(rows, "weight_norm"):
             usual = statistics.median(row[6] for row in members)
             apart = {row[1] for row in members if not usual / WEIGHTS <= row[6] <= usual * WEIGHTS}
             if len(members) >= 3 and usual > 0 and len(apart) <= max(1, FEW * len(members)):
                 for row in members:
-                    found += self._once("apart", row, usual, left=row[1] in apart)
-        return found
+                    alarms += self._once("apart", row, usual, left=row[1] in apart)
+        for members in _peers(rows, "gradient_norm"):
+            usual = statistics.median(row[6] for row in members)
+            for row in members:
+                others = [other[6] for other in members if other is not row]
+                alarms += self._once("dead", row, usual, left=row[6] == 0.0 and max(others, default=1.0) > 0.0)
+                if len(members) >= 3 and usual > 0:
+                    limit = PEERS * max(statistics.median(others), usual)
+                    alarms += self._once("apart", row, usual, left=row[6] > limit)
+        return alarms
 
     def _once(self, rule: str, row: Row, usual: float, *, left: bool) -> list[Alarm]:
         step, layer, sublayer, role, _, metric, value = row
@@ -209,6 +196,15 @@ class Alarms:
 
 
 _JUDGED = {*FACTORS, "update_ratio"}
+
+
+def _peers(rows: Sequence[Row], metric: str) -> Iterable[list[Row]]:
+    """The rows of a metric by kind of sub-layer."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row[5] == metric and row[1] >= 0 and row[2] != "block" and row[3] == "all":
+            groups.setdefault(row[2], []).append(row)
+    return groups.values()
 
 
 def _series(row: Row) -> Series:

@@ -15,7 +15,10 @@ from torch import nn
 from torch.distributed import get_world_size, is_initialized
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Arguments
 
 from lamina.modeling.initialization import weights
 from lamina.modeling.modeling_lamina import LaminaNorm
@@ -182,7 +185,7 @@ def _in_pieces(x: torch.Tensor, power: int) -> torch.Tensor:
     return pieces.pow(power).sum() + torch.linalg.vector_norm(x[whole:], power).double().pow(power)
 
 
-def is_recorded(step: int, args: TrainingArguments) -> bool:
+def is_recorded(step: int, args: Arguments) -> bool:
     """Whether a step's measurements are recorded: at the first step and at every ``logging_steps``-th."""
     return step == 1 or step % max(1, int(args.logging_steps)) == 0
 
@@ -219,17 +222,13 @@ class UpdateRatios(TrainerCallback):
         self._before: list[torch.Tensor] = []
         self._sums: dict[str, torch.Tensor] = {}  # by metric: of each group, before the root is taken
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Output
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Arguments, state: State, control: Control, **kwargs: Output) -> None:
         """Trainer calls this right before the optimizer's step."""
         self._sums = {}
         if is_recorded(state.global_step + 1, args):
             self.before_step()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Output
-    ) -> None:
+    def on_optimizer_step(self, args: Arguments, state: State, control: Control, **kwargs: Output) -> None:
         """Trainer calls this right after it."""
         self.after_step([kwargs["optimizer"]] if kwargs.get("optimizer") is not None else [])
 

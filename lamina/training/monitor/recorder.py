@@ -1,4 +1,4 @@
-"""The records that a run writes while it trains, and how Ctrl-C ends it."""
+"""What a Lamina run measures and records while it trains, and how Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,132 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Arguments
 
 from lamina.core.json_types import Json
 from lamina.core.progress import ProgressLines, has_bars
 from lamina.data.blocks import PartShare
 from lamina.jobs.orphans import orphaned
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
+from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.alarms import Alarms, AlarmsFile, describe_worst
+from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.measured_trainer import LayerGradNorms
-from lamina.training.monitor.parameter_measures import UpdateRatios, gain_rows
+from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows, is_recorded
 from lamina.training.monitor.rows import Evaluation, Row
+from lamina.training.monitor.step_series import StepSeries
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter
 
 logger = logging.getLogger(__name__)
 
+
+Norm = Any
+"""A gradient norm in Trainer: a tensor, a DTensor or a number, depending on the device and accelerate's version."""
+_Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
+
+
+class MonitoredTrainer(_Trainer):
+    """A mixin for Trainer and TRL's trainers: per-layer gradient norms before clipping, checked by the guard.
+
+    Trainer's own hook before the optimizer step runs after clipping, hence the two overridden methods.
+    """
+
+    guard: DivergenceGuard
+    layer_rows: list[Row]
+    gradient_norms: GradientNorms | None
+    series: StepSeries
+    experts: ExpertBalance | None = None
+    evaluation: Evaluation = Evaluation()  # the last one; the recorder sets step and loss
+    overflows: int = 0
+    overflows_in_a_row: int = 0
+
+    def _clip_grad_norm(self, model: nn.Module) -> Norm:
+        squares = self._squares()  # before clipping: a norm that is not finite would spoil every layer's gradient
+        norm = _whole(super()._clip_grad_norm(model))
+        self._check(norm, squares)
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> Norm:
+        if grad_norm is not None:
+            return super()._get_grad_norm(model, grad_norm)
+        squares = self._squares()  # without clipping, Trainer calls only this method
+        norm = _whole(super()._get_grad_norm(model))
+        self._check(norm, squares)
+        return norm
+
+    def _squares(self) -> torch.Tensor:
+        if self.gradient_norms is None:
+            self.gradient_norms = GradientNorms(self.bare_model())
+        squares = self.gradient_norms.squares()
+        if (scaler := self.scaler()) is not None:  # the gradients are still those of the scaled loss
+            squares = squares / scaler.scale(torch.ones((), device=squares.device)) ** 2
+        return squares
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16 training, if there is one."""
+        return getattr(self.accelerator, "scaler", None)
+
+    def count_overflow(self) -> None:
+        """After a step: count it if the loss scaler skipped it because of an overflow, and end it in the series."""
+        skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)
+        self.overflows += skipped
+        self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
+        self.series.end_step(self.state.global_step, skipped=skipped)
+
+    def _check(self, norm: Norm, squares: torch.Tensor) -> None:
+        self.series.add_norm(norm)
+        step = self.state.global_step + 1
+        recorded = is_recorded(step, self.args)
+        self.layer_rows = []
+        if not recorded and squares.device.type != "cpu":
+            return  # reading the norm would wait for the device
+        value = float(norm)
+        if recorded or not math.isfinite(value):
+            assert self.gradient_norms is not None
+            self.layer_rows = self.gradient_norms.rows(step, squares)
+        if not math.isfinite(value) and self.scaler() is not None and self.overflows_in_a_row < self.guard.patience:
+            self.layer_rows = []  # the scaler skips the step and halves its scale: nothing has diverged yet
+            return
+        self.guard.see_gradient(step, value, self.layer_rows)
+        self.guard.see_layers(self.layer_rows)
+
+    def continue_records(self) -> None:
+        """Called when training begins: a resumed trainer restores what it had collected since its last record."""
+
+    def bare_model(self) -> LaminaForCausalLM:
+        """The model without the wrappers of accelerate and DDP."""
+        assert self.model is not None
+        return self.accelerator.unwrap_model(self.model)
+
+
+def _whole(norm: Norm) -> Norm:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 TWICE_SECONDS = 3.0
 
 
 class RunRecorder(TrainerCallback):
-    """Writes metrics.jsonl and layers/, shows progress, feeds the guard, and ends a run on Ctrl-C."""
+    """Writes metrics.jsonl, layers/ and alarms.jsonl, shows progress, feeds the guard, and ends a run on Ctrl-C.
+
+    Attributes:
+        trainer: whose callback it is; set before training begins.
+    """
+
+    trainer: MonitoredTrainer
 
     def __init__(
         self,
@@ -66,7 +163,6 @@ class RunRecorder(TrainerCallback):
         self.updates = updates
         self.interrupted: str | None = None
         self.pause_step = pause_step
-        self.trainer: LayerGradNorms | None = None
         self.best_eval = metrics.best_eval
         # The clock stops during evaluations, records and checkpoints: they are not training time.
         self.training_seconds, self.training_steps = 0.0, 0
@@ -75,13 +171,10 @@ class RunRecorder(TrainerCallback):
         self._logged_tokens, self._logged_seconds = 0, 0.0
         self._flushed = time.monotonic()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         off = not (self.show_bar and has_bars())
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", disable=off, dynamic_ncols=True)
         self.lines = ProgressLines(state.max_steps, state.global_step, show=self.show_bar and off)
-        assert self.trainer is not None
         self.trainer.continue_records()
         self.alarms.half = bool(args.fp16)
         self._begun_at = state.global_step
@@ -89,16 +182,11 @@ class RunRecorder(TrainerCallback):
         if state.global_step == 0:
             self._monitor(0, [])
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         self._since = time.monotonic() if self._since is None else self._since
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         self.training_steps += 1
-        assert self.trainer is not None
         self.trainer.count_overflow()
         if self._since is not None:
             self.training_seconds += time.monotonic() - self._since
@@ -114,9 +202,7 @@ class RunRecorder(TrainerCallback):
             self.interrupted = next(reason for reason in self.processes.everyones(self.interrupted) if reason)
             control.should_training_stop = control.should_save = True
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Arguments, state: State, control: Control, logs: Any = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
             return
         step = state.global_step
@@ -125,7 +211,6 @@ class RunRecorder(TrainerCallback):
         tokens = self.tokens_at(step)
         record = {"step": step, "tokens": tokens, "loss": loss}
         record |= {"learning_rate": logs.get("learning_rate"), "grad_norm": norm, **self.measured(logs)}
-        assert self.trainer is not None
         if (scaler := self.trainer.scaler()) is not None:
             record |= {"loss_scale": scaler.get_scale(), "overflows": self.trainer.overflows}
         if (mix := self.mix(step)) is not None:
@@ -146,7 +231,6 @@ class RunRecorder(TrainerCallback):
     @property
     def evaluation(self) -> Evaluation:
         """The last evaluation."""
-        assert self.trainer is not None
         return self.trainer.evaluation
 
     def tokens_at(self, step: int) -> int:
@@ -162,16 +246,10 @@ class RunRecorder(TrainerCallback):
         return self.realized(step) or None
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Json | None = None,
-        **kwargs: object,
+        self, args: Arguments, state: State, control: Control, metrics: Json | None = None, **kwargs: object
     ) -> None:
         loss = float((metrics or {}).get("eval_loss", math.nan))
         self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
-        assert self.trainer is not None
         self.trainer.evaluation = last = replace(self.evaluation, step=state.global_step, loss=loss)
         record: Json = {"step": last.step, "tokens": self.tokens_at(last.step), **self.evaluated(metrics or {}, loss)}
         record |= last.scores
@@ -211,18 +289,13 @@ class RunRecorder(TrainerCallback):
             )
             recorded = replace(recorded, step=int(step), loss=loss) if step > recorded.step else recorded
             self.best_eval = min(self.best_eval, best)
-        assert self.trainer is not None
         self.trainer.evaluation = recorded
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         self._take_series()
 
     def _take_series(self) -> None:
         """Record each step's loss and gradient norm since the last call; all processes call it at the same step."""
-        assert self.trainer is not None
-        assert self.trainer.series is not None
         rows = self.trainer.series.rows()
         self.layers.add(rows)
         self._raise_alarms(rows)
@@ -230,8 +303,6 @@ class RunRecorder(TrainerCallback):
 
     def record_divergence(self, diverged: Diverged) -> None:
         """Record the measurements of the step that ended the run, for the diagnosis."""
-        assert self.trainer is not None
-        assert self.trainer.series is not None
         self.trainer.series.end_step(diverged.step)  # the step that diverged was not ended
         self._take_series()
         self.layers.add(self.trainer.layer_rows)
@@ -250,7 +321,6 @@ class RunRecorder(TrainerCallback):
                 self.bar.close()
 
     def _monitor(self, step: int, gradients: list[Row]) -> None:
-        assert self.trainer is not None
         model = self.trainer.bare_model()
         device = next(model.parameters()).device
         states = hidden_state_rows(model, self.monitor_inputs.to(device), step)

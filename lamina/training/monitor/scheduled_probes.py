@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from lamina.probes.structure.sites import Structure
-    from lamina.training.monitor.measured_trainer import LayerGradNorms
+    from lamina.training.monitor.recorder import MonitoredTrainer
     from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)
@@ -52,16 +52,11 @@ class ScheduledProbes(TrainerCallback):
     ends the run. In a run of several processes, the first one probes; a model whose weights are sharded is not probed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: PretrainSettings,
-        inputs: torch.Tensor,
-        processor: Processor,
-    ):
+    trainer: MonitoredTrainer  # set before training begins
+
+    def __init__(self, folder: Path, settings: PretrainSettings, inputs: torch.Tensor, processor: Processor):
         self.folder, self.specs, self.every = folder / "probes", settings.probes, settings.probe_every
         self.inputs, self.processor = inputs, processor
-        self.trainer: LayerGradNorms | None = None
         self.seconds = 0.0
         self._structure: Structure | None = None
         self._noted: set[tuple[str, str]] = set()
@@ -91,7 +86,6 @@ class ScheduledProbes(TrainerCallback):
     def _probe(self, state: TrainerState) -> None:
         if not state.is_world_process_zero:
             return
-        assert self.trainer is not None
         began, step = time.monotonic(), state.global_step
         model = self.trainer.bare_model()
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):

@@ -14,7 +14,10 @@ from typing import Any, Self
 
 import torch
 from torch import distributed, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Arguments
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
@@ -218,9 +221,9 @@ class LayerMonitor(TrainerCallback):
 
     def on_train_begin(
         self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
+        args: Arguments,
+        state: State,
+        control: Control,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: object,
@@ -241,9 +244,7 @@ class LayerMonitor(TrainerCallback):
         atexit.register(self._end, Status.INTERRUPTED)  # Trainer tells nobody of an error
         _OPEN[Path(self.settings.output).resolve()] = self
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         if self.monitor is None:
             return
         try:
@@ -252,21 +253,14 @@ class LayerMonitor(TrainerCallback):
             control.should_training_stop = True
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Json | None = None,
-        **kwargs: object,
+        self, args: Arguments, state: State, control: Control, metrics: Json | None = None, **kwargs: object
     ) -> None:
         loss = float((metrics or {}).get("eval_loss", math.nan))
         if self.monitor is not None and self.monitor.records is not None:
             record = {"step": state.global_step, "tokens": self.monitor.tokens, "eval_loss": loss}
             self.monitor.records.metrics.write(record)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         self._end(Status.FINISHED if state.global_step >= state.max_steps else Status.INTERRUPTED)
 
     def _take_losses(self, trainer: Trainer | None) -> None:

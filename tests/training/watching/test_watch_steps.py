@@ -10,8 +10,7 @@ from training.watching.loops import NanoGpt, Tokens, lines, loop, norm_of, resul
 
 import lamina
 from lamina.errors import UserError
-from lamina.reports.diagnosing.diagnosis import cause_of
-from lamina.reports.diagnosing.symptoms import gather
+from lamina.reports.diagnosis import cause_of, gather
 
 
 def batches(steps):
