@@ -423,12 +423,12 @@ TITLES = {
 
 def tables(made: dict[str, Any]) -> str:
     """Return how often verdicts were right by group, for the page, as Markdown."""
-    return "\n".join([*_groups(made), *_deciding(made["deciding"]), *_trivial(made["beside trivial rules"])])
+    return "\n".join([*_groups(made), *_deciding(made["deciding"])])
 
 
 def details(made: dict[str, Any]) -> str:
     """Return the counts of each set of runs, the mistakes and the reviewed runs, as Markdown."""
-    lines = ["# Preflight's verdicts, set by set", ""]
+    lines = ["# Preflight's verdicts, set by set", "", *_trivial(made["beside trivial rules"])]
     for name in TITLES:
         if counts := made["confusion"].get(name):
             total = sum(sum(row.values()) for row in counts.values())

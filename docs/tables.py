@@ -45,11 +45,10 @@ def placements_table() -> str:
 def columns_table() -> str:
     """One row per column of a run's result."""
     rows = [
-        f"| `{column.name}` | {column.title or column.name.replace('_', ' ')} | "
-        f"{'number' if column.is_number else 'text'} | {'where it applies' if column.optional else 'always'} |"
+        f"| `{column.name}`{'*' * column.optional} | {column.title or column.name.replace('_', ' ')} |"
         for column in RESULT_COLUMNS
     ]
-    return "\n".join(["| column | on the pages | kind | there |", "|---|---|---|---|", *rows])
+    return "\n".join(["| column | on the pages |", "|---|---|", *rows, "", "\\* where it applies"])
 
 
 def conversions_table() -> str:
@@ -95,13 +94,12 @@ def training_table(name: str) -> str:
             f"**{part['size'].upper()}**: d {part['hidden_size']}, {part['num_hidden_layers']} layers, vocabulary "
             f"{part['vocab_size']:,}, batch {part['batch_size']} × {part['sequence_length']}",
             "",
-            "| contender | tokens/s | speed | utilization | peak memory | first step |",
-            "|---|---|---|---|---|---|",
+            "| contender | tokens/s | speed | peak memory | first step |",
+            "|---|---|---|---|---|",
         ]
         for row in (row for row in part["results"] if "absent" not in row):
             cells = [_label(row), f"{row['tokens_per_second']:,}", f"{row['speed_ratio']:.2f}"]
-            cells += [f"{row['utilisation_of_own']:.2f}", f"{row['peak_memory_mib']:,} MiB"]
-            cells += [f"{row['first_step_seconds']:.1f} s"]
+            cells += [f"{row['peak_memory_mib']:,} MiB", f"{row['first_step_seconds']:.1f} s"]
             lines.append(f"| {' | '.join(cells)} |")
         lines += [""] + [f"Left out: {_label(row)}: {row['absent']}." for row in part["results"] if "absent" in row]
         lines += [""] if lines[-1] else []
@@ -187,14 +185,14 @@ def reliability_table() -> str:
             f"| {_title(name)} | {record['cases']:,} | {record['cases'] - faults:,} | {faults} | {record['seed']} "
             f"| {record['seconds'] / 60:.1f} min |"
         )
-    for name, record in records.items():
-        lines += ["", f"**{_title(name).capitalize()}**", "", "| group | cases | right |", "|---|---|---|"]
+    for suite, record in records.items():
         groups: dict[str, list[int]] = {}
         for group, counts in record["groups"].items():
             name = group.partition(",")[0] if len(record["groups"]) > 20 else group  # of "COMMAND, DAMAGE" the command
             cases, right = groups.get(name, [0, 0])
             groups[name] = [cases + sum(counts.values()), right + counts.get("right", 0)]
-        lines += [f"| {name} | {cases:,} | {right:,} |" for name, (cases, right) in groups.items()]
+        counts = ", ".join(f"{name} {right:,}/{cases:,}" for name, (cases, right) in groups.items())
+        lines += ["", f"**{_title(suite).capitalize()}**, right of all by group: {counts}."]
         if record["faults"]:
             lines += ["", "Faults:", ""]
             lines += [f"- {f['outcome']}: {f['group']}: {f['name']}: {f['detail']}" for f in record["faults"]]
@@ -221,20 +219,6 @@ def families_sentence() -> str:
         f"{unrun} of them because a model so small does not run on tokens or images alone. "
         f"{record['date']}, revision {record['revision']}."
     )
-
-
-def families_list() -> str:
-    """The families by their model_type that were measured."""
-    record = _families()
-    if record is None:
-        return _no_families()
-    found, faults = record["families"], {case["name"] for case in record["faults"]}
-    right = [name for name in found["measured"] if name not in faults]
-    lines = [f"Every probe is right or refused in one line: {', '.join(f'`{name}`' for name in right)}.", ""]
-    if wrong := [name for name in found["measured"] if name in faults]:
-        lines += [f"With a probe that is wrong or fails: {', '.join(f'`{name}`' for name in wrong)}.", ""]
-    lines.append(f"{len(found['refused'])} are refused as a whole: docs/reliability/families.json lists them.")
-    return "\n".join(lines)
 
 
 def _families() -> dict[str, Any] | None:
@@ -307,7 +291,7 @@ def tables() -> dict[str, str]:
     for name, table in made.items():
         record = _record(name)
         found[name] = table(record, _where(record, None) if record else "")
-    found |= {"families": families_sentence(), "families-list": families_list()}
+    found |= {"families": families_sentence()}
     for device in ("cpu", "gpu"):
         found |= {f"{kind}-{device}": training_table(f"{kind}-{device}") for kind in ("training", "placements")}
         found[f"depth-{device}"] = depth_table(f"depth-{device}")
