@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_json, writing
-from lamina.training.checkpointing.store import checkpoints
+from lamina.training.checkpointing.checkpoints import Checkpoints
 from lamina.training.execution.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class BestWeights(TrainerCallback):
 
     def forget(self) -> None:
         """Delete the copies of a run without checkpoints: with one, a damaged model is made again from the copies."""
-        if not checkpoints(self.folder / "checkpoints"):
+        if not Checkpoints(self.folder / "checkpoints").paths():
             for name in (NOTE, WEIGHTS):
                 (self.folder / name).unlink(missing_ok=True)
 

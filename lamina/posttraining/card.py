@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lamina.core.json_types import Json
 from lamina.posttraining.settings import TuningSettings
-from lamina.training.checkpointing.model_card import ModelCard
+from lamina.training.checkpointing.saved_model import ModelCard
 
 MEASURES = {
     "status": ("status", ""),

@@ -10,8 +10,8 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import write_json
 from lamina.posttraining.settings import TuningSettings
-from lamina.training.checkpointing.identity import DATA, known_of
-from lamina.training.checkpointing.stateful import RunState
+from lamina.training.checkpointing.checkpoints import RunState
+from lamina.training.checkpointing.resuming import DATA, known_of
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from lamina.posttraining.settings import TuningSettings, with_preset
 from lamina.posttraining.stage import Stage
 from lamina.posttraining.starting import find_start, merged, require_libraries
 from lamina.training.arguments import check_arguments
-from lamina.training.checkpointing.hub import check_repository, push
 from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
-from lamina.training.checkpointing.saved_model import save_model
+from lamina.training.checkpointing.saved_model import check_repository, push, save_model
 from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import Processes, join, reported_once
 from lamina.training.execution.recorded import recorded

@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.posttraining.trainer import Passed, TunedTrainer
-from lamina.training.checkpointing.stateful import RunState
+from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.recorder import RunRecorder
 
 # Of Trainer's own logs; tokens and the learning rate have their own places in a record.

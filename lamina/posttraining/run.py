@@ -18,10 +18,8 @@ from lamina.posttraining.settings import TuningSettings
 from lamina.posttraining.stage import Examples, Setup, Stage
 from lamina.posttraining.starting import Start, add_lora
 from lamina.posttraining.trainer import Parts, Passed
-from lamina.training.checkpointing.resuming import checkpoint_to_resume
-from lamina.training.checkpointing.rollback import Rollbacks
-from lamina.training.checkpointing.stateful import RunState
-from lamina.training.checkpointing.store import run_state, step_of
+from lamina.training.checkpointing.checkpoints import RunState, run_state, step_of
+from lamina.training.checkpointing.resuming import Rollbacks, checkpoint_to_resume
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.parameter_measures import UpdateRatios

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer
 
 from lamina.core.json_types import Json
-from lamina.training.checkpointing.stateful import RunState, Stateful
+from lamina.training.checkpointing.checkpoints import RunState, Stateful
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.recorder import MonitoredTrainer

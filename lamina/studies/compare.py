@@ -31,7 +31,7 @@ from lamina.studies.record import (
 from lamina.studies.running import cores, run_tasks
 from lamina.studies.settings import CompareSettings
 from lamina.studies.task import Task
-from lamina.training.checkpointing.identity import refuse_another_text
+from lamina.training.checkpointing.resuming import refuse_another_text
 from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import launched
 from lamina.training.pretrain import read_data

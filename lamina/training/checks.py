@@ -19,7 +19,7 @@ from lamina.modeling.memory import refuse_beyond_memory
 from lamina.placements import Plan
 from lamina.probes.engine import registry
 from lamina.training.arguments import training_arguments
-from lamina.training.checkpointing.hub import check_repository
+from lamina.training.checkpointing.saved_model import check_repository
 from lamina.training.execution.devices import missing_compiler
 from lamina.training.monitor.experts import choose, find_routers
 from lamina.training.objectives.objective import objective_of

@@ -25,13 +25,16 @@ from lamina.jobs.model_folder import MODEL, refuse_as_output
 from lamina.jobs.names import CONFIG, PLAN, RESULT
 from lamina.jobs.status import ENDED, Status
 from lamina.training import source
-from lamina.training.checkpointing.hub import push
-from lamina.training.checkpointing.identity import DATA, RunIdentity
-from lamina.training.checkpointing.model_card import ModelCard
-from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
-from lamina.training.checkpointing.rollback import Rollbacks, is_good
-from lamina.training.checkpointing.saved_model import save_model
-from lamina.training.checkpointing.store import checkpoints, discard, newest_checkpoint, step_of
+from lamina.training.checkpointing.checkpoints import Checkpoints, step_of
+from lamina.training.checkpointing.resuming import (
+    DATA,
+    Rollbacks,
+    RunIdentity,
+    is_good,
+    result_to_keep,
+    stored_settings,
+)
+from lamina.training.checkpointing.saved_model import ModelCard, push, save_model
 from lamina.training.execution.processes import Processes, join, reported_once
 from lamina.training.execution.recorded import recorded
 from lamina.training.monitor.guard import Diverged, MakeGuard, usual_guard
@@ -194,9 +197,9 @@ def _push(settings: PretrainSettings) -> None:
 def _roll_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diverged) -> None:
     """Choose the checkpoint to roll back to, and record the rollback."""
     folder = Path(settings.output)
-    checkpoint = newest_checkpoint(
-        folder / "checkpoints",
-        lambda state: rollbacks.allows(state) and is_good(state) and state["step"] < diverged.step,
+    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoint = checkpoints.newest(
+        lambda state: rollbacks.allows(state) and is_good(state) and state["step"] < diverged.step
     )
     step = step_of(checkpoint) if checkpoint else 0
     keep_abandoned(folder, step, len(rollbacks.done) + 1)
@@ -207,9 +210,7 @@ def _roll_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diver
         factor=settings.rollback_factor,
         skip=settings.rollback_skip,
     )
-    for path in checkpoints(folder / "checkpoints"):
-        if step_of(path) > step:
-            discard(path)
+    checkpoints.discard_after(step)
     logger.warning(
         "rollback %d of %d: %s; back to step %d, skipping the data of steps %d to %d, learning rates times %g",
         *(entry.number, settings.rollback, diverged.reason, step, *entry.skipped, entry.learning_rate_factor),

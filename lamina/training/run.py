@@ -17,12 +17,9 @@ from lamina.core.json_types import Json
 from lamina.data.blocks import ItemSource, PartShare, Splits, spread
 from lamina.modeling.parts import drop_branches
 from lamina.training.arguments import training_arguments
-from lamina.training.checkpointing.identity import RunIdentity
-from lamina.training.checkpointing.resuming import checkpoint_to_resume
-from lamina.training.checkpointing.rollback import Rollbacks, is_good
+from lamina.training.checkpointing.checkpoints import RunState, Stateful, run_state, step_of
+from lamina.training.checkpointing.resuming import Rollbacks, RunIdentity, checkpoint_to_resume, is_good
 from lamina.training.checkpointing.sharding import shard
-from lamina.training.checkpointing.stateful import RunState, Stateful
-from lamina.training.checkpointing.store import run_state, step_of
 from lamina.training.checks import task_measure
 from lamina.training.execution.compiling import prepare
 from lamina.training.execution.processes import Processes

@@ -16,7 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
 from lamina.training.checkpointing import sharding
-from lamina.training.checkpointing.stateful import Stateful
+from lamina.training.checkpointing.checkpoints import Stateful
 from lamina.training.execution.compiling import uncompiled
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance

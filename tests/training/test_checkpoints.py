@@ -11,10 +11,9 @@ from training.tiny_runs import SMALL, flags, last_step, layers, records, result,
 
 from lamina.cli import main
 from lamina.training import pretrain as pretraining
-from lamina.training.checkpointing import sharding
+from lamina.training.checkpointing import checkpoints, sharding
 from lamina.training.checkpointing import state as saving
-from lamina.training.checkpointing import store as checkpoints
-from lamina.training.checkpointing.store import newest_checkpoint, what_is_broken
+from lamina.training.checkpointing.checkpoints import Checkpoints, what_is_broken
 
 LONG = {"steps": 12, "logging_steps": 2, "save_steps": 2, "eval_steps": 4}
 
@@ -76,9 +75,9 @@ def once(number):
 @pytest.mark.parametrize("harm", [cut, flip, lambda path: path.unlink()], ids=["cut", "flipped", "gone"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_harmed_file_is_named_and_the_checkpoint_before_is_used(copied, caplog, name, harm):
-    assert newest_checkpoint(copied).name == "checkpoint-6"
+    assert Checkpoints(copied).newest().name == "checkpoint-6"
     harm(copied / "checkpoint-6" / name)
-    assert newest_checkpoint(copied).name == "checkpoint-4"
+    assert Checkpoints(copied).newest().name == "checkpoint-4"
     assert name in caplog.text
     assert "checkpoint-6" in caplog.text
 
@@ -86,7 +85,7 @@ def test_a_harmed_file_is_named_and_the_checkpoint_before_is_used(copied, caplog
 def test_with_every_checkpoint_harmed_there_is_none(copied):
     for path in copied.iterdir():
         cut(path / "model.safetensors")
-    assert newest_checkpoint(copied) is None
+    assert Checkpoints(copied).newest() is None
 
 
 def test_the_manifest_lists_every_file(written):
@@ -130,7 +129,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_last_good_checkpoint(trained
             trained(**LONG)
     left = tmp_path / "run" / "checkpoints"
     assert sorted(p.name for p in left.iterdir()) == ["checkpoint-2", "checkpoint-4"]
-    assert newest_checkpoint(left).name == "checkpoint-4"
+    assert Checkpoints(left).newest().name == "checkpoint-4"
     trained(resume=True, **LONG)
     assert records(tmp_path / "run") == records(whole)
 

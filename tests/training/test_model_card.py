@@ -14,8 +14,8 @@ from lamina import build
 from lamina.errors import UserError
 from lamina.modeling.building import make_plan
 from lamina.training import pretrain as pretraining
-from lamina.training.checkpointing import hub
-from lamina.training.checkpointing.model_card import ModelCard
+from lamina.training.checkpointing import saved_model
+from lamina.training.checkpointing.saved_model import ModelCard
 
 PLAIN = {"precision": "fp32", "compile": "off"}
 
@@ -127,4 +127,4 @@ def test_a_hub_that_fails_costs_nothing_but_a_line(trained, tmp_path, token, mon
     assert trained(push_to_hub="me/model", **PLAIN)["status"] in ("short", "finished", "stuck")
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert "later: hf upload me/model" in caplog.text
-    assert not hub.push(tmp_path / "run" / "model", "me/model")
+    assert not saved_model.push(tmp_path / "run" / "model", "me/model")

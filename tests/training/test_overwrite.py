@@ -14,7 +14,7 @@ from lamina.errors import UserError
 from lamina.jobs.folder import REPLACES, hold, lock
 from lamina.training import initial as line
 from lamina.training import pretrain as pretraining
-from lamina.training.checkpointing import store
+from lamina.training.checkpointing import checkpoints
 
 
 @pytest.fixture
@@ -93,13 +93,13 @@ def test_a_killed_run_leaves_the_old_one_until_a_resumed_one_has_a_result(old, a
 
 def test_the_old_run_goes_with_the_first_checkpoint(old, aside, corpus, monkeypatch):
     seen = []
-    drop = store.drop_old
+    drop = checkpoints.drop_old
 
     def look(folder):
         seen.append([aside.exists(), *(p.name for p in folder.glob("checkpoints/*"))])
         drop(folder)
 
-    monkeypatch.setattr(store, "drop_old", look)
+    monkeypatch.setattr(checkpoints, "drop_old", look)
     assert overwrite(corpus, old, save_steps=2, placement="keel") == 0
     assert seen[:2] == [[True, "checkpoint-2"], [False, "checkpoint-2", "checkpoint-4"]]
     assert not aside.exists()
@@ -108,7 +108,7 @@ def test_the_old_run_goes_with_the_first_checkpoint(old, aside, corpus, monkeypa
 
 def test_a_kill_after_the_first_checkpoint_leaves_the_new_run(old, aside, corpus, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(store, "drop_old", die)
+        patch.setattr(checkpoints, "drop_old", die)
         in_a_child(lambda: overwrite(corpus, old, save_steps=2, placement="keel"))
     assert aside.exists()
     assert overwrite(corpus, old) == 0  # the run with a checkpoint is now what is replaced

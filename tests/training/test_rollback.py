@@ -10,7 +10,7 @@ from training.tiny_runs import last_step, layers, records, result
 
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
-from lamina.training.checkpointing.rollback import Rollbacks
+from lamina.training.checkpointing.resuming import Rollbacks
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
@@ -136,11 +136,11 @@ def test_a_kill_right_after_the_decision_changes_nothing(trained, tmp_path, monk
     monkeypatch.setattr(pretraining, "is_good", lambda state: state["step"] <= 4)  # 8 was on its way up already
     trained("whole-4", **OPTIONS)
 
-    def die(path):
+    def die(*args):
         raise RuntimeError("pulled the plug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretraining, "discard", die)
+        patch.setattr(pretraining.Checkpoints, "discard_after", die)
         with pytest.raises(RuntimeError, match="plug"):
             trained(**OPTIONS)
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-8").is_dir()

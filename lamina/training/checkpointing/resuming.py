@@ -1,26 +1,229 @@
-"""The state from which a run resumes, checked against its checkpoints."""
+"""What a run resumes from: its settings, result, checkpoint and rollbacks, each checked to be of the same run."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lamina.core.json_types import Json
+from lamina.data.corpus import Corpus
 from lamina.errors import UserError
-from lamina.jobs.files import read_result, read_yaml
+from lamina.jobs.files import read_result, read_yaml, write_json
 from lamina.jobs.manifest import refuse_damaged
 from lamina.jobs.model_folder import MODEL
-from lamina.jobs.names import CONFIG
+from lamina.jobs.names import CONFIG, PLAN
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status
-from lamina.training.checkpointing.identity import known_of
-from lamina.training.checkpointing.rollback import Rollbacks
-from lamina.training.checkpointing.store import checkpoints, newest_checkpoint, run_state, what_is_broken
+from lamina.placements import Plan
+from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, listed_state, run_state, what_is_broken
+from lamina.training.optimization.order import Skip, ahead
 from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)
+
+DATA = "data.json"  # which text the run began with
+ROLLBACKS = "rollbacks.json"
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a run computes, as stored in its checkpoints and its folder.
+
+    Attributes:
+        settings: of the run.
+        plan: of its placement.
+        fingerprint: of the text and its tokenizer.
+    """
+
+    settings: PretrainSettings
+    plan: Plan
+    fingerprint: str
+
+    def state_dict(self) -> Json:
+        """The settings, and digests of the plan and of the text."""
+        return {"settings": self.settings.to_dict(), "plan": plan_digest(self.plan), "text": self.fingerprint}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Do nothing: ``refuse_changes`` compared it before the folder was touched."""
+
+    @property
+    def text(self) -> dict[str, str]:
+        """The content of data.json."""
+        return {"corpus": self.settings.corpus, "fingerprint": self.fingerprint}
+
+    def refuse_changes(self, folder: Path) -> None:
+        """Raise UserError if the text or the placement has changed since the run in ``folder`` began."""
+        known = known_of(folder)
+        refuse_another_text(self.settings, folder, self.fingerprint, known)
+        if not self._same_plan(folder, known):
+            raise UserError(
+                f"placement: {self.settings.placement!r} is not what it was when the run in {str(folder)!r} began "
+                "(allowed with --resume: the same; else another --output, or --overwrite)"
+            )
+
+    def _same_plan(self, folder: Path, known: Mapping[str, Any]) -> bool:
+        if "plan" in known:
+            return known["plan"] == plan_digest(self.plan)
+        before = _noted(folder / PLAN)
+        return not before or before == json.loads(json.dumps(self.plan.to_dict()))
+
+
+def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
+    """Raise UserError if the text has changed since the run in ``folder`` began; ``known``: of ``known_of``."""
+    known = known_of(folder) if known is None else known
+    stored = known["text"] if "text" in known else _noted(folder / DATA).get("fingerprint")
+    if stored is not None and stored != fingerprint:
+        raise UserError(
+            f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run "
+            f"in {str(folder)!r} began{_changed(settings, folder / DATA)} (allowed with --resume: the same text; "
+            "else another --output, or --overwrite)"
+        )
+
+
+def plan_digest(plan: Plan) -> str:
+    """SHA-256 of a plan's whole content."""
+    return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def known_of(folder: Path) -> Json:
+    """The identity in the newest checkpoint of a run's folder that holds one; empty if none does."""
+    for path in reversed(Checkpoints(folder / "checkpoints").paths()):
+        state = listed_state(path)
+        if state is not None and "settings" in state:
+            return {"checkpoint": path.name, **{name: state[name] for name in ("settings", "plan", "text")}}
+    return {}
+
+
+def _changed(settings: PretrainSettings, noted: Path) -> str:
+    """A clause with the corpus's files that are newer than the run's last start; empty if there are none."""
+    if not noted.is_file():
+        return ""
+    newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(noted.stat().st_mtime)]
+    return f"; changed since: {', '.join(newer[:3])}{', ...' * (len(newer) > 3)}" if newer else ""
+
+
+def _noted(path: Path) -> Json:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def is_good(state: RunState) -> bool:
+    """Whether the loss was not rising when the checkpoint with this run state was taken."""
+    return state["guard"]["above_since"] is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """One rollback.
+
+    Attributes:
+        number: from 1.
+        step: of the checkpoint that was restored; 0 for the initial weights.
+        diverged_at: the step at which the guard stopped the run.
+        reason: the guard's.
+        skipped: first and last position of the skipped data in the training order, in steps.
+        ahead: by how many steps the order is ahead after ``step`` from now on.
+        learning_rate_factor: the product of all rollbacks so far.
+    """
+
+    number: int
+    step: int
+    diverged_at: int
+    reason: str
+    skipped: tuple[int, int]
+    ahead: int
+    learning_rate_factor: float
+
+
+@dataclass(kw_only=True)
+class Rollbacks:
+    """All rollbacks of a run, stored in its folder so that a killed run resumes with them."""
+
+    folder: Path
+    done: list[Rollback] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> Rollbacks:
+        """Return the rollbacks so far of a folder's run. Raises UserError if their file is damaged."""
+        path = folder / ROLLBACKS
+        try:
+            entries = json.loads(path.read_text(encoding="utf-8"))
+            return cls(folder=folder, done=[Rollback(**{**e, "skipped": tuple(e["skipped"])}) for e in entries])
+        except FileNotFoundError:
+            return cls(folder=folder)
+        except (ValueError, TypeError, KeyError):
+            raise UserError(
+                f"resume: {str(path)!r} is cut short or altered, so where to resume is unknown (allowed: the "
+                "file as it was; else another --output, or --overwrite)"
+            ) from None
+
+    def state_dict(self) -> Json:
+        """Return their number."""
+        return {"rollbacks": len(self.done)}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Raise UserError if the checkpoint was taken after more rollbacks than rollbacks.json holds."""
+        if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
+            raise UserError(
+                f"resume: checkpoint-{state['step']} was taken after {taken_after} rollbacks, "
+                f"{str(self.folder / ROLLBACKS)!r} has {len(self.done)} (allowed: the file as it was; else another "
+                "--output, or --overwrite)"
+            )
+
+    @property
+    def skips(self) -> list[Skip]:
+        """The skipped data, for the training order."""
+        kept: list[Skip] = []
+        for entry in self.done:
+            kept = [skip for skip in kept if skip[0] < entry.step] + [(entry.step, entry.ahead)]
+        return kept
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """The factor on the schedule's learning rates."""
+        return self.done[-1].learning_rate_factor if self.done else 1.0
+
+    def allows(self, state: RunState) -> bool:
+        """Whether a checkpoint is still valid: not later than a step that the run has since rolled back to."""
+        return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
+
+    def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
+        """Add a rollback; it is on disk before anything acts on it.
+
+        Args:
+            step: of the checkpoint to restore.
+            diverged_at: the step of the divergence.
+            reason: the guard's.
+            factor: on the learning rate.
+            skip: steps' worth of data to skip; None for all up to the step that diverged.
+        """
+        before = ahead(self.skips, step + 1)
+        until = diverged_at + ahead(self.skips, diverged_at) if skip is None else step + before + skip
+        entry = Rollback(
+            number=len(self.done) + 1,
+            step=step,
+            diverged_at=diverged_at,
+            reason=reason,
+            skipped=(step + before + 1, until),
+            ahead=until - step,
+            learning_rate_factor=self.learning_rate_factor * factor,
+        )
+        self.done.append(entry)
+        write_json(self.folder / ROLLBACKS, self.to_list())
+        return entry
+
+    def to_list(self) -> list[Json]:
+        """The rollbacks for result.json and rollbacks.json."""
+        return [asdict(entry) for entry in self.done]
 
 
 def stored_settings(
@@ -73,7 +276,7 @@ def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
 
     Raises UserError if there are checkpoints but none is usable: beginning again would lose the run.
     """
-    checkpoint = newest_checkpoint(folder, rollbacks.allows)
+    checkpoint = Checkpoints(folder).newest(rollbacks.allows)
     if checkpoint is None:
         _refuse_to_begin_again(folder, rollbacks)
     else:
@@ -82,7 +285,7 @@ def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
 
 
 def _refuse_to_begin_again(folder: Path, rollbacks: Rollbacks) -> None:
-    existing = checkpoints(folder)
+    existing = Checkpoints(folder).paths()
     abandoned = bool(rollbacks.done) and rollbacks.done[-1].step == 0  # killed during a rollback to the beginning
     if existing and not (abandoned and all(what_is_broken(path) is None for path in existing)):
         raise UserError(

@@ -1,19 +1,194 @@
-"""The model that a run leaves: model/ in its folder."""
+"""A trained model: model/ in its run's folder, its card, and its copy on the Hugging Face hub."""
 
 from __future__ import annotations
 
+import html
+import logging
 import os
+import re
+import shlex
 import shutil
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 
+from huggingface_hub import ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lamina.errors import UserError, one_line
+from lamina.jobs.columns import RESULT_COLUMNS
+from lamina.jobs.environment import environment
 from lamina.jobs.manifest import seal
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.training.checkpointing.model_card import ModelCard
+from lamina.modeling.modeling_lamina import HEADS
+from lamina.placements import Plan
+from lamina.placements.diagram import svg, text, title_of
+from lamina.placements.resolution import find
 from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
 from lamina.training.execution.processes import Processes
 from lamina.training.objectives.objective import Processor
+
+logger = logging.getLogger(__name__)
+
+CARD, DIAGRAM = "README.md", "placement.svg"
+_PIPELINES = {
+    "causal_lm": "text-generation",
+    "masked_lm": "fill-mask",
+    "image_classification": "image-classification",
+    "sequence_classification": "text-classification",
+}
+_RESULTS = ("status", "steps", "tokens", "parameters", "eval_loss", "eval_corpus_loss", "perplexity", "bits_per_byte")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What a model's card says.
+
+    Attributes:
+        head: the name of the model's head in ``HEADS``.
+        data: name and value of each fact about the data, in their order.
+        result: of the run, as result.json holds it.
+        command: the command line that trains the model again; the card leaves out this machine's folders.
+        base_model: the model that the training began with, if any: a folder, or a name on the hub.
+        measures: the title and the format of each measure to print; None for those of pretraining.
+    """
+
+    head: str
+    data: Mapping[str, object]
+    result: Mapping[str, object]
+    command: str
+    base_model: str | None = None
+    measures: Mapping[str, tuple[str, str]] | None = None
+
+    def write(self, model: PreTrainedModel, folder: Path) -> None:
+        """Write the card and the placement's diagram into a model's folder."""
+        plan = Plan.from_dict(model.config.plan)
+        (folder / DIAGRAM).write_text(svg(plan), encoding="utf-8")
+        (folder / CARD).write_text(self.text(model, plan), encoding="utf-8")
+
+    def text(self, model: PreTrainedModel, plan: Plan) -> str:
+        """The card as Markdown, with the fields in front that the hub reads."""
+        backbone = backbone_of(model.config)
+        tag = plan.placement if re.fullmatch(r"\w+", plan.placement) else "custom"
+        fields = ModelCardData(
+            library_name="transformers",
+            pipeline_tag=_PIPELINES[self.head],
+            tags=["lamina", tag, backbone.model_type],
+            base_model=self.base_model if _is_on_hub(self.base_model) else None,
+        ).to_yaml()
+        auto, size = HEADS[self.head].auto_class, sum(weight.numel() for weight in model.parameters())
+        sizes = f"{plan.num_layers} blocks, width {backbone.hidden_size}, {size:,} parameters"
+        trained = "Trained with Lamina" + (f", from {_code(_named(self.base_model))}" if self.base_model else "")
+        drawn = text(plan).replace("`", "'")
+        lines = [
+            *("---", fields, "---", ""),
+            f"# {_plain(title_of(plan))} on {backbone.model_type}",
+            *("", f"A model with the norm placement {_code(plan.placement)}: {sizes}. {trained}."),
+            *("", "## Placement", "", f"![Where the norms sit]({DIAGRAM})", "", "```text", drawn, "```"),
+            *_source(plan),
+            *("", "## Data", "", *_table("data", "", {title: _named(fact) for title, fact in self.data.items()})),
+            *("", "## Results", "", *_table("measure", "value", self._results())),
+            *("", "## Use", "", "```python", "import lamina  # or trust_remote_code=True below"),
+            *(f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("PATH")', "```"),
+            *("", "## Training", "", "```bash", _command(self.command), "```", ""),
+            "Versions: " + ", ".join(f"{name} {version}" for name, version in _versions().items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _results(self) -> dict[str, object]:
+        """The run's measures in print, by their titles; those that it does not have are left out."""
+        shown: dict[str, object] = {}
+        for name, (title, form) in (_MEASURES if self.measures is None else self.measures).items():
+            value = self.result.get(name)
+            if value is not None and value == value:
+                shown[title] = f"{value:{form}}"
+        return shown
+
+
+_MEASURES = {
+    column.name: (column.title, column.format or "")
+    for column in RESULT_COLUMNS
+    if column.name in _RESULTS or "accuracy" in column.name
+}
+
+
+def _is_on_hub(model: str | None) -> bool:
+    """Whether a model is named as on the hub, which takes no card whose ``base_model`` is a folder."""
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return model is not None and not Path(model).exists()
+
+
+def _source(plan: Plan) -> list[str]:
+    try:
+        source = find(plan.placement).source
+    except ValueError:  # one's own placement, from a file
+        return []
+    return ["", f"Source: {_plain(source)}"]
+
+
+def _table(name: str, value: str, rows: Mapping[str, object]) -> list[str]:
+    cells = [f"| {key} | {_code(content)} |" for key, content in rows.items()]
+    return [f"| {name} | {value} |", "| --- | --- |", *cells]
+
+
+def _named(value: object) -> str:
+    """A value without the folders of this machine: of each absolute path in it, the name."""
+    return re.sub(r"(?<![^\s=:,;('\"])/[^:,;()'\"]*", lambda path: PurePath(path[0]).name, str(value))
+
+
+def _command(line: str) -> str:
+    """A command line, the same of each of its words."""
+    return " ".join(shlex.quote(" ".join(_named(word).split())) for word in shlex.split(line))
+
+
+def _plain(value: str) -> str:
+    """A text as Markdown that shows it as it is: no HTML, no markup."""
+    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(" ".join(value.split()), quote=False))
+
+
+def _code(value: object) -> str:
+    """A value as it is written, whatever characters it has."""
+    return "`" + " ".join(str(value).replace("`", "'").replace("|", "\\|").split()) + "`"
+
+
+def _versions() -> dict[str, str]:
+    return {name: str(version) for name, version in environment(0)["versions"].items() if version}
+
+
+def check_repository(name: str) -> None:
+    """Raise UserError for a malformed name, and where no token is stored, before anything is trained."""
+    from huggingface_hub import get_token
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        reason = f"is no repository's name ({one_line(error)}; allowed: OWNER/NAME)"
+        raise UserError(f"push_to_hub: {name!r} {reason}") from None
+    if get_token() is None:
+        allowed = "allowed: after `hf auth login`, or with HF_TOKEN"
+        raise UserError(f"push_to_hub: {name!r} needs a token of the Hugging Face hub ({allowed})")
+
+
+def push(folder: Path, name: str) -> bool:
+    """Upload a model's folder to a repository, which is created private where there is none; returns whether it worked.
+
+    A failure is logged with the command that uploads the folder later: the model itself is on disk.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        commit = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with Lamina")
+    except Exception as error:  # the hub's client raises dozens of types; the training is done and must not be lost
+        logger.warning("push_to_hub: %s (%s); later: hf upload %s %s", name, one_line(error), name, folder)
+        return False
+    logger.info("pushed to %s", getattr(commit, "repo_url", name))
+    return True
 
 
 def save_model(

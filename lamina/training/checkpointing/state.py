@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState
 from lamina.core.json_types import Json
 from lamina.jobs.manifest import listed
 from lamina.training.checkpointing import sharding
-from lamina.training.checkpointing.store import RUN_STATE
+from lamina.training.checkpointing.checkpoints import RUN_STATE
 from lamina.training.execution.processes import Processes
 
 logger = logging.getLogger(__name__)

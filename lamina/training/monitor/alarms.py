@@ -17,7 +17,7 @@ from lamina.core.json_types import Json
 from lamina.jobs.files import write_lines
 from lamina.jobs.names import ALARMS
 from lamina.jobs.run_folder import parse_lines
-from lamina.training.checkpointing.stateful import RunState
+from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.rows import Row
 
 Series: TypeAlias = tuple[int, str, str, str]

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from lamina.core.json_types import Json
 from lamina.jobs.status import Status
-from lamina.training.checkpointing.stateful import RunState
+from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.rows import Row
 from lamina.training.setting_groups import GuardSettings
 

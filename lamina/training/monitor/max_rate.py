@@ -28,7 +28,7 @@ import numpy as np
 
 from lamina.core.json_types import Json
 from lamina.jobs.status import Status
-from lamina.training.checkpointing.stateful import RunState
+from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rows import LOSS, Row
 

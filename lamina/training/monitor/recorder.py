@@ -26,7 +26,7 @@ from lamina.data.blocks import PartShare
 from lamina.jobs.orphans import orphaned
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
-from lamina.training.checkpointing.stateful import RunState
+from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.alarms import Alarms, AlarmsFile, describe_worst
 from lamina.training.monitor.experts import ExpertBalance

@@ -30,7 +30,7 @@ from lamina.jobs.run_folder import parse_lines
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import run, structure_of
 from lamina.probes.engine.registry import Probe, make_all
-from lamina.training.checkpointing.stateful import RunState
+from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.objectives.objective import Processor
 
 if TYPE_CHECKING:

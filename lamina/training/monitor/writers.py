@@ -15,7 +15,7 @@ from lamina.jobs.files import finite, write_lines, writing
 from lamina.jobs.manifest import sync
 from lamina.jobs.names import METRICS
 from lamina.jobs.run_folder import RunFolder
-from lamina.training.checkpointing.stateful import RunState
+from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.rows import Evaluation
 
 logger = logging.getLogger(__name__)

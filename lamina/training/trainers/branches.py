@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from lamina.core.json_types import Json
 from lamina.data.blocks import ItemSource, Splits
 from lamina.errors import UserError
-from lamina.training.checkpointing.stateful import RunState
+from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import find_routers
 from lamina.training.monitor.recorder import RunRecorder

@@ -14,8 +14,7 @@ from transformers import Trainer
 
 from lamina.core.json_types import Json
 from lamina.training.checkpointing import state as saving
-from lamina.training.checkpointing import store as checkpoints
-from lamina.training.checkpointing.stateful import RunState, Stateful, collected
+from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, Stateful, collected
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.optimization.averaging import WeightAverage
@@ -47,18 +46,18 @@ class CheckpointedTrainer(_Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, whole or not at all, then prune the old ones."""
-        step, folder = self.state.global_step, Path(str(self.args.output_dir))
+        step, checkpoints = self.state.global_step, Checkpoints(Path(str(self.args.output_dir)))
         own = self.state_dict()
         if not math.isfinite(loss := sum(own["losses"])):  # on a GPU, not every step's loss is checked
             self.guard.see_loss(step, loss)
         self.store_flos()
         state = {**own, **collected((*self.states, self.guard))}  # the recorder shows the guard its last steps
-        with checkpoints.draft(folder, step, self.processes) as path:
+        with checkpoints.save(step, self.processes) as path:
             saving.write(self, self.processes, path, state)
             if self.average is not None:
                 self.processes.by_first(partial(self.average.write, path))
         keep = self.args.save_total_limit or 1
-        self.processes.by_first(lambda: checkpoints.prune(folder, step, keep, self.keep_also))
+        self.processes.by_first(lambda: checkpoints.prune(step, keep, self.keep_also))
 
     def state_dict(self) -> Json:
         """Its part of a checkpoint's run state: the losses since the last record, the rate factor, fp16's overflows."""

@@ -1,0 +1,197 @@
+"""Checkpoints that are whole or absent: drafts with checksums, renamed once they are on disk, verified when read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from lamina.core.json_types import Json
+from lamina.jobs import manifest
+from lamina.jobs.folder import drop_old
+from lamina.jobs.manifest import (
+    NOT_A_MANIFEST,
+    Entry,
+    files_in,
+    listed,
+    seal,
+    sha256,
+    strays,
+    sync,
+    sync_and_hash,
+)
+from lamina.training.execution.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+RUN_STATE = "run_state.json"
+RunState = Mapping[str, Any]
+"""The content of a checkpoint's run_state.json: JSON by name. Empty at the beginning of the run."""
+
+
+class Stateful(Protocol):
+    """An object to resume; add another one to ``TrainingRun.states``."""
+
+    def state_dict(self) -> Json:
+        """Its part of the run state: JSON under its own names."""
+        ...
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume from a checkpoint's whole run state; ``state["step"]`` is the checkpoint's step."""
+        ...
+
+
+def collected(states: Iterable[Stateful]) -> Json:
+    """The parts of all objects, in order."""
+    return {name: value for stateful in states for name, value in stateful.state_dict().items()}
+
+
+class Checkpoints:
+    """The checkpoints of a run, each whole or absent.
+
+    Args:
+        folder: that holds them: checkpoints/ in the run's folder.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def paths(self) -> list[Path]:
+        """Return the checkpoints, whole or not, sorted by step. Raises OSError for a folder that can't be read."""
+        children = self.folder.iterdir() if self.folder.is_dir() else ()  # glob finds nothing in an unreadable folder
+        return sorted((p for p in children if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
+
+    def newest(self, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
+        """Return the newest whole checkpoint whose run state is ``allowed``; the log names those that are not whole.
+
+        The log also names files in that checkpoint that its manifest does not list: they are not read.
+        """
+        for path in reversed(self.paths()):
+            broken = what_is_broken(path)
+            if broken is not None:
+                logger.warning("%s: %s; resuming from the one before", path, broken)
+            elif allowed(run_state(path)):
+                if others := strays(path):
+                    logger.warning("%s: not one of its files, so not read: %s", path, ", ".join(others[:3]))
+                return path
+        return None
+
+    @contextmanager
+    def save(self, step: int, processes: Processes) -> Iterator[Path]:
+        """Give a folder to write a checkpoint into; at the end it becomes checkpoint-STEP, or is deleted on an error.
+
+        Every process writes its part. The checkpoint gets its name only once all files are hashed and synced to disk.
+        An error in one process is raised in all.
+        """
+        path, final = self.folder / f".draft-{step}", self.folder / f"checkpoint-{step}"
+
+        def begin() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for rest in [*self.folder.glob(".draft-*"), *self.folder.glob(".gone-*")]:  # of a killed run
+                shutil.rmtree(rest)
+            path.mkdir()
+
+        def visible() -> None:
+            if not path.is_dir():
+                raise FileNotFoundError(2, "the output folder is not on a disk that all hosts share", str(path))
+
+        processes.by_first(begin)
+        processes.together(visible)
+        try:
+            yield path
+            names = files_in(path)[processes.rank :: processes.size]
+            mine = processes.together(lambda: {name: sync_and_hash(path / name) for name in names})
+            entries = {name: entry for part in processes.everyones(mine) for name, entry in part.items()}
+            processes.by_first(lambda: _publish(path, final, entries))
+        except BaseException:
+            if processes.first:
+                shutil.rmtree(path, ignore_errors=True)  # a full disk needs the space
+            raise
+
+    def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
+        """Once checkpoint-STEP is whole, keep the last ``keep`` up to it and none after it: a rollback abandoned those.
+
+        The newest one whose run state ``keep_also`` accepts stays, too. So does one that is named after another step:
+        it may be the only copy of its content.
+        """
+        named_right = [path for path in self.paths() if _of_its_step(path)]
+        retained = [p for p in named_right if step_of(p) <= step][-keep:]
+        if keep_also is not None:
+            retained += [p for p in reversed(named_right) if step_of(p) <= step and _accepts(keep_also, p)][:1]
+        for path in named_right:
+            if path not in retained:
+                _discard(path)
+        drop_old(self.folder.parent)
+
+    def discard_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps."""
+        for path in self.paths():
+            if step_of(path) > step:
+                _discard(path)
+
+
+def step_of(path: Path) -> int:
+    """Return the optimizer step that a checkpoint was taken at."""
+    return int(path.name.split("-")[-1])
+
+
+def run_state(path: Path) -> Json:
+    """A whole checkpoint's state of the run beyond its tensors: the guard, the records, the rollbacks so far."""
+    return json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
+
+
+def listed_state(path: Path) -> Json | None:
+    """A checkpoint's run state if that file is intact by its manifest, even if other files are not; else None."""
+    try:
+        state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
+        return state if state is not None and state["step"] == step_of(path) else None
+    except (OSError, *NOT_A_MANIFEST):
+        return None
+
+
+def what_is_broken(path: Path) -> str | None:
+    """The first fault of a checkpoint: the file that is missing, cut short or altered. None if it is whole.
+
+    A checkpoint whose folder is named after another step is not whole.
+    """
+    broken = manifest.what_is_broken(path)
+    if broken is None and (step := run_state(path)["step"]) != step_of(path):
+        return f"it was taken at step {step}, so its name is not its own"
+    return broken
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint; a kill meanwhile leaves no partial one behind."""
+    doomed = path.with_name(f".gone-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _accepts(keep_also: Callable[[Json], bool], path: Path) -> bool:
+    try:
+        return keep_also(run_state(path))
+    except (OSError, ValueError):
+        return False
+
+
+def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
+    seal(path, entries)
+    if final.exists():  # broken, or abandoned by a rollback: a whole one would have been resumed
+        _discard(final)
+    os.replace(path, final)
+    sync(final.parent)
+
+
+def _of_its_step(path: Path) -> bool:
+    """Whether a checkpoint is named after its own step; assumed if its state can't be read."""
+    try:
+        return run_state(path)["step"] == step_of(path)
+    except (OSError, *NOT_A_MANIFEST):
+        return True
