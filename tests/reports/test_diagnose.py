@@ -8,9 +8,8 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
-from training.watching.loops import NanoGpt, Tokens
+from training.watching.loops import NanoGpt, Tokens, loop
 
-import lamina
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.reports.diagnosis import CAUSES, cause_of, diagnose, gather, jump_around, loss_rise, open_changes
@@ -25,18 +24,13 @@ def broken(tmp_path_factory):
     apart = list(model.h[1].mlp.parameters())  # under SGD: Adam would divide the outlier away
     others = [p for p in model.parameters() if all(p is not one for one in apart)]
     optimizers = [torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD(apart, lr=0.05)]
-    ids = Tokens(items=4).ids
-    with lamina.watch(model, optimizers, output=str(folder), every=3) as monitor:
-        for step in range(1, 41):
-            loss = model(ids[:, :-1], ids[:, 1:])[1]
-            loss.backward()
-            if step == 31:
-                for parameter in model.h[1].mlp.parameters():
-                    parameter.grad.mul_(3000.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            monitor.step(loss)
+
+    def spoil(step, model):
+        if step == 31:
+            for parameter in apart:
+                parameter.grad.mul_(3000.0)
+
+    loop(model, folder, optimizer=optimizers, spoil=spoil, batches=[Tokens(items=4).ids] * 40, every=3)
     return folder
 
 
@@ -81,17 +75,12 @@ def test_the_command_prints_it(broken, capsys):
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_run_that_ended_in_numbers_that_are_not_finite(tmp_path, capsys, poison):
     model = NanoGpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids = Tokens(items=4).ids
-    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=2) as monitor:
-        for step in range(1, 8):
-            loss = model(ids[:, :-1], ids[:, 1:])[1]
-            loss.backward()
-            if step == 6:
-                next(model.h[0].mlp.parameters()).grad.mul_(poison)
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step(loss)
+
+    def spoil(step, model):
+        if step == 6:
+            next(model.h[0].mlp.parameters()).grad.mul_(poison)
+
+    loop(model, tmp_path / "run", spoil=spoil, batches=[Tokens(items=4).ids] * 7, every=2)
     assert main(["diagnose", str(tmp_path / "run")]) == 0
     assert "is not finite" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "run")]) == 0
@@ -163,17 +152,15 @@ def train_and_write(folder, write=None, steps=40):
     """A healthy run with records every 5 steps, into whose weights ``write(model)`` writes before step 32."""
     model = NanoGpt(layers=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    ids = Tokens(items=4).ids
-    with lamina.watch(model, optimizer, output=str(folder), every=5) as monitor:
-        for step in range(1, steps + 1):
-            if step == 32 and write:
-                write(model)
-            loss = model(ids[:, :-1], ids[:, 1:])[1]
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step(loss)
+
+    def spoil(step, model):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def after(step):
+        if step == 31 and write:
+            write(model)
+
+    loop(model, folder, optimizer=optimizer, spoil=spoil, after=after, batches=[Tokens(items=4).ids] * steps, every=5)
     return folder
 
 

@@ -25,6 +25,12 @@ def rules(**changed):
     return MaxRateRules(**{**given, **changed})
 
 
+def stopped(losses, **options):
+    stop = find_stop(losses, rules(), **options)
+    assert stop is not None
+    return stop
+
+
 def learning(steps=STEPS, noise=0.03):
     """A run that learns throughout: fast to the unigram entropy, then on; with the noise of a small batch."""
     at = np.arange(1, steps + 1)
@@ -67,8 +73,7 @@ def test_a_spike_that_returns_is_no_failure():
 def test_a_spike_that_stays_stops_at_the_rate_before_it():
     losses = learning()
     losses[200:] += 2.0
-    stop = find_stop(losses, rules())
-    assert stop is not None
+    stop = stopped(losses)
     assert (stop.rule, stop.step, stop.seen) == ("spike", 200, 220)
     assert stop.rate == rules().rate(200)
     assert stop.loss == pytest.approx(smoothed(losses, 8)[199])
@@ -77,8 +82,7 @@ def test_a_spike_that_stays_stops_at_the_rate_before_it():
 def test_a_slow_climb_stops_at_the_rate_where_it_began():
     losses = learning(noise=0.0)
     losses[200:] = losses[199] + 0.02 * np.arange(1, STEPS - 199)
-    stop = find_stop(losses, rules())
-    assert stop is not None
+    stop = stopped(losses)
     assert stop.rule == "spike"
     assert 200 <= stop.step <= 210
 
@@ -95,8 +99,7 @@ def test_a_later_spike_does_not_move_the_first():
 def test_a_loss_that_is_not_finite_stops_at_the_step_before(value):
     losses = learning()
     losses[150] = value
-    stop = find_stop(losses, rules())
-    assert stop is not None
+    stop = stopped(losses)
     assert (stop.rule, stop.seen) == ("non-finite", 151)
     assert 145 <= stop.step <= 150
     assert str(value) in stop.reason
@@ -106,31 +109,27 @@ def test_a_rise_that_ends_in_nan_stops_where_the_rise_began():
     losses = learning(noise=0.0)
     losses[140:150] += 3.0
     losses[150] = math.nan
-    stop = find_stop(losses, rules())
-    assert stop is not None
+    stop = stopped(losses)
     assert (stop.rule, stop.step) == ("non-finite", 140)
 
 
 def test_a_gradient_that_is_not_finite_counts_as_well():
     losses = learning(noise=0.0)[:100]
     assert find_stop(losses, rules()) is None
-    stop = find_stop(losses, rules(), broken=True)
-    assert stop is not None
+    stop = stopped(losses, broken=True)
     assert (stop.rule, stop.seen) == ("non-finite", 100)
     assert "gradient" in stop.reason
 
 
 def test_the_first_step_may_break():
-    stop = find_stop([math.nan], rules())
-    assert stop is not None
+    stop = stopped([math.nan])
     assert (stop.rule, stop.step, stop.rate) == ("non-finite", 0, 0.0)
     assert find_stop([], rules()) is None
 
 
 def test_a_run_that_stays_at_the_unigram_entropy_is_stuck_early():
     losses = stuck()
-    stop = find_stop(losses, rules())
-    assert stop is not None
+    stop = stopped(losses)
     assert stop.rule == "stuck"
     assert 40 <= stop.step <= 65  # where the fall ends
     assert stop.seen <= 2 * 65
@@ -140,8 +139,7 @@ def test_a_run_that_stays_at_the_unigram_entropy_is_stuck_early():
 def test_a_plateau_below_the_entropy_stops_at_the_last_fall():
     losses = learning(noise=0.0)
     losses[100:] = losses[99]
-    stop = find_stop(losses, rules())
-    assert stop is not None
+    stop = stopped(losses)
     assert stop.rule == "plateau"
     assert 90 <= stop.step <= 108
     assert stop.seen == pytest.approx(2 * stop.step, abs=1)

@@ -118,6 +118,11 @@ def test_the_clock_of_the_training_stands_still(trained, tmp_path, own, monkeypa
     assert recorder.training_seconds < 1000
 
 
+def seed(number):
+    for library in (torch.manual_seed, random.seed, np.random.seed):
+        library(number)
+
+
 def test_gradients_modes_compiled_calls_and_random_states_are_as_they_were(tiny_llama):
     model = build(tiny_llama, "pre_ln")
     model.train()
@@ -131,20 +136,14 @@ def test_gradients_modes_compiled_calls_and_random_states_are_as_they_were(tiny_
     gradients = {n: p.grad for n, p in model.named_parameters()}
     values = {n: None if g is None else g.clone() for n, g in gradients.items()}
     modes = {n: m.training for n, m in model.named_modules()}
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
+    seed(3)
     expected = torch.rand(3), random.random(), np.random.rand()
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
+    seed(3)
     with undisturbed(model):
         assert not any(m.training for m in model.modules())
         assert all(p.grad is None for p in model.parameters())
         assert model.model.layers[1]._compiled_call_impl is None
-        torch.manual_seed(99)
-        random.seed(99)
-        np.random.seed(99)
+        seed(99)
         model.requires_grad_(True)
         model(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is gradients[n] for n, p in model.named_parameters())

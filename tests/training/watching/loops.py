@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 
 import pandas as pd
 import torch
@@ -88,19 +89,34 @@ class NanoGpt(nn.Module):
         return logits, loss
 
 
-def loop(model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, **options):
+def loop(model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, after=None, batches=None, **options):
+    """Train with plain PyTorch, watched if there is a folder; returns the monitor.
+
+    Args:
+        optimizer: one, or several that step together.
+        spoil: called with the step (from 1) and the model once the gradients are there.
+        loss_of: the loss of the model for a batch.
+        after: called with the step behind the optimizers' steps.
+        batches: of all steps; default: two new sequences each.
+    """
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ids = Tokens(items=2 * steps).ids
-    with lamina.watch(model, optimizer, output=str(folder), **options) as monitor:
-        for step in range(steps):
-            batch = ids[2 * step : 2 * step + 2]
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    batches = batches or Tokens(items=2 * steps).ids.split(2)
+    context = lamina.watch(model, optimizer, output=str(folder), **options) if folder else nullcontext()
+    with context as monitor:
+        for step, batch in enumerate(batches, 1):
             loss = model(batch[:, :-1], batch[:, 1:])[1] if loss_of is None else loss_of(model, batch)
             loss.backward()
             if spoil:
-                spoil(step + 1, model)
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step(loss)
+                spoil(step, model)
+            for each in optimizers:
+                each.step()
+            if after:
+                after(step)
+            for each in optimizers:
+                each.zero_grad()
+            if folder:
+                monitor.step(loss)
     return monitor
 
 

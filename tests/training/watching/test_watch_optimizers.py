@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from training.watching.loops import Naive, NanoGpt, Tokens, found, nano_parts, result, rows_of
+from training.watching.loops import Naive, NanoGpt, Tokens, found, loop, nano_parts, result, rows_of
 from transformers.optimization import Adafactor
 
 import lamina
@@ -100,12 +100,5 @@ def test_a_scaled_loss_is_measured_unscaled_and_its_overflow_is_no_divergence(tm
 
 def test_an_optimizer_that_chooses_its_rate_itself_is_watched(tmp_path):
     model = NanoGpt()
-    optimizer = Adafactor(model.parameters())  # its groups' rate is None
-    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
-        for step in (1, 2):
-            loss = loss_of(model, step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step(loss)
+    loop(model, tmp_path / "run", steps=2, optimizer=Adafactor(model.parameters()), every=1)  # its rate is None
     assert found(tmp_path / "run", "update_norm", 2)[1, "block", "all"] > 0

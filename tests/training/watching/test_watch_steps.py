@@ -35,18 +35,13 @@ def test_a_learning_rate_is_that_of_the_step_though_the_schedule_went_on(tmp_pat
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0 if done < 6 else 0.01)
     used = []
-    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
-        for inputs, targets in batches(7):
-            loss = model(inputs, targets)[1]
-            loss.backward()
-            used.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            monitor.step(loss)
+
+    def spoil(step, model):
+        used.append(optimizer.param_groups[0]["lr"])
+
+    loop(model, tmp_path / "run", 7, optimizer, spoil, after=lambda step: schedule.step(), every=1)
     assert series(tmp_path / "run", "learning_rate") == pytest.approx(dict(enumerate(used, 1)))
-    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["learning_rate"] for line in written] == pytest.approx(used)
+    assert [line["learning_rate"] for line in lines(tmp_path / "run")] == pytest.approx(used)
     assert not alarms(tmp_path / "run"), "the sixth update over the seventh step's rate is a hundred times too large"
 
 
@@ -79,18 +74,18 @@ def test_autocast_to_float16_is_seen(tmp_path, inside):
     model = NanoGpt()
     if inside:  # as accelerate does
         model.forward = torch.autocast("cpu", torch.float16)(model.forward)
+
+    def loss_of(model, batch):
+        with torch.autocast("cpu", torch.float16, enabled=not inside):
+            return model(batch[:, :-1], batch[:, 1:])[1]
+
+    def after(step):
+        if step == 1:
+            with torch.no_grad():
+                model.h[0].mlp.c_proj.weight.mul_(3e5)
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
-        for number, (inputs, targets) in enumerate(batches(3)):
-            if number == 1:
-                with torch.no_grad():
-                    model.h[0].mlp.c_proj.weight.mul_(3e5)
-            with torch.autocast("cpu", torch.float16, enabled=not inside):
-                loss = model(inputs, targets)[1]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step(loss)
+    loop(model, tmp_path / "run", 3, optimizer, loss_of=loss_of, after=after, every=1)
     assert json.loads((tmp_path / "run" / "watched.json").read_text())["half"] is True
     assert {"fp16", "not_finite"} & {alarm["rule"] for alarm in alarms(tmp_path / "run")}
     assert cause_of(gather(tmp_path / "run")).name == "number range"
@@ -160,16 +155,9 @@ def test_a_step_that_a_loss_scaler_skips_is_a_step(tmp_path):
     assert list(series(tmp_path / "run", "step_gradient_norm")) == [1, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("loss", "says"),
-    [(torch.ones(2), r"loss: a tensor of shape \[2\]"), ("1.0", "loss: a str")],
-    ids=["vector", "text"],
-)
+@pytest.mark.parametrize(("loss", "says"), [(torch.ones(2), r"loss: a tensor of shape \[2\]"), ("1.0", "loss: a str")])
 def test_a_loss_that_is_not_one_number_is_one_line(tmp_path, loss, says):
     model = NanoGpt()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        pytest.raises(UserError, match=says),
-        lamina.watch(model, optimizer, output=str(tmp_path / "run")) as monitor,
-    ):
+    watched = lamina.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), output=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=says), watched as monitor:
         monitor.step(loss)

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from training.watching.loops import VOCAB, NanoGpt, Tokens, found, norm_of, rows_of
+from training.watching.loops import VOCAB, NanoGpt, Tokens, found, loop, norm_of, rows_of
 from transformers import T5Config, T5ForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
-
-import lamina
 
 
 def t5():
@@ -34,7 +32,7 @@ def whisper():
 @pytest.mark.parametrize("make", [t5, whisper])
 def test_an_encoders_stream_is_recorded_and_its_decoder_is_no_readout(tmp_path, make):
     model, layers, others, batch = make()
-    optimizer, variances = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    gradients, variances = {}, []
 
     def see(module, args, output):
         x = output[0] if isinstance(output, tuple) else output
@@ -42,12 +40,11 @@ def test_an_encoders_stream_is_recorded_and_its_decoder_is_no_readout(tmp_path, 
             variances.append(float(x.detach().double().var(correction=0)))
 
     layers[1].register_forward_hook(see)
-    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
-        loss = model(**batch).loss
-        loss.backward()
-        gradients = {id(p): p.grad.clone() for p in model.parameters() if p.grad is not None}
-        optimizer.step()
-        monitor.step(loss)
+
+    def keep(step, model):
+        gradients.update({id(p): p.grad.clone() for p in model.parameters() if p.grad is not None})
+
+    loop(model, tmp_path / "run", spoil=keep, loss_of=lambda model, batch: model(**batch).loss, batches=[batch])
     assert found(tmp_path / "run", "hidden_variance", 1)[1, "feed_forward", "all"] == pytest.approx(variances[-1])
     norms = found(tmp_path / "run", "gradient_norm", 1)
     for place, stack in [((0, "block", "all"), layers[:1]), ((-1, "block", "other"), others)]:
@@ -76,15 +73,8 @@ class Encoder(nn.Module):
         return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def train(model, folder, run=None, **options):
-    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-3), Tokens(items=2).ids
-    with lamina.watch(model, optimizer, output=str(folder), every=1, **options) as monitor:
-        for _ in range(2):
-            loss = (run or model)(ids[:, :-1], ids[:, 1:])[1]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step(loss)
+def notes_of(model, folder, run=None, steps=2):
+    loop(model, folder, steps, loss_of=lambda model, ids: (run or model)(ids[:, :-1], ids[:, 1:])[1], every=1)
     return json.loads((folder / "watched.json").read_text())["notes"]
 
 
@@ -97,7 +87,7 @@ def test_torchs_attention_modules_have_their_largest_logit(tmp_path, weights):
     q, k = (t.unflatten(-1, (2, -1)).transpose(1, 2).double() for t in (q, k))
     expected = float((q @ k.transpose(-2, -1)).amax()) / 8**0.5
     fused = functional.scaled_dot_product_attention
-    assert train(model, tmp_path / "run") == []
+    assert notes_of(model, tmp_path / "run") == []
     assert found(tmp_path / "run", "attention_logit", 1)[0, "attention", "all"] == pytest.approx(expected, rel=1e-5)
     assert functional.scaled_dot_product_attention is fused
 
@@ -126,7 +116,7 @@ def test_what_no_hook_has_seen_is_said_once(tmp_path, caplog):
     model = NanoGpt()
     for layer in model.h:
         layer.attn = Attention()
-    (note,) = train(model, tmp_path / "run")
+    (note,) = notes_of(model, tmp_path / "run")
     assert note.startswith("attention logits are not recorded")
     assert caplog.text.count("attention logits are not recorded") == 1
     assert "hidden_variance" in set(rows_of(tmp_path / "run")["metric"])
@@ -135,7 +125,7 @@ def test_what_no_hook_has_seen_is_said_once(tmp_path, caplog):
 def test_a_compiled_function_hides_the_stream_and_a_line_says_so(tmp_path):
     model = NanoGpt()
     run = torch.compile(lambda *batch: model(*batch), backend="eager")
-    (note,) = train(model, tmp_path / "run", run)
+    (note,) = notes_of(model, tmp_path / "run", run)
     assert note.startswith("the stream is not recorded: no forward pass of the model was seen")
     assert found(tmp_path / "run", "update_norm", 2)[1, "block", "all"] > 0
 
@@ -153,15 +143,10 @@ def test_layers_that_are_compiled_one_by_one_are_found_without_compiling_them(tm
             layer.compile(backend=backend)
         else:
             model.h[index] = torch.compile(layer, backend=backend)
-    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-3), Tokens(items=2).ids
-    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
-        loss = model(ids[:, :-1], ids[:, 1:])[1]
-        loss.backward()
-        optimizer.step()
-        monitor.step(loss)
+    assert notes_of(model, tmp_path / "run", steps=1) == [
+        "the stream is not recorded: hooks inside a compiled model are not called"
+    ]
     assert len(compiled) <= len(model.h), "the small passes are compiled for nothing"
-    notes = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"]
-    assert notes == ["the stream is not recorded: hooks inside a compiled model are not called"]
     norms = found(tmp_path / "run", "gradient_norm", 1)
     assert norms[1, "attention", "all"] > 0
     assert norms[1, "feed_forward", "all"] > 0

@@ -1,25 +1,16 @@
 """The monitor in other people's training: its numbers are those of a naive computation, and training's bits stay."""
 
-import json
 import math
 
 import pytest
 import torch
-from training.watching.loops import (
-    Naive,
-    NanoGpt,
-    Tokens,
-    found,
-    llama,
-    llama_parts,
-    nano_parts,
-    rows_of,
-)
+from training.watching.loops import Naive, NanoGpt, Tokens, found, llama, llama_parts, loop, nano_parts, result, rows_of
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import lamina
 
 EXACT = {"rel": 1e-6, "abs": 1e-12}
+MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 
 
 def arguments(folder, **changed):
@@ -44,9 +35,7 @@ class Naively(TrainerCallback):
         if state.global_step + 1 == self.step:
             naive = self.naive
             self.values = {"update_norm": naive.updates(), "weight_norm": naive.norms(naive.before)}
-            inner = optimizer.optimizer
-            self.values["first_moment"] = naive.moments(inner, "exp_avg")
-            self.values["second_moment"] = naive.moments(inner, "exp_avg_sq")
+            self.values |= {f"{n}_moment": naive.moments(optimizer.optimizer, key) for n, key in MOMENTS.items()}
             self.clipped = naive.norms(naive.gradients)
 
 
@@ -89,22 +78,6 @@ def test_a_llama_under_trainer_is_measured_as_by_hand(tmp_path):
     assert recorded == pytest.approx(norms, rel=1e-6)
 
 
-def train_nano(model, steps=6, watched=None, clip=None, **options):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ids = Tokens(items=2 * steps).ids
-    with lamina.watch(model, optimizer, output=str(watched), **options) if watched else torch.enable_grad() as monitor:
-        for step in range(steps):
-            _, loss = model(ids[2 * step : 2 * step + 2, :-1], ids[2 * step : 2 * step + 2, 1:])
-            loss.backward()
-            if clip:
-                clip(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            if watched:
-                monitor.step(loss)
-    return monitor
-
-
 def test_a_loop_of_ones_own_is_measured_as_by_hand(tmp_path):
     model = NanoGpt()
     naive, before, logits = Naive(model, nano_parts()), {}, []
@@ -118,29 +91,25 @@ def test_a_loop_of_ones_own_is_measured_as_by_hand(tmp_path):
         return out
 
     model.h[1].attn.c_attn.forward = see
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    ids = Tokens(items=8).ids
-    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=3) as monitor:
-        for step in range(3):
-            loss = model(ids[2 * step : 2 * step + 2, :-1], ids[2 * step : 2 * step + 2, 1:])[1]
-            loss.backward()
-            naive.keep()
-            before[step + 1] = naive.norms(naive.gradients)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-            if step == 2:
-                updates = naive.updates()
-                first, second = (naive.moments(optimizer, key) for key in ("exp_avg", "exp_avg_sq"))
-            optimizer.zero_grad()
-            monitor.step(loss)
+    optimizer, seen = torch.optim.Adam(model.parameters(), lr=1e-2), {}
+
+    def clip(step, model):
+        naive.keep()
+        before[step] = naive.norms(naive.gradients)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    def after(step):
+        moments = {f"{name}_moment": naive.moments(optimizer, key) for name, key in MOMENTS.items()}
+        seen[step] = {"update_norm": naive.updates(), **moments}
+
+    loop(model, tmp_path / "run", steps=3, optimizer=optimizer, spoil=clip, after=after, every=3)
     for step in (1, 3):
         assert found(tmp_path / "run", "gradient_norm", step) == pytest.approx(before[step], **EXACT)
-    assert found(tmp_path / "run", "update_norm", 3) == pytest.approx(updates, **EXACT)
-    assert found(tmp_path / "run", "first_moment", 3) == pytest.approx(first, **EXACT)
-    assert found(tmp_path / "run", "second_moment", 3) == pytest.approx(second, **EXACT)
+    for metric, expected in seen[3].items():
+        assert found(tmp_path / "run", metric, 3) == pytest.approx(expected, **EXACT), metric
     assert found(tmp_path / "run", "attention_logit", 3)[1, "attention", "all"] == pytest.approx(logits[-1], rel=1e-5)
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["status"], result["steps"], result["tokens"]) == ("finished", 3, 3 * 2 * 11)
+    ended = result(tmp_path / "run")
+    assert (ended["status"], ended["steps"], ended["tokens"]) == ("finished", 3, 3 * 2 * 11)
     gains = found(tmp_path / "run", "gain_mean", 3)
     assert gains[0, "attention", "pre_norm"] == pytest.approx(float(model.h[0].ln_1.weight.mean()), rel=1e-6)
     assert gains[-1, "block", "final_norm"] == pytest.approx(float(model.ln_f.weight.mean()), rel=1e-6)
@@ -152,10 +121,10 @@ def test_trainings_bits_are_the_same_with_and_without_it(tmp_path, options):
     for model in (plain, watched):
         model.h[0].mlp.add_module("drop", torch.nn.Dropout(0.1))  # no part of it draws a random number
     torch.manual_seed(3)
-    train_nano(plain)
+    loop(plain, None)
     drawn = torch.rand(1)
     torch.manual_seed(3)
-    train_nano(watched, watched=tmp_path / "run", **options)
+    loop(watched, tmp_path / "run", **options)
     assert torch.equal(drawn, torch.rand(1))
     for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
         assert torch.equal(a, b)

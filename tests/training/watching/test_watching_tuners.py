@@ -74,44 +74,6 @@ def check(folder, naive, step):
     assert set(stream["layer"]) == {-1, 0, 1}
 
 
-def test_a_qwen3_under_trls_sft_is_measured_as_by_hand(tmp_path):
-    model = qwen3()
-    texts = datasets.Dataset.from_dict({"text": [f"the norm of layer {i} rises" for i in range(8)]})
-    naive = Naively(model, step=2)
-    monitor = lamina.LayerMonitor(str(tmp_path / "run"), every=2)
-    args = trl.SFTConfig(**common(tmp_path), max_length=24)
-    trainer = trl.SFTTrainer(
-        model, args=args, train_dataset=texts, processing_class=tokenizer(), callbacks=[monitor, naive]
-    )
-    trainer.train()
-    check(tmp_path / "run", naive, step=2)
-    check_losses(trainer, tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_qwen3_under_trls_grpo_is_measured_as_by_hand(tmp_path):
-    model = qwen3()
-    prompts = datasets.Dataset.from_dict({"prompt": [f"layer {i}" for i in range(8)]})
-    naive = Naively(model, step=2)
-    monitor = lamina.LayerMonitor(str(tmp_path / "run"), every=2)
-    more = {"num_generations": 2, "max_completion_length": 8, "temperature": 1.0}
-    args = trl.GRPOConfig(**common(tmp_path), **more)
-
-    def reward(completions, **kwargs):
-        return [float(len(set(text))) for text in completions]
-
-    trainer = trl.GRPOTrainer(
-        model,
-        reward_funcs=reward,
-        args=args,
-        train_dataset=prompts,
-        processing_class=tokenizer(),
-        callbacks=[monitor, naive],
-    )
-    trainer.train()
-    check(tmp_path / "run", naive, step=2)
-
-
 PAIRS = {"prompt": ["layer "] * 8, "chosen": ["one"] * 8, "rejected": ["none at all"] * 8}
 TEXTS = {"text": [f"the norm of layer {i} rises" for i in range(8)]}
 
@@ -149,6 +111,17 @@ def grpo(folder, monitor, **more):
         processing_class=tokenizer(),
         callbacks=[monitor],
     )
+
+
+@pytest.mark.parametrize("make", [sft, pytest.param(grpo, marks=pytest.mark.slow)])
+def test_a_qwen3_under_trl_is_measured_as_by_hand(tmp_path, make):
+    trainer = make(tmp_path, lamina.LayerMonitor(str(tmp_path / "run"), every=2))
+    naive = Naively(trainer.model, step=2)
+    trainer.add_callback(naive)
+    trainer.train()
+    check(tmp_path / "run", naive, step=2)
+    if make is sft:
+        check_losses(trainer, tmp_path / "run")
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
