@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,8 @@ from lamina.core.initializers import BRANCH_OUT, INITIALIZERS, WITH_GAIN, check
 from lamina.errors import UserError
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import LaminaNorm, Terms, adapter_of
-from lamina.modeling.parts import body_of, sublayers
+from lamina.modeling.parts import body_of, sublayers, temporary_hooks
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -140,14 +139,15 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
     roles = {**ROLES, **adapter.roles}
     common = {"num_layers": len(base.layers), "hidden_size": config.hidden_size}
     wirings = {
-        f"{prefix}backbone.{adapter.layers}.{index}.{name}.": (index, name, residual.sublayer)
+        f"{prefix}backbone.{adapter.layers}.{index}.{name}": (index, name, residual.sublayer)
         for index, name, residual in sublayers(base)
     }
+    depth = len(next(iter(wirings)).split("."))
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
         holder = owner.rpartition(".")[2] if last in ("weight", "bias") else last
-        place = next((w for p, w in _prefixes(name, wirings)), None)
+        place = wirings.get(".".join(name.split(".")[:depth]))
         if isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2:
             role = "bias" if last == "bias" and isinstance(modules[owner], nn.Linear | nn.Conv2d) else "vector"
         elif place is not None:
@@ -159,17 +159,9 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
         yield Weight(name=name, parameter=parameter, role=role, layer=layer, sublayer=sublayer, wiring=wiring, **common)
 
 
-def _prefixes(name: str, wirings: Mapping[str, T]) -> Iterator[tuple[str, T]]:
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        key = ".".join(parts[:end]) + "."
-        if key in wirings:
-            yield key, wirings[key]
-
-
 @torch.no_grad()
-def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None) -> list[float]:
-    """Set the omega of every sub-layer in one forward pass in training mode. Returns them, first to last.
+def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None) -> None:
+    """Set the omega of every sub-layer in one forward pass in training mode.
 
     omega_1 = 1 and omega_{i+1} = sqrt(Var(omega_i x_i) + Var(f_i(x_i))), the variance over all elements of the tensor
     (Liu et al. 2020, arXiv 2004.08249, Eq 5 with the code's leading 1). omega_i is set before sub-layer i runs,
@@ -188,7 +180,6 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     if input_ids is None:
         input_ids = random_inputs(base, 8, 64, torch.Generator().manual_seed(0))
     omegas = [1.0]
-    handles = []
 
     def before(residual: nn.Module, args: object) -> None:
         assert isinstance(residual.skip_scale, nn.Parameter)
@@ -198,17 +189,15 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
         variances = [term.float().var(correction=0) for term in (terms.skip, terms.output)]
         omegas.append(float((variances[0] + variances[1]).sqrt()))
 
-    for residual in residuals:
-        handles += [residual.register_forward_pre_hook(before), residual.register_terms_hook(after)]
     was_training = model.training
     model.train()
     try:
-        base(**{base.main_input_name: input_ids.to(next(model.parameters()).device)}, use_cache=False)
+        with temporary_hooks() as hooks:
+            for residual in residuals:
+                hooks += [residual.register_forward_pre_hook(before), residual.register_terms_hook(after)]
+            base(**{base.main_input_name: input_ids.to(next(model.parameters()).device)}, use_cache=False)
     finally:
         model.train(was_training)
-        for handle in handles:
-            handle.remove()
-    return omegas[:-1]
 
 
 def random_inputs(base: PreTrainedModel, items: int, tokens: int, generator: torch.Generator) -> torch.Tensor:

@@ -56,13 +56,10 @@ class WidthScaling:
         multiplier = table.multiplier[index]
         return multiplier + table.std[index], multiplier + getattr(table, alignment)[index]
 
-    def constant(self, kind: Kind) -> float:
-        """Return the factor k of a kind; vectors (gains, biases, learned scales) have none."""
-        return 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
-
     def rate(self, kind: Kind, width: float) -> float:
         """Return the factor on the learning rate of a kind whose fan-in is ``width`` times that of the base."""
-        return self.constant(kind) * width ** self.exponents(kind)[1]
+        constant = 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
+        return constant * width ** self.exponents(kind)[1]
 
 
 @dataclass(frozen=True, kw_only=True)

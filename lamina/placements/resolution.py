@@ -27,17 +27,20 @@ def split_specs(text: str) -> list[str]:
     return specs.split(text, "placement")
 
 
+def _scheme_and_options(spec: str, /, **more: object) -> tuple[Placement, dict[str, object]]:
+    target, options = parse_spec(spec)
+    written = {option: as_written(option, value) for option, value in {**options, **more}.items()}
+    return (get(target) if isinstance(target, str) else target), written
+
+
 def find(spec: str) -> Placement:
     """Return the placement that a spec names, without its options. Raises UserError that suggests the nearest name."""
-    target, _ = parse_spec(spec)
-    return get(target) if isinstance(target, str) else target
+    return _scheme_and_options(spec)[0]
 
 
 def check_spec(spec: str) -> None:
     """Raise UserError for an unknown placement, an unknown option, or a value that the option does not take."""
-    target, options = parse_spec(text("placement", spec))
-    scheme = get(target) if isinstance(target, str) else target
-    _check_options(scheme, {option: as_written(option, value) for option, value in options.items()})
+    _check_options(*_scheme_and_options(text("placement", spec)))
 
 
 def resolve(name: str, num_layers: int, **options: object) -> Plan:
@@ -48,9 +51,7 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
     option (suggesting the nearest) and a value that the option does not take.
     """
     whole_number("num_layers", num_layers)
-    target, in_brackets = parse_spec(text("placement", name))
-    scheme = get(target) if isinstance(target, str) else target
-    options = {option: as_written(option, value) for option, value in {**in_brackets, **options}.items()}
+    scheme, options = _scheme_and_options(text("placement", name), **options)
     _check_options(scheme, options)
     own = {option.name for option in scheme.options}
     plan = scheme.make(num_layers, **{k: v for k, v in options.items() if k in own})

@@ -123,17 +123,6 @@ def test_a_fresh_process_without_the_package_computes_the_same_logits(saved, tmp
     assert {result["module"] for result in results.values()} == {"transformers_modules"}
 
 
-def test_a_learned_alpha_survives_a_reload(tmp_path):
-    model = lamina.build(llama(3), "keel", learnable_alpha=True)
-    with torch.no_grad():
-        model.model.layers[2].attention.skip_scale.fill_(1.25)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.model.layers[2].attention.skip_scale.item() == 1.25
-    assert again.model.layers[2].feed_forward.skip_scale.item() == 6
-    assert again.model.layers[0].attention.skip_scale == 1.0
-
-
 def test_a_removed_layer_leaves_the_others_their_plan(tmp_path):
     model = lamina.build(llama(4), "mix_ln", alpha=0.5)
     assert [b.attention.post_norm is not None for b in model.model.layers] == [True, True, False, False]

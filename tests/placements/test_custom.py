@@ -87,11 +87,8 @@ def test_a_spec_of_another_form_is_refused(spec):
 
 
 def test_a_list_of_specs_is_split_outside_the_brackets():
-    assert split_specs("pre_ln, mix_ln(alpha=0.5, final_norm=false),keel") == [
-        "pre_ln",
-        "mix_ln(alpha=0.5, final_norm=false)",
-        "keel",
-    ]
+    parts = ["pre_ln", "mix_ln(alpha=0.5, final_norm=false)", "keel"]
+    assert split_specs("pre_ln, mix_ln(alpha=0.5, final_norm=false),keel") == parts
 
 
 def test_yaml_rules_give_a_plan_and_later_rules_change_the_layers_they_name(file):
@@ -139,19 +136,12 @@ def test_off_is_a_word_in_a_file_too(file, switch):
     assert resolve(file(f"qk_norm: {switch}\nrules: [{{attention: {{pre_norm: true}}}}]\n"), 2).qk_norm == "off"
 
 
-def test_a_full_plan_is_read_as_to_dict_writes_it(file):
-    plan = resolve("keel", 3)
-    again = resolve(file(yaml.safe_dump(plan.to_dict())), 3)
-    assert (again.layers, again.final_norm, again.placement) == (plan.layers, plan.final_norm, "keel")
+@pytest.mark.parametrize("name", ["keel", "deepnorm"])
+def test_a_full_plan_is_read_as_to_dict_writes_it_and_for_no_other_depth(file, name):
+    plan, path = resolve(name, 3), file(yaml.safe_dump(resolve(name, 3).to_dict()))
+    again = resolve(path, 3)
+    assert (again.layers, again.final_norm, again.placement) == (plan.layers, plan.final_norm, name)
     assert again.initialization == plan.initialization
-
-
-def test_a_full_plan_keeps_the_initialisation_that_it_names(file):
-    assert resolve(file(yaml.safe_dump(resolve("deepnorm", 2).to_dict())), 2).initialization == "deepnorm"
-
-
-def test_a_full_plan_for_another_depth_is_refused(file):
-    path = file(yaml.safe_dump(resolve("keel", 3).to_dict()))
     with pytest.raises(UserError, match=r"3 layers, num_layers is 4"):
         resolve(path, 4)
 

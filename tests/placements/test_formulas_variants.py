@@ -81,3 +81,25 @@ def test_keels_ablations_have_a_learned_vector_on_the_branchs_input(variant, for
 def test_the_learned_vectors_of_keels_ablations_start_at_one(variant):
     for pair in learned_gains(lamina.build(llama(2), "keel", variant=variant, first_layer="keel")):
         assert all(torch.equal(gain, torch.ones(32)) for gain in pair)
+
+
+def test_keels_third_ablation_is_keel():
+    """LN(alpha x + F(b * LN(x))) with a learned b and a norm without a gain: b is Keel's inner gain."""
+    config = llama(3)
+    keel = lamina.build(config, "keel", head="causal_lm")
+    ablation = lamina.build(config, "keel(variant=scale_gain_norm)", head="causal_lm")
+    state = {
+        name: torch.rand_like(value) + 0.5 if value.ndim == 1 else value for name, value in keel.state_dict().items()
+    }
+    keel.load_state_dict(state)
+    blocks = range(1, 3)  # the first block is the same in both
+    renamed = {
+        f"model.backbone.layers.{i}.{part}.pre_norm.weight": f"model.backbone.layers.{i}.{part}.pre_scale"
+        for i in blocks
+        for part in ("attention", "feed_forward")
+    }
+    ablation.load_state_dict({renamed.get(name, name): value for name, value in state.items()})
+    ids = torch.randint(0, config.vocab_size, (2, 9))
+    torch.testing.assert_close(ablation(ids).logits, keel(ids).logits, rtol=0, atol=1e-6)
+    assert sum(p.numel() for p in ablation.parameters()) == sum(p.numel() for p in keel.parameters())
+    assert "is Keel itself" in " ".join(option.help for option in lamina.placements.get("keel").options)

@@ -65,21 +65,6 @@ def test_only_fusenorm_and_b2t_change_what_the_skip_carries_and_only_before_the_
     assert carried == {("stream", {"fusenorm": "block_input", "b2t": "both"}.get(name, "stream"))}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "admin"])
-def test_the_built_model_has_the_plans_scales_as_plain_numbers(name):
-    for index, block in enumerate(lamina.build(llama(3), name).model.layers):
-        scales = (block.attention.skip_scale, block.feed_forward.skip_scale, block.attention.pre_scale)
-        assert scales == pytest.approx(expected_scales(name, index, 3), rel=1e-12)
-        assert not any(isinstance(scale, torch.Tensor) for scale in scales)
-
-
-@pytest.mark.parametrize(("num_layers", "alpha"), [(12, 2.21336), (24, 2.63215), (32, 2.82843), (64, 3.36359)])
-def test_deepnorms_alpha_is_the_papers(num_layers, alpha):
-    for layer in resolve("deepnorm", num_layers=num_layers).layers:
-        assert layer.attention.skip_scale == pytest.approx(alpha, abs=5e-6)
-        assert layer.feed_forward.skip_scale == pytest.approx(alpha, abs=5e-6)
-
-
 def test_keels_alpha_counts_sublayers_and_can_be_learned():
     assert resolve("keel", num_layers=256).layers[-1].attention.skip_scale == 512.0
     model = built("keel", 4, learnable_alpha=True)

@@ -16,12 +16,12 @@ NAMES = lamina.placements.names()
 SIX_SIGMA = {"rel": 0.02}
 WIDTH, INNER, KEY_VALUE_WIDTH = 96, 160, 48
 ROLES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PLAIN = {"peri_ln", "keel", "layernorm_scaling"}  # what their papers use; FuseNorm's trains all its baselines scaled
+PLAIN = ["keel", "layernorm_scaling", "peri_ln"]  # what their papers use; FuseNorm's trains all its baselines scaled
 
 
-def initial(name, num_layers, seed=0, **options):
+def initial(name, num_layers, **options):
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": 512, "tie_word_embeddings": False}
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return lamina.build(llama(num_layers, **sizes), name, **options)
 
 
@@ -71,7 +71,7 @@ def test_fusenorm_divides_the_two_output_projections_by_the_root_of_twice_the_nu
     assert_starts_from(initial("fusenorm", num_layers), 0.02, output_std=0.02 / math.sqrt(2 * num_layers))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name in PLAIN])
+@pytest.mark.parametrize("name", PLAIN)
 def test_the_plain_placements_start_every_matrix_from_the_same_standard_deviation(name):
     model = initial(name, 12)
     assert_starts_from(model, 0.02)
@@ -79,14 +79,7 @@ def test_the_plain_placements_start_every_matrix_from_the_same_standard_deviatio
         assert matrix.std().item() == pytest.approx(0.02, **SIX_SIGMA)
 
 
-@pytest.mark.parametrize("name", ["pre_ln", "post_ln", "mix_ln", "fusenorm", "keel"])
-def test_the_initializers_by_name_do_the_same_for_every_placement(name):
-    assert_starts_from(initial(name, 12, init="normal"), 0.02)
-    assert_starts_from(initial(name, 12, init="scaled"), 0.02, output_std=0.02 / math.sqrt(24))
-    assert_starts_from(initial(name, 12, init="small"), math.sqrt(2 / (5 * WIDTH)))
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name in {"hybridnorm", "hybridnorm_star"}])
+@pytest.mark.parametrize("name", ["hybridnorm", "hybridnorm_star"])
 def test_hybridnorm_starts_from_the_megatron_init_of_its_paper(name):
     """arXiv 2503.04598: std 1 / sqrt(2.5 d), truncated at 3 sigma; the output projections divided by sqrt(2 N).
 
@@ -108,10 +101,3 @@ def test_every_gain_of_a_norm_starts_at_one_and_every_bias_at_zero(name):
             seen += 1
             assert (parameter == (0.0 if key.endswith("bias") else 1.0)).all(), key
     assert seen >= 4
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_seed_decides_the_weights(name):
-    first, same, other = (initial(name, 1, seed=seed).state_dict() for seed in (0, 0, 1))
-    assert all(torch.equal(first[key], same[key]) for key in first)
-    assert not all(torch.equal(first[key], other[key]) for key in first)

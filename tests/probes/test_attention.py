@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from probes.tiny import albert, bert, blocks, gemma2, llama, value
+from probes.tiny import TEXT, albert, bert, blocks, gemma2, llama, value, vit
 from torch import nn
 
 from lamina.errors import UserError
@@ -167,12 +167,7 @@ def test_attention_of_another_make_is_seen_too():
 
 
 def test_a_vision_model_has_attention():
-    from transformers import ViTConfig, ViTModel
-
-    config = ViTConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4
-    )
-    model, images = ViTModel(config).eval(), torch.randn(4, 3, 16, 16)
+    model, images = vit(), torch.randn(4, 3, 16, 16)
     frame = probe(model, ["attention"], images, tolerance=0.0)["attention"]
     for layer, weights in enumerate(own_weights(model, pixel_values=images)):
         expect(frame, layer, weights, torch.ones(17, 17).bool())
@@ -198,9 +193,8 @@ def test_a_key_far_below_the_best_is_still_seen():
 def test_a_model_without_attention_is_refused():
     from transformers import MambaConfig, MambaForCausalLM
 
-    model = MambaForCausalLM(
-        MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4)
-    ).eval()
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4}
+    model = MambaForCausalLM(MambaConfig(**sizes)).eval()
     with pytest.raises(UserError, match="attention: no layer takes a softmax over keys"):
         measure(model, blocks())
 
@@ -217,9 +211,8 @@ def test_figures_and_sentences_are_made_of_any_result():
 def test_a_layer_that_takes_two_softmaxes_has_the_mean_of_all_their_heads():
     from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 61}
     torch.manual_seed(0)
-    model = DiffLlamaForCausalLM(DiffLlamaConfig(hidden_size=32, intermediate_size=48, **sizes)).eval()
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**TEXT, num_key_value_heads=2, num_hidden_layers=2)).eval()
     frame = measure(model, blocks())
     heads = frame[(frame.role == "head") & (frame.metric == "entropy")].groupby("layer")["value"].mean()
     means = frame[(frame.role == "all") & (frame.metric == "entropy")].set_index("layer")["value"]

@@ -144,16 +144,12 @@ def test_the_last_gradient_is_the_models_and_below_its_bound(placement, statemen
     block = model.model.backbone.layers[-1]
     residual = block.feed_forward
     watched = {"down": down_of(model), "block": block, "norm": residual.post_norm or residual.out_norm}
-    hooks = [
-        module.register_forward_hook(lambda module, args, output, name=name: kept.update({name: (args[0], output)}))
-        for name, module in watched.items()
-        if module is not None
-    ]
+    for name, module in watched.items():
+        if module is not None:
+            module.register_forward_hook(lambda module, args, output, name=name: kept.update({name: (args[0], output)}))
     logits = model(input_ids=ids).logits[:, :-1]
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     by_w, by_o = torch.autograd.grad(loss, [down_of(model).weight, kept["block"][1]])
-    for hook in hooks:
-        hook.remove()
     right = kept["down"][0].detach().norm(dim=-1) * by_o.norm(dim=-1)
     if "norm" in kept:
         gain = float(watched["norm"].weight.detach().abs().max())
@@ -180,9 +176,7 @@ def test_the_token_ratio_of_transformers_own_models(name):
 
 def test_layer_norms_are_bounded_by_the_standard_deviation():
     """A LayerNorm takes the mean off: with ||x + a|| in the place of the deviation the bound would not hold."""
-    model = lamina_model(
-        "post_ln", scale=0.02
-    )  # branches so small that the skip's mean of 20 stays what there is most of
+    model = lamina_model("post_ln", scale=0.02)  # its branches are small against the skip's mean of 20
     for block in model.model.backbone.layers:
         for part in (block.attention, block.feed_forward):
             part.post_norm = shifted(part.post_norm.weight)
@@ -200,22 +194,15 @@ def shifted(weight):
 def branch_variances(model, ids):
     """Var of each sub-layer's contribution, and of the input and skip of its post-norm, by (layer, kind)."""
     found, sums = {}, {}
-    hooks = []
     for index, block in enumerate(model.model.backbone.layers):
         for kind in ("attention", "feed_forward"):
             part, key = getattr(block, kind), (index, kind)
             source = part.out_norm or part.module
-            hooks.append(
-                source.register_forward_hook(lambda module, args, output, key=key: found.update({key: output}))
-            )
+            source.register_forward_hook(lambda module, args, output, key=key: found.update({key: output}))
             if part.post_norm is not None:
-                hooks.append(
-                    part.post_norm.register_forward_pre_hook(lambda m, args, key=key: sums.update({key: args[0]}))
-                )
+                part.post_norm.register_forward_pre_hook(lambda m, args, key=key: sums.update({key: args[0]}))
     with torch.no_grad():
         model(input_ids=ids)
-    for hook in hooks:
-        hook.remove()
 
     def variance(x):
         return float(np.var(x[0].double().numpy(), axis=-1).mean())
@@ -357,8 +344,6 @@ def test_an_exponent_that_the_layers_do_not_determine_is_none():
         (layer, "block", "fusenorm_eq_9", 0, metric, 1.0, 0.1) for layer in range(3) for metric in ("left", "ratio")
     ]
     said = Bounds().sentences(pd.DataFrame(rows, columns=COLUMNS))
-    assert (
-        "How ||J - I|| goes with sigma_l can't be told from 3 layers (the exponent is 32 ± 20; the paper has -1)."
-        in said
-    )
+    unknown = "How ||J - I|| goes with sigma_l can't be told from 3 layers (the exponent is 32 ± 20; the paper has -1)."
+    assert unknown in said
     assert "||J - I|| goes as (l + 1)^(-0.51 ± 0.03); the paper has -0.5." in said

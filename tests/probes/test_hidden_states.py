@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from probes.tiny import albert, bert, blocks, llama, outputs, states, value
+from probes.tiny import albert, bert, blocks, llama, outputs, states, value, vit
+from transformers import ViTForImageClassification
 
 import lamina
 from lamina.probes.engine.context import Context
@@ -280,11 +281,9 @@ def test_shared_layers_each_have_a_state():
 
 
 def test_a_vision_model_has_states_and_no_tokens():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4)).eval()
-    frame = probe(model, ["hidden_states"], torch.randn(4, 3, 16, 16), tolerance=0.0)["hidden_states"]
+    frame = probe(vit(ViTForImageClassification), ["hidden_states"], torch.randn(4, 3, 16, 16), tolerance=0.0)[
+        "hidden_states"
+    ]
     assert set(frame.loc[frame["role"] == "state", "layer"]) >= {0, 1, 2}
     assert frame["token"].isna().all()
 

@@ -28,12 +28,12 @@ CAUSAL = [name for name, (_, kind, _) in MODELS.items() if "CausalLM" in kind or
 MASKED = [name for name, (_, kind, _) in MODELS.items() if "MaskedLM" in kind]
 
 
+@torch.no_grad()
 def built(placement, num_layers=4):
     model = stir(lamina.build(LlamaConfig(**CONFIG), placement, num_layers=num_layers).eval())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.3)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, 0.3)
     return model
 
 
@@ -364,21 +364,14 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
         registry.make("layer_drop(task=nothere)")
 
 
-def test_a_model_of_one_layer_has_none_to_drop():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, **sizes))
-    with pytest.raises(UserError, match="without its one layer there is no model"):
-        probe(model, "layer_drop", torch.randint(0, 61, (2, 8)))
-
-
 def test_what_a_model_cannot_give_is_refused():
     model = small_model("llama")
     with pytest.raises(UserError, match="block: 3 of 3 layers leaves none"):
         probe(model, "layer_drop(block=3)", small_inputs(model)["input_ids"])
     with pytest.raises(UserError, match="no head that predicts tokens"):
         probe(model.model, "layer_drop", small_inputs(model)["input_ids"])
+    with pytest.raises(UserError, match="without its one layer there is no model"):
+        probe(built("pre_ln", num_layers=1), "layer_drop", small_inputs(model)["input_ids"])
     images = small_model("vit")
     with pytest.raises(UserError, match="no head that predicts tokens"):
         probe(images, "layer_drop", small_inputs(images)["pixel_values"])
@@ -410,10 +403,8 @@ def test_sentences_name_the_layers_that_could_go():
     assert "Layers that could be dropped, one at a time: 2-3" in said[1]
     assert "drop layer 3 first, the measured harm the same" in said[2]
     assert "correlation of 1.00" in said[2]
-    assert (
-        LayerDrop().sentences(_frame([0.3] * 4))[0]
-        == "Dropping any one layer does equal harm (loss increase 0.3 nats)."
-    )
+    equal = LayerDrop().sentences(_frame([0.3] * 4))[0]
+    assert equal == "Dropping any one layer does equal harm (loss increase 0.3 nats)."
     both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
     assert "its branches set to zero, its norms kept" in both
     assert "No layer could be dropped unnoticed" in both

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from probes.tiny import albert, bert, blocks, gemma2, llama, states, value
+from probes.tiny import albert, bert, blocks, gemma2, llama, states, value, vit
 
 import lamina
 from lamina.errors import UserError
@@ -156,15 +156,10 @@ def test_so_many_tokens_as_asked_for():
 
 
 def test_models_without_a_vocabulary_are_refused_in_one_line():
-    from transformers import ViTConfig, ViTModel
-
     with pytest.raises(UserError, match="logit_lens: LlamaModel has no head over a vocabulary"):
         measure(llama().model, blocks())
-    config = ViTConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4
-    )
     with pytest.raises(UserError, match="logit_lens"):
-        probe(ViTModel(config), ["logit_lens"], torch.randn(2, 3, 16, 16), tolerance=0.0)
+        probe(vit(), ["logit_lens"], torch.randn(2, 3, 16, 16), tolerance=0.0)
     with pytest.raises(UserError, match="mask token"):
         measure(bert(), blocks())
 

@@ -10,6 +10,8 @@ from transformers import (
     Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    ViTConfig,
+    ViTModel,
 )
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -33,6 +35,11 @@ def gemma2(**more):
     return Gemma2ForCausalLM(
         Gemma2Config(**SIZES, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, **more)
     ).eval()
+
+
+def vit(cls=ViTModel):
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    return cls(ViTConfig(**sizes, num_hidden_layers=2, image_size=16, patch_size=4)).eval()
 
 
 def blocks(sequences=6, tokens=16, vocabulary=61):
