@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
 import lamina.api
-from lamina.api import given
+from lamina.core import values
+from lamina.jobs.catalog import JOBS
 
 STUB = Path(lamina.api.__file__).with_suffix(".pyi")
 TYPES = ("Examples", "Names", "Numbers", "PathLike", "Text")
@@ -19,11 +21,6 @@ from typing import Literal
 
 import pandas as pd
 
-from lamina.api.given import Examples as Examples
-from lamina.api.given import Names as Names
-from lamina.api.given import Numbers as Numbers
-from lamina.api.given import PathLike as PathLike
-from lamina.api.given import Text as Text
 from lamina.api.models import backbones as backbones
 from lamina.api.models import convert as convert
 from lamina.api.models import diagnose as diagnose
@@ -34,16 +31,17 @@ from lamina.api.results import Diagnosis as Diagnosis
 from lamina.api.results import RunResult as RunResult
 from lamina.api.results import StudyOutcome as StudyOutcome
 from lamina.core.json_types import Json
+from lamina.core.values import Examples, Names, Numbers, PathLike, Text
 from lamina.jobs.folder import Resume
 
-HOME: dict[str, tuple[str, ...]]
+WRITTEN: tuple[str, ...]
 '''
 
 
 def text() -> str:
     """The whole stub."""
-    names = [name for names in lamina.api.HOME.values() for name in names]
-    jobs = {name: function for name in names if hasattr(function := getattr(lamina.api, name), "record")}
+    names = [row.function_name for row in JOBS.values()]
+    jobs = {name: getattr(lamina.api, name) for name in names}
     return HEAD + "".join(f"\n{declaration(name, inspect.signature(job))}" for name, job in jobs.items())
 
 
@@ -53,17 +51,17 @@ def declaration(name: str, signature: inspect.Signature) -> str:
         f"    {p.name}: {written(p.annotation)} = {p.default!r},".replace("'", '"')
         for p in signature.parameters.values()
     ]
-    about = str(getattr(lamina.api, name).__doc__)
+    about = textwrap.indent(str(getattr(lamina.api, name).__doc__), "    ").strip()
     head = [f"def {name}(", "    *,", *lines, f") -> {written(signature.return_annotation)}:"]
-    return "\n".join([*head, f'    """{about}"""']) + "\n"
+    return "\n".join([*head, f'    """{about}\n    """']) + "\n"
 
 
 def written(kind: object) -> str:
     """A type as the stub writes it."""
     for name in TYPES:
-        if kind == getattr(given, name):
+        if kind == getattr(values, name):
             return name
-        if kind == getattr(given, name) | None:
+        if kind == getattr(values, name) | None:
             return f"{name} | None"
     if isinstance(kind, str):
         return kind

@@ -9,7 +9,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 from lamina import auto_classes
+from lamina.api import WRITTEN
 from lamina.core import peft_targets
+from lamina.jobs.catalog import JOBS
 
 if TYPE_CHECKING:
     from lamina import (  # noqa: F401
@@ -24,61 +26,16 @@ if TYPE_CHECKING:
         studies,
         training,
     )
-    from lamina.api import (
-        backbones,
-        compare,
-        convert,
-        coord_check,
-        diagnose,
-        dpo,
-        evaluate,
-        generate,
-        max_lr,
-        preflight,
-        pretrain,
-        probe_folder,
-        report,
-        reward,
-        rlhf,
-        sft,
-        study,
-        transfer,
-    )
+    from lamina.api import *  # noqa: F403
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
     from lamina.training.monitor.watch import LayerMonitor, watch
 
-    eval = evaluate
+    eval = api.evaluate
 
 __version__ = "0.1.0"
-__all__ = [
-    "LayerMonitor",
-    "__version__",
-    "backbones",
-    "build",
-    "compare",
-    "convert",
-    "coord_check",
-    "diagnose",
-    "dpo",
-    "eval",
-    "evaluate",
-    "generate",
-    "max_lr",
-    "placements",
-    "preflight",
-    "pretrain",
-    "probe",
-    "probe_folder",
-    "report",
-    "reward",
-    "rlhf",
-    "sft",
-    "study",
-    "transfer",
-    "watch",
-    "wire",
-]
+_FUNCTIONS = sorted({*(row.function_name for row in JOBS.values()), *WRITTEN})
+__all__ = ["LayerMonitor", "__version__", "build", "eval", "placements", "probe", "watch", "wire", *_FUNCTIONS]
 
 _ELSEWHERE = {
     "build": "lamina.modeling.building",

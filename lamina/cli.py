@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
 import sys
 import traceback
 
-from lamina.commands.catalog import COMMANDS
+from lamina.commands.catalog import COMMANDS, run
 from lamina.core.terminal import Printing, one_line
 from lamina.errors import UserError, is_reported, nearest, out_of_memory, shortened
 from lamina.jobs.signals import interruptible_imports
@@ -79,7 +78,7 @@ def _main(argv: list[str]) -> int:
         # Remarks of Trainer and the tokenizers are for developers; we print what users must know ourselves.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        return importlib.import_module(f"lamina.commands.{name.replace('-', '_')}").run(rest) or 0
+        return run(name, rest)
     except UserError as error:
         return _fail(str(error), 2, reported=is_reported(error))
     except KeyboardInterrupt:

@@ -2,10 +2,9 @@
 
 import re
 import shlex
-from importlib import import_module
 from pathlib import Path
 
-from lamina.commands.catalog import COMMANDS
+from lamina.commands.catalog import COMMANDS, parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -30,7 +29,7 @@ def lines_of(code):
 
 def help_commands(name):
     """Each example of a command's help, without what is said beside it, on one line."""
-    examples = import_module(f"lamina.commands.{name.replace('-', '_')}").parser().examples
+    examples = parser(name).examples
     return [re.split(r"\s{4,}", line.strip())[0] for line in joined(examples) if line.strip()]
 
 

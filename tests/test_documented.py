@@ -72,7 +72,7 @@ def test_what_a_page_says_to_type_runs_as_it_stands(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     if page.endswith("--help"):  # most of the time; the pages' own lines write theirs
-        monkeypatch.setattr("lamina.api.pages.write_page_once", lambda folder: None)
+        monkeypatch.setattr("lamina.api.job_functions.write_page", lambda folder: None)
     parts = [(language, said) for language, said in TYPED[page] if is_run(said)]
     if page in FULL:
         pytest.importorskip("trl")

@@ -7,49 +7,21 @@ from __future__ import annotations
 
 from importlib import import_module
 
-HOME = {
-    "comparing": ("compare",),
-    "judging": ("study",),
-    "limits": ("max_lr",),
-    "widths": ("coord_check", "transfer"),
-    "runs": ("pretrain", "preflight"),
-    "stages": ("sft", "reward", "rlhf", "dpo"),
-    "measuring": ("evaluate", "probe_folder"),
-    "models": ("backbones", "convert", "diagnose", "generate", "report"),
-    "results": ("Comparison", "Diagnosis", "RunResult", "StudyOutcome"),
-}
-"""Which module of this package has which public names."""
+from lamina.jobs.catalog import JOBS
 
-__all__ = [
-    "Comparison",
-    "Diagnosis",
-    "RunResult",
-    "StudyOutcome",
-    "backbones",
-    "compare",
-    "convert",
-    "coord_check",
-    "diagnose",
-    "dpo",
-    "evaluate",
-    "generate",
-    "max_lr",
-    "preflight",
-    "pretrain",
-    "probe_folder",
-    "report",
-    "reward",
-    "rlhf",
-    "sft",
-    "study",
-    "transfer",
-]
+WRITTEN = ("backbones", "convert", "diagnose", "generate", "report")  # the functions that are no job's
+_RESULTS = ("Comparison", "Diagnosis", "RunResult", "StudyOutcome")
+__all__ = sorted([*(row.function_name for row in JOBS.values()), *WRITTEN, *_RESULTS])
 
 
 def __getattr__(name: str) -> object:
-    for module, names in HOME.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
+    for row in JOBS.values():
+        if row.function_name == name:
+            from lamina.api.job_functions import function_of
+
+            return function_of(row)
+    if name in (*WRITTEN, *_RESULTS):
+        return getattr(import_module(f"{__name__}.{'models' if name in WRITTEN else 'results'}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -4,11 +4,6 @@ from typing import Literal
 
 import pandas as pd
 
-from lamina.api.given import Examples as Examples
-from lamina.api.given import Names as Names
-from lamina.api.given import Numbers as Numbers
-from lamina.api.given import PathLike as PathLike
-from lamina.api.given import Text as Text
 from lamina.api.models import backbones as backbones
 from lamina.api.models import convert as convert
 from lamina.api.models import diagnose as diagnose
@@ -19,9 +14,10 @@ from lamina.api.results import Diagnosis as Diagnosis
 from lamina.api.results import RunResult as RunResult
 from lamina.api.results import StudyOutcome as StudyOutcome
 from lamina.core.json_types import Json
+from lamina.core.values import Examples, Names, Numbers, PathLike, Text
 from lamina.jobs.folder import Resume
 
-HOME: dict[str, tuple[str, ...]]
+WRITTEN: tuple[str, ...]
 
 def compare(
     *,
@@ -73,7 +69,7 @@ def compare(
     eval_steps: int | None = None,
     eval_blocks: int = 256,
     eval_corpus: Text | None = None,
-    eval_tasks: str | None = None,
+    eval_tasks: Names | None = None,
     eval_task_limit: int = 100,
     eval_data_dir: PathLike | None = None,
     save_steps: int = 0,
@@ -102,84 +98,38 @@ def compare(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Comparison:
-    """Train placements side by side, as `lamina compare` does; ``settings`` are its flags with underscores.
+    """Train placements side by side on your text; OUTPUT/report.html shows which is best, which failed, and why.
 
-    Returns the rows of results.csv and the page, OUTPUT/report.html. ``placements``, ``learning_rates`` and ``seeds``
-    may also be lists, ``corpus`` a path, a list of paths or texts, or a datasets.Dataset. The worker processes do not
-    import the calling script.
-
-    >>> import lamina
-    >>> lamina.compare(placements=["pre_ln", "kel"])
-    Traceback (most recent call last):
-    ...
-    lamina.errors.UserError: unknown placement 'kel'; did you mean 'keel'? (allowed: admin, ...)
+    As `lamina compare` does; the keywords are its settings. Returns the rows of results.csv and the page.
+    ``placements``, ``learning_rates`` and ``seeds`` may also be lists, ``corpus`` a path, a list of paths or
+    texts, or a datasets.Dataset. The worker processes do not import the calling script.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
         TrialsFailed: (a UserError) if every trial failed; the page is still written.
     """
 
-def study(
+def preflight(
     *,
-    study: PathLike | None = None,
-    scale: Literal["cpu", "gpu", "paper"] = "cpu",
-    store: PathLike = "runs/trials",
-    records: PathLike | None = None,
-    output: PathLike | None = None,
-    workers: int | None = None,
-    threads: int | None = 1,
-    seeds: str | None = None,
-    corpus: Text | None = None,
-    set: Json = {},
-    engine: Literal["local", "ray"] = "local",
-    address: str | None = None,
-    gpus: float = 0.0,
-    processes: int = 1,
-    record: bool = False,
-    resume: Resume = False,
-    overwrite: bool = False,
-    bar: bool = True,
-) -> StudyOutcome:
-    """Run a study and judge its claims, as `lamina study run` does; ``settings`` are its flags with underscores.
-
-    ``study`` is a name of the catalog or the YAML file of your own; OUTPUT/report.html is the page.
-
-    Raises:
-        UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, an
-            output folder in use, a claim over something that was not measured.
-    """
-
-def max_lr(
-    *,
-    placements: Names = "post_ln,pre_ln,keel",
-    max_learning_rate: float = 0.15,
+    placements: Names = "pre_ln",
+    learning_rates: Numbers = "5e-3",
     backbone: PathLike = "llama-nano",
     num_layers: int | None = None,
     hidden_size: int | None = None,
     num_heads: int | None = None,
-    untie_embeddings: bool = False,
-    init: str = "same:small_scaled",
+    init: str = "recommended",
     corpus: Text = "embedded",
     text_field: str = "text",
     tokenizer: PathLike = "bytes",
     sequence_length: int = 64,
     eval_fraction: float = 0.05,
-    objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = "auto",
-    mask_ratio: float = 0.3,
-    image_size: int | None = None,
-    patch_size: int | None = None,
-    center_crop: float = 1.0,
-    crop_scale: float = 1.0,
-    flip: float = 0.0,
-    rand_augment: float = 0.0,
-    random_erasing: float = 0.0,
-    repeated_augmentation: int = 1,
-    mixup: float = 0.0,
-    cutmix: float = 0.0,
-    label_smoothing: float = 0.0,
-    steps: int = 300,
+    streaming: bool = False,
+    shuffle_buffer: int = 2048,
+    steps: int = 100,
     batch_size: int = 16,
     gradient_accumulation: int = 1,
+    min_learning_rate: float = 0.1,
+    warmup: float = 0.1,
     weight_decay: float = 0.1,
     beta1: float = 0.9,
     beta2: float = 0.95,
@@ -187,185 +137,29 @@ def max_lr(
     max_grad_norm: float = 1.0,
     width_scaling: str = "none",
     base_width: int | None = None,
-    k_embedding: float = 1.0,
-    k_hidden: float = 1.0,
-    k_readout: float = 1.0,
-    drop_path: float = 0.0,
-    ema_decay: float = 0.0,
-    logging_steps: int | None = None,
-    eval_steps: int | None = None,
-    eval_blocks: int = 256,
-    eval_corpus: Text | None = None,
-    eval_tasks: str | None = None,
-    eval_task_limit: int = 100,
-    eval_data_dir: PathLike | None = None,
-    save_steps: int = 0,
-    keep: int = 2,
-    monitor_blocks: int | None = None,
-    probe_every: int = 0,
-    probes: Names = "hidden_states,angular_distance,gradients",
-    stuck_margin: float = 0.1,
     expert_balance: Literal["auto", "none", "bias", "loss"] = "auto",
-    expert_balance_rate: float = 0.001,
-    gradient_checkpointing: bool = False,
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
-    compile: Literal["auto", "on", "off"] = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    seed: int = 0,
+    sequences: int = 16,
     threads: int | None = None,
-    report_to: str = "none",
-    trainer: Json = {},
-    window: int = 8,
-    spike_margin: float = 0.5,
-    spike_patience: float = 0.05,
-    plateau_margin: float = 0.05,
-    plateau_factor: float = 2.0,
-    seeds: Numbers = "0,1,2",
-    output: PathLike = "runs/max-lr",
-    workers: int | None = None,
-    resume: Resume = False,
+    output: PathLike | None = None,
+    burn_in: int = 32,
+    flops: float | None = None,
     overwrite: bool = False,
     bar: bool = True,
-) -> Comparison:
-    """Find the largest learning rate of each placement, as `lamina max-lr` does; ``settings`` are its flags.
+) -> pd.DataFrame:
+    """Before a run: take its first steps at full depth, measure the layers, and say whether it will train, why, and
+    what to change. "fine" and "risky" runs learned in these steps; an "undecided" one did not yet, and its line
+    "change" says how many steps should decide; a "will not train" one is not expected to learn. The exit code is
+    0 whatever the verdict; with --strict it is 1 if any verdict is "will not train".
 
-    Returns the rows of results.csv (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of every placement and
-    seed) and the page, OUTPUT/report.html. ``placements`` and ``seeds`` may also be lists.
+    As `lamina preflight` does; the keywords are its settings. Returns one row per planned run: its verdict, the
+    reason, what to change, and the numbers behind them (docs/preflight.md). With ``output``, it also writes a
+    folder: preflight.csv, layers.parquet, preflight.json (from which `lamina report` makes the page) and
+    report.html.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
-        TrialsFailed: (a UserError) if every trial failed; the page is still written.
-    """
-
-def coord_check(
-    *,
-    placement: str = "pre_ln",
-    backbone: PathLike = "llama-nano",
-    widths: Numbers = "48,96,192,384",
-    num_layers: int = 6,
-    untie_embeddings: bool = False,
-    init: str = "recommended",
-    width_scaling: str = "standard",
-    base_width: int | None = None,
-    k_embedding: float = 1.0,
-    k_hidden: float = 1.0,
-    k_readout: float = 1.0,
-    learning_rate: float = 0.001,
-    steps: int = 3,
-    batch_size: int = 8,
-    seeds: Numbers = "0,1,2",
-    corpus: Text = "embedded",
-    text_field: str = "text",
-    tokenizer: PathLike = "bytes",
-    sequence_length: int = 64,
-    weight_decay: float = 0.1,
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-    epsilon: float = 1e-08,
-    max_grad_norm: float = 1.0,
-    output: PathLike = "runs/coord-check",
-    threads: int | None = None,
-    tolerance: float = 0.3,
-    resume: Resume = False,
-    overwrite: bool = False,
-    bar: bool = True,
-) -> Comparison:
-    """Check whether any module's output grows with the width, as `lamina coord-check` does.
-
-    Returns the rows of slopes.csv and the page, OUTPUT/report.html; OUTPUT/result.json has the verdict.
-
-    Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
-    """
-
-def transfer(
-    *,
-    backbone: PathLike = "llama-71m",
-    num_layers: int | None = None,
-    hidden_size: int | None = None,
-    num_heads: int | None = None,
-    untie_embeddings: bool = False,
-    init: str = "recommended",
-    corpus: Text = "embedded",
-    text_field: str = "text",
-    tokenizer: PathLike = "bytes",
-    sequence_length: int = 64,
-    eval_fraction: float = 0.05,
-    objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = "auto",
-    mask_ratio: float = 0.3,
-    image_size: int | None = None,
-    patch_size: int | None = None,
-    center_crop: float = 1.0,
-    crop_scale: float = 1.0,
-    flip: float = 0.0,
-    rand_augment: float = 0.0,
-    random_erasing: float = 0.0,
-    repeated_augmentation: int = 1,
-    mixup: float = 0.0,
-    cutmix: float = 0.0,
-    label_smoothing: float = 0.0,
-    steps: int = 100,
-    batch_size: int = 16,
-    gradient_accumulation: int = 1,
-    schedule: Literal["cosine", "wsd"] = "cosine",
-    min_learning_rate: float = 0.1,
-    warmup: float = 0.1,
-    decay: float = 0.2,
-    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear",
-    weight_decay: float = 0.1,
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-    epsilon: float = 1e-08,
-    max_grad_norm: float = 1.0,
-    width_scaling: str = "standard",
-    base_width: int | None = None,
-    k_embedding: float = 1.0,
-    k_hidden: float = 1.0,
-    k_readout: float = 1.0,
-    drop_path: float = 0.0,
-    ema_decay: float = 0.0,
-    logging_steps: int | None = None,
-    eval_steps: int | None = None,
-    eval_blocks: int = 256,
-    eval_corpus: Text | None = None,
-    eval_tasks: str | None = None,
-    eval_task_limit: int = 100,
-    eval_data_dir: PathLike | None = None,
-    save_steps: int = 0,
-    keep: int = 2,
-    monitor_blocks: int | None = None,
-    probe_every: int = 0,
-    probes: Names = "hidden_states,angular_distance,gradients",
-    divergence_margin: float = 1.0,
-    divergence_patience: int = 20,
-    stuck_margin: float = 0.1,
-    expert_balance: Literal["auto", "none", "bias", "loss"] = "auto",
-    expert_balance_rate: float = 0.001,
-    gradient_checkpointing: bool = False,
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
-    compile: Literal["auto", "on", "off"] = "auto",
-    threads: int | None = None,
-    report_to: str = "none",
-    trainer: Json = {},
-    placement: str = "fusenorm",
-    proxy_width: int = 64,
-    learning_rates: Numbers = "1e-3,2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2",
-    seeds: Numbers = "0",
-    output: PathLike = "runs/transfer",
-    workers: int | None = None,
-    verify_rates: Numbers = "",
-    verify_width: int | None = None,
-    best_margin: float = 0.02,
-    resume: Resume = False,
-    overwrite: bool = False,
-    bar: bool = True,
-) -> Comparison:
-    """Try learning rates on a narrow proxy and carry them over to a wide target, as `lamina transfer` does.
-
-    Returns the rows of results.csv and the page, OUTPUT/report.html; OUTPUT/transfer.json holds the interval, the
-    target's rates and the risk.
-
-    Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
-        TrialsFailed: (a UserError) if every trial failed; the page is still written.
     """
 
 def pretrain(
@@ -418,7 +212,7 @@ def pretrain(
     eval_steps: int | None = None,
     eval_blocks: int = 256,
     eval_corpus: Text | None = None,
-    eval_tasks: str | None = None,
+    eval_tasks: Names | None = None,
     eval_task_limit: int = 100,
     eval_data_dir: PathLike | None = None,
     save_steps: int = 0,
@@ -446,7 +240,7 @@ def pretrain(
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     streaming: bool = False,
     shuffle_buffer: int = 2048,
-    branches: Numbers = None,
+    branches: str | float | tuple | None = None,
     pause_step: int | None = None,
     push_to_hub: PathLike | None = None,
     rollback: int = 0,
@@ -456,59 +250,11 @@ def pretrain(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Train one model, as `lamina pretrain` does; ``settings`` are its flags with underscores.
+    """Train one model on text or images; OUTPUT/model loads with transformers' Auto classes.
 
-    Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page. ``corpus`` may also be a
-    path, a list of paths or texts, or a datasets.Dataset.
-
-    Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
-    """
-
-def preflight(
-    *,
-    placements: Names = "pre_ln",
-    learning_rates: Numbers = "5e-3",
-    backbone: PathLike = "llama-nano",
-    num_layers: int | None = None,
-    hidden_size: int | None = None,
-    num_heads: int | None = None,
-    init: str = "recommended",
-    corpus: Text = "embedded",
-    text_field: str = "text",
-    tokenizer: PathLike = "bytes",
-    sequence_length: int = 64,
-    eval_fraction: float = 0.05,
-    streaming: bool = False,
-    shuffle_buffer: int = 2048,
-    steps: int = 100,
-    batch_size: int = 16,
-    gradient_accumulation: int = 1,
-    min_learning_rate: float = 0.1,
-    warmup: float = 0.1,
-    weight_decay: float = 0.1,
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-    epsilon: float = 1e-08,
-    max_grad_norm: float = 1.0,
-    width_scaling: str = "none",
-    base_width: int | None = None,
-    expert_balance: Literal["auto", "none", "bias", "loss"] = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
-    seed: int = 0,
-    sequences: int = 16,
-    threads: int | None = None,
-    output: PathLike | None = None,
-    burn_in: int = 32,
-    flops: float | None = None,
-    overwrite: bool = False,
-    bar: bool = True,
-) -> pd.DataFrame:
-    """Say whether planned runs will train, as `lamina preflight` does; ``settings`` are its flags.
-
-    Returns one row per planned run: its verdict ("fine", "risky", "undecided" or "will not train"), the reason, what to
-    change, and the numbers behind them (docs/preflight.md). With ``output``, it also writes a folder: preflight.csv,
-    layers.parquet, preflight.json (from which `lamina report` makes the page) and report.html.
+    As `lamina pretrain` does; the keywords are its settings. Returns what result.json holds; OUTPUT/model is the
+    model, OUTPUT/report.html the page. ``corpus`` may also be a path, a list of paths or texts, or a
+    datasets.Dataset.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
@@ -567,13 +313,14 @@ def sft(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Fine-tune a model, as `lamina sft` does; ``settings`` are its flags with underscores.
+    """Fine-tune a model; OUTPUT/model chats with `lamina generate`.
 
-    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
-    model, OUTPUT/report.html the page.
+    As `lamina sft` does; the keywords are its settings. ``data`` may also be a list of rows or a
+    datasets.Dataset. Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
+            use.
     """
 
 def reward(
@@ -625,13 +372,14 @@ def reward(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Train a reward model, as `lamina reward` does; ``settings`` are its flags with underscores.
+    """Train a reward model on preferences (prompt, chosen, rejected), from a fine-tuned model.
 
-    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
-    model, OUTPUT/report.html the page.
+    As `lamina reward` does; the keywords are its settings. ``data`` may also be a list of rows or a
+    datasets.Dataset. Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
+            use.
     """
 
 def rlhf(
@@ -692,13 +440,14 @@ def rlhf(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Train a policy by reinforcement learning, as `lamina rlhf` does; ``settings`` are its flags with underscores.
+    """Train a policy by reinforcement learning, with a reward model or a function: ReMax, RLOO or GRPO.
 
-    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
-    model, OUTPUT/report.html the page.
+    As `lamina rlhf` does; the keywords are its settings. ``data`` may also be a list of rows or a
+    datasets.Dataset. Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
+            use.
     """
 
 def dpo(
@@ -751,13 +500,306 @@ def dpo(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Train a policy on preferences, as `lamina dpo` does; ``settings`` are its flags with underscores.
+    """Train a policy on preferences (prompt, chosen, rejected) directly, without a reward model.
 
-    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
-    model, OUTPUT/report.html the page.
+    As `lamina dpo` does; the keywords are its settings. ``data`` may also be a list of rows or a
+    datasets.Dataset. Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in
+            use.
+    """
+
+def coord_check(
+    *,
+    placement: str = "pre_ln",
+    backbone: PathLike = "llama-nano",
+    widths: Numbers = "48,96,192,384",
+    num_layers: int = 6,
+    untie_embeddings: bool = False,
+    init: str = "recommended",
+    width_scaling: str = "standard",
+    base_width: int | None = None,
+    k_embedding: float = 1.0,
+    k_hidden: float = 1.0,
+    k_readout: float = 1.0,
+    learning_rate: float = 0.001,
+    steps: int = 3,
+    batch_size: int = 8,
+    seeds: Numbers = "0,1,2",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike = "bytes",
+    sequence_length: int = 64,
+    weight_decay: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    output: PathLike = "runs/coord-check",
+    threads: int | None = None,
+    tolerance: float = 0.3,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Comparison:
+    """Train several widths for a few steps on one batch and see whether any module's output grows with the width.
+    Prints the exponent e of mean |x| ~ width^e: 0 is right; above 0, a wide model will blow up.
+
+    As `lamina coord-check` does; the keywords are its settings. Returns the rows of slopes.csv and the page;
+    OUTPUT/result.json has the verdict.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+    """
+
+def transfer(
+    *,
+    backbone: PathLike = "llama-71m",
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    num_heads: int | None = None,
+    untie_embeddings: bool = False,
+    init: str = "recommended",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike = "bytes",
+    sequence_length: int = 64,
+    eval_fraction: float = 0.05,
+    objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = "auto",
+    mask_ratio: float = 0.3,
+    image_size: int | None = None,
+    patch_size: int | None = None,
+    center_crop: float = 1.0,
+    crop_scale: float = 1.0,
+    flip: float = 0.0,
+    rand_augment: float = 0.0,
+    random_erasing: float = 0.0,
+    repeated_augmentation: int = 1,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+    label_smoothing: float = 0.0,
+    steps: int = 100,
+    batch_size: int = 16,
+    gradient_accumulation: int = 1,
+    schedule: Literal["cosine", "wsd"] = "cosine",
+    min_learning_rate: float = 0.1,
+    warmup: float = 0.1,
+    decay: float = 0.2,
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear",
+    weight_decay: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    width_scaling: str = "standard",
+    base_width: int | None = None,
+    k_embedding: float = 1.0,
+    k_hidden: float = 1.0,
+    k_readout: float = 1.0,
+    drop_path: float = 0.0,
+    ema_decay: float = 0.0,
+    logging_steps: int | None = None,
+    eval_steps: int | None = None,
+    eval_blocks: int = 256,
+    eval_corpus: Text | None = None,
+    eval_tasks: Names | None = None,
+    eval_task_limit: int = 100,
+    eval_data_dir: PathLike | None = None,
+    save_steps: int = 0,
+    keep: int = 2,
+    monitor_blocks: int | None = None,
+    probe_every: int = 0,
+    probes: Names = "hidden_states,angular_distance,gradients",
+    divergence_margin: float = 1.0,
+    divergence_patience: int = 20,
+    stuck_margin: float = 0.1,
+    expert_balance: Literal["auto", "none", "bias", "loss"] = "auto",
+    expert_balance_rate: float = 0.001,
+    gradient_checkpointing: bool = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    compile: Literal["auto", "on", "off"] = "auto",
+    threads: int | None = None,
+    report_to: str = "none",
+    trainer: Json = {},
+    placement: str = "fusenorm",
+    proxy_width: int = 64,
+    learning_rates: Numbers = "1e-3,2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2",
+    seeds: Numbers = "0",
+    output: PathLike = "runs/transfer",
+    workers: int | None = None,
+    verify_rates: Numbers = "",
+    verify_width: int | None = None,
+    best_margin: float = 0.02,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Comparison:
+    """Try learning rates on a narrow proxy. Prints those that are stable and best there, and each role's rates at
+    the target's width. A rate that fails on the proxy fails on the target (FuseNorm Figure 4).
+
+    As `lamina transfer` does; the keywords are its settings. Returns the rows of results.csv and the page;
+    OUTPUT/transfer.json holds the interval, the target's rates and the risk.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+    """
+
+def max_lr(
+    *,
+    placements: Names = "post_ln,pre_ln,keel",
+    max_learning_rate: float = 0.15,
+    backbone: PathLike = "llama-nano",
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    num_heads: int | None = None,
+    untie_embeddings: bool = False,
+    init: str = "same:small_scaled",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike = "bytes",
+    sequence_length: int = 64,
+    eval_fraction: float = 0.05,
+    objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = "auto",
+    mask_ratio: float = 0.3,
+    image_size: int | None = None,
+    patch_size: int | None = None,
+    center_crop: float = 1.0,
+    crop_scale: float = 1.0,
+    flip: float = 0.0,
+    rand_augment: float = 0.0,
+    random_erasing: float = 0.0,
+    repeated_augmentation: int = 1,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+    label_smoothing: float = 0.0,
+    steps: int = 300,
+    batch_size: int = 16,
+    gradient_accumulation: int = 1,
+    weight_decay: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    width_scaling: str = "none",
+    base_width: int | None = None,
+    k_embedding: float = 1.0,
+    k_hidden: float = 1.0,
+    k_readout: float = 1.0,
+    drop_path: float = 0.0,
+    ema_decay: float = 0.0,
+    logging_steps: int | None = None,
+    eval_steps: int | None = None,
+    eval_blocks: int = 256,
+    eval_corpus: Text | None = None,
+    eval_tasks: Names | None = None,
+    eval_task_limit: int = 100,
+    eval_data_dir: PathLike | None = None,
+    save_steps: int = 0,
+    keep: int = 2,
+    monitor_blocks: int | None = None,
+    probe_every: int = 0,
+    probes: Names = "hidden_states,angular_distance,gradients",
+    stuck_margin: float = 0.1,
+    expert_balance: Literal["auto", "none", "bias", "loss"] = "auto",
+    expert_balance_rate: float = 0.001,
+    gradient_checkpointing: bool = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    compile: Literal["auto", "on", "off"] = "auto",
+    threads: int | None = None,
+    report_to: str = "none",
+    trainer: Json = {},
+    window: int = 8,
+    spike_margin: float = 0.5,
+    spike_patience: float = 0.05,
+    plateau_margin: float = 0.05,
+    plateau_factor: float = 2.0,
+    seeds: Numbers = "0,1,2",
+    output: PathLike = "runs/max-lr",
+    workers: int | None = None,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Comparison:
+    """How high a learning rate does each placement tolerate? One run per placement and seed, with one linear warm-up
+    from 0 to --max-learning-rate over all --steps (Keel's protocol). A run ends at the first of: a loss or
+    gradient that is not finite; a spike, a loss that stays --spike-margin nats above its low for --spike-
+    patience; a plateau, a loss that does not fall by --plateau-margin nats while the rate grows by --plateau-
+    factor ("stuck" if it never got below the corpus's unigram entropy). Reports the rate just before: the last at
+    which the loss was at its low, or still fell.
+
+    As `lamina max-lr` does; the keywords are its settings. Returns the rows of results.csv
+    (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of every placement and seed) and the page.
+    ``placements`` and ``seeds`` may also be lists.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+    """
+
+def study(
+    *,
+    study: PathLike | None = None,
+    scale: Literal["cpu", "gpu", "paper"] = "cpu",
+    store: PathLike = "runs/trials",
+    records: PathLike | None = None,
+    output: PathLike | None = None,
+    workers: int | None = None,
+    threads: int | None = 1,
+    seeds: Numbers | None = None,
+    corpus: Text | None = None,
+    set: Json = {},
+    engine: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    gpus: float = 0.0,
+    processes: int = 1,
+    record: bool = False,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> StudyOutcome:
+    """Run a study and judge its claims, as `lamina study run` does.
+
+    As `lamina study` does; the keywords are its settings. ``study`` is a name of the catalog or the YAML file of
+    your own; OUTPUT/report.html is the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, an
+            output folder in use.
+    """
+
+def probe_folder(
+    *,
+    checkpoint: PathLike = "",
+    probes: Names = "all",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike | None = None,
+    sequence_length: int | None = None,
+    sequences: int | None = None,
+    batch_size: int = 4,
+    tolerance: float | None = None,
+    layers: str | None = None,
+    device: str | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32",
+    seed: int = 0,
+    threads: int | None = None,
+    output: PathLike = "probe",
+    png: bool = False,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> RunResult:
+    """Measure what each layer of a checkpoint does: one table and one figure per probe, and OUTPUT/report.html.
+
+    As `lamina probe` does; the keywords are its settings. Returns what result.json holds; OUTPUT/NAME.parquet is
+    the table of the probe NAME. ``lamina.probe`` returns only the tables and writes nothing.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, an output
+            folder in use.
     """
 
 def evaluate(
@@ -784,44 +826,15 @@ def evaluate(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Evaluate models, as `lamina eval` does; ``settings`` are its flags with underscores.
+    """What trained models can do: the perplexity of any text per token, word and byte (--corpus), and the tasks of
+    lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, a run's folder, or a study's,
+    whose runs become a mean and a standard deviation over the seeds. OUTPUT/report.html is the page; table.csv,
+    table.md and table.tex hold the table as the papers print it, results.csv every number, items/ every question.
 
-    ``models`` (paths of checkpoints, runs and studies) and ``tasks`` may also be lists. Returns what result.json holds;
-    OUTPUT/results.csv has every number, OUTPUT/table.csv the table, OUTPUT/report.html is the page.
-
-    Raises:
-        UserError: (a ValueError) for invalid settings, an unknown task, data or a checkpoint that can't be read, an
-            output folder in use.
-    """
-
-def probe_folder(
-    *,
-    checkpoint: PathLike = "",
-    probes: Names = "all",
-    corpus: Text = "embedded",
-    text_field: str = "text",
-    tokenizer: PathLike | None = None,
-    sequence_length: int | None = None,
-    sequences: int | None = None,
-    batch_size: int = 4,
-    tolerance: float | None = None,
-    layers: str | None = None,
-    device: str | None = None,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32",
-    seed: int = 0,
-    threads: int | None = None,
-    output: PathLike = "probe",
-    png: bool = False,
-    resume: Resume = False,
-    overwrite: bool = False,
-    bar: bool = True,
-) -> RunResult:
-    """Measure a checkpoint and write a folder, as `lamina probe` does; ``settings`` are its flags with underscores.
-
-    Returns what result.json holds. OUTPUT/report.html is the page; OUTPUT/NAME.parquet is the table of the probe NAME.
-    ``lamina.probe`` returns only the tables and writes nothing.
+    As `lamina eval` does; the keywords are its settings. ``models`` (paths of checkpoints, runs and studies) and
+    ``tasks`` may also be lists. Returns what result.json holds.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, an output
-            folder in use.
+        UserError: (a ValueError) for invalid settings, an unknown task, data or a checkpoint that can't be read,
+            an output folder in use.
     """

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.core.json_types import Json
+from lamina.errors import TrialsFailed
 from lamina.jobs.names import PAGE
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ class Comparison:
 
     def __init__(self, results: pd.DataFrame, folder: Path) -> None:
         self.results, self.folder = results, Path(folder)
+
+    @classmethod
+    def of(cls, results: pd.DataFrame, folder: Path) -> Comparison:
+        """A job's results. Raises TrialsFailed if every trial failed."""
+        if "status" in results and set(results["status"]) == {"failed"}:
+            raise TrialsFailed(results)
+        return cls(results, folder)
 
     def report(self, *, show: bool = False) -> Path:
         """The path of the page; ``show`` opens it in the browser."""
@@ -88,6 +96,13 @@ class StudyOutcome:
     claims: list[Json]
     folder: Path
 
+    @classmethod
+    def of(cls, results: pd.DataFrame, folder: Path) -> StudyOutcome:
+        """A study's results with the verdicts in its folder."""
+        from lamina.papers.engine.verdicts import read_claims
+
+        return cls(results=results, claims=read_claims(folder) or [], folder=folder)
+
     def report(self, *, show: bool = False) -> Path:
         """The path of the page; ``show`` opens it in the browser."""
         return _open(self.folder / PAGE, show)
@@ -108,6 +123,11 @@ class RunResult(dict[str, object]):
     def __init__(self, result: Mapping[str, object], folder: Path) -> None:
         super().__init__(result)
         self.folder = Path(folder)
+
+    @classmethod
+    def of(cls, result: Mapping[str, object], folder: Path) -> RunResult:
+        """A job's result.json."""
+        return cls(result, folder)
 
     @property
     def model(self) -> Path | None:

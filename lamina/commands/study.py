@@ -12,6 +12,7 @@ from lamina.api import study
 from lamina.commands.arguments import Parser
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
+from lamina.jobs.catalog import JOBS
 from lamina.jobs.names import PAGE
 from lamina.papers.engine.settings import StudySettings
 
@@ -169,9 +170,10 @@ def _parser(command: str, what: str) -> Parser:
     flags = Parser(f"study {command}", what, EXAMPLES, positional="STUDY ")
     flags.add_settings(StudySettings, positional=("study",))
     if command == "run":
-        flags.add_output_modes("continue the study in the output folder")
-        flags.add_argument("--record", action="store_true", help="also write tables and verdicts to the records")
-        flags.add_argument("--dry-run", action="store_true", help="train nothing: parameters, tokens, FLOPs, hours")
+        row = JOBS["study"]
+        flags.add_output_modes(row.resumes)
+        for switch in row.switches:
+            flags.add_argument(f"--{switch.name.replace('_', '-')}", action="store_true", help=switch.help)
     return flags
 
 

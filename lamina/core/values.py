@@ -7,13 +7,55 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 from lamina.errors import UserError, nearest, nearest_file, shortened
 
 Number = TypeVar("Number", int, float)
+C = TypeVar("C", bound=Callable[[str, object], object])
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """A datasets.Dataset: rows with named columns, of a known number."""
+
+    @property
+    def column_names(self) -> Sequence[str]:
+        """The names of the columns."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Mapping[str, object]]: ...
+
+
+PathLike: TypeAlias = str | os.PathLike[str]
+Names: TypeAlias = PathLike | Sequence[PathLike]
+Numbers: TypeAlias = str | float | Sequence[float | str]
+Text: TypeAlias = PathLike | Sequence[PathLike] | Rows
+"""A corpus: the command line's text, a path, a list of paths or of texts, or a data set with a column of text."""
+Examples: TypeAlias = PathLike | Sequence[Mapping[str, object]] | Rows
+"""Examples: the command line's text, a path, a list of rows, or a data set."""
+
+
+def takes(kind: object) -> Callable[[C], C]:
+    """Note on a check what Python may give a setting with it, beyond the setting's own type."""
+
+    def note(check: C) -> C:
+        check.__dict__["takes"] = kind
+        return check
+
+    return note
+
+
+def taken(check: object) -> object | None:
+    """What Python may give a setting with this check; None if the setting's type says it all."""
+    return getattr(check.func if isinstance(check, partial) else check, "takes", None)
+
+
 _ROWS = r"\.(jsonl|ndjson|json)(\.(gz|xz|zst))?$"  # the names of files with examples
 SEED_LIMIT = 2**32 - 1  # numpy's generators take no larger one
 MOST = 2**31 - 1  # of any count
@@ -91,6 +133,7 @@ def is_finite(value: object) -> TypeGuard[int | float]:
         return False
 
 
+@takes(PathLike)
 def path(name: str, value: object) -> str:
     """A path as text, where a file or folder could have it."""
     if not isinstance(value, str | os.PathLike):
@@ -161,6 +204,7 @@ def text(name: str, value: object) -> str:
     return value
 
 
+@takes(PathLike)
 def place(name: str, value: object) -> str:
     """A text that may be a path, several paths or another name: no part of it is longer than a file's name can be."""
     place = text(name, value)
@@ -169,6 +213,18 @@ def place(name: str, value: object) -> str:
     for folder in re.findall(r"(?:^|,)\s*(~[^/,:]*)", place):
         home(name, folder)
     return place
+
+
+@takes(Text)
+def corpus_name(name: str, value: object) -> str:
+    """The name of a corpus, or its path."""
+    return place(name, value)
+
+
+@takes(Examples)
+def examples_name(name: str, value: object) -> str:
+    """The name of a set of examples, or its path."""
+    return place(name, value)
 
 
 def switch(name: str, value: object) -> bool:
@@ -193,6 +249,7 @@ def mapping(name: str, value: object) -> Mapping[str, object]:
     return value
 
 
+@takes(Names)
 def comma_separated(name: str, value: object) -> str:
     """A list as the command line has it, with commas between its entries; text and a single number stay as they are."""
     if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):

@@ -405,6 +405,13 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
     return FileCorpus(spec=spec, text_field=text_field, path=path)
 
 
+def check_corpus(spec: str) -> None:
+    """Raise UserError for a corpus, or a part of a mix, that does not exist; loads nothing."""
+    for part in parse_mix(spec) or [spec]:
+        if part not in (EMBEDDED, "mnist", "noise"):  # data sets of images, which have names of their own
+            single_corpus(part)
+
+
 def parse_mix(corpus: str) -> dict[str, Fraction]:
     """Return the corpora of a mix and their shares, which add up to 1; empty where ``corpus`` is a single corpus.
 

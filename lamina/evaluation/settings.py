@@ -6,10 +6,20 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from lamina.core.values import comma_separated, path, place
+from lamina.core.values import Names, comma_separated, corpus_name, path, place, takes
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, at_least, changed, setting
+
+
+@takes(Names)
+def model_names(name: str, value: object) -> str:
+    """Comma-separated models; several of a list have no comma of their own."""
+    if isinstance(value, list | tuple) and len(value) > 1:
+        for model in value:
+            if "," in str(model):
+                raise UserError(f"{name}: {model!r} has a comma (allowed: paths without, several with spaces between)")
+    return comma_separated(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +31,7 @@ class PerplexitySettings(Settings):
     corpus: str | None = setting(
         None,
         "text for the perplexity: embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME",
-        place,
+        corpus_name,
     )
     text_field: str = setting("text", "field of a .jsonl or dataset row that holds the text")
     window: int | None = setting(
@@ -51,7 +61,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     models: str = setting(
         "",
         "folders with config.json, runs' or studies' folders, .gguf files, or names on the hub",
-        comma_separated,
+        model_names,
         decides=False,
     )
     tasks: str = setting(
@@ -91,6 +101,17 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         super().check()
         if self.window is not None and self.stride is not None and self.stride > self.window:
             raise UserError(f"stride: {self.stride} skips tokens (allowed: at most the window, {self.window})")
+
+    def check_names(self) -> None:
+        """Raise UserError for a corpus or a tokenizer that does not exist."""
+        super().check_names()
+        from lamina.data.corpus import check_corpus
+        from lamina.data.tokenizers import validate_spec
+
+        if self.corpus is not None:
+            check_corpus(self.corpus)
+        if self.tokenizer is not None:
+            validate_spec(self.tokenizer)
 
     def require(self, *names: str) -> None:
         """Raise UserError if no model is given, or nothing to evaluate."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -127,3 +128,15 @@ def _with_shots(name: str) -> tuple[str, int | None]:
     if not re.fullmatch(r"\d{1,3}", shots):
         raise UserError(f"tasks: {name!r}: {shots!r} is no number of examples (allowed: TASK, or TASK@5)")
     return task, int(shots)
+
+
+def listing(*, full: bool = False) -> str:
+    """Return the sets of tasks, one line each; with ``full``, also their tasks. Loads no torch."""
+    lines = []
+    for name, tasks in SETS.items():
+        lines.append(f"  {name:<10} {tasks.source}")
+        if full:
+            units = ", ".join(dict.fromkeys(column.unit for column in tasks.columns))
+            lines += textwrap.wrap(units, 100, initial_indent=" " * 13, subsequent_indent=" " * 13)
+    lines.append(f"  {GENERATED:<10} seven tasks with exact answers made from the embedded corpus, without a network")
+    return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lamina.core.values import comma_separated, path, place, seed_number
+from lamina.core.values import comma_separated, corpus_name, path, place, seed_number
 from lamina.jobs.settings import Settings, at_least, setting
 
 
@@ -17,7 +17,7 @@ class TextSettings(Settings):
     corpus: str = setting(
         "embedded",
         "embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME",
-        place,
+        corpus_name,
     )
     text_field: str = setting("text", "field of a .jsonl or dataset row that holds the text")
     tokenizer: str | None = setting(

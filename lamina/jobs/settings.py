@@ -80,14 +80,13 @@ class Settings:
     not offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
     files and help texts; the others follow base by base, the record's own last. ``group`` is the heading of a group's
     flags in ``--help all``; a command's own record has none. ``main`` names the ten settings that ``--help`` shows.
-    ``needed`` are those without which the job can't begin; ``needs_backbone``: whether a check loads the backbone.
+    ``needed`` are those without which the job can't begin.
     """
 
     command_name: ClassVar[str] = ""
     group: ClassVar[str] = ""
     main: ClassVar[tuple[str, ...]] = ()
     needed: ClassVar[tuple[str, ...]] = ()
-    needs_backbone: ClassVar[bool] = False
     without: ClassVar[frozenset[str]] = frozenset()
     order: ClassVar[tuple[str, ...]] = ()
 
@@ -105,6 +104,12 @@ class Settings:
 
     def check(self) -> None:
         """Raise UserError for contradictory values; a group checks its own after ``super().check()``."""
+
+    def check_names(self) -> None:
+        """Raise UserError for a name or a file that does not exist; a group checks its own after super's.
+
+        Called once, before a job begins; loads no torch. A record that was read from a folder may name what has moved.
+        """
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from lamina.core.json_types import Json
-from lamina.core.values import comma_separated, place
+from lamina.core.values import comma_separated, examples_name, existing_file, place
 from lamina.errors import UserError, unknown
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
@@ -35,9 +36,9 @@ class DataSettings(Settings):
         None,
         "the examples: a .jsonl or .json file (or .gz/.xz/.zst), hf:NAME[:CONFIG][@SPLIT], generated:answers or "
         "generated:preferences",
-        place,
+        examples_name,
     )
-    eval_data: str | None = setting(None, "held-out examples (default: eval_fraction of the data)", place)
+    eval_data: str | None = setting(None, "held-out examples (default: eval_fraction of the data)", examples_name)
     eval_fraction: float = setting(
         0.05, "share of the data that is held out, without eval_data", between(0.0, 0.5, open_low=True)
     )
@@ -52,6 +53,13 @@ class DataSettings(Settings):
         None, "longest example in tokens (default: the model's maximum); what is longer is cut off", at_least(4)
     )
     skip_bad: bool = setting(False, "leave out rows that can't be used, and count them, rather than stop")
+
+    def check_names(self) -> None:
+        """Raise UserError for examples that do not exist."""
+        super().check_names()
+        for name in ("data", "eval_data"):
+            if (source := getattr(self, name)) is not None:
+                existing_file(name, source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +165,17 @@ class SftSettings(TuningSettings):
     )
     output: str = changed("runs/sft")
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
+        """Settings by their names, over those of the preset that they name."""
+        return super().from_dict(with_preset(data))
 
-def with_preset(given: Json) -> Json:
+
+def with_preset(given: Mapping[str, object]) -> Json:
     """The user's settings over those of the preset that they name. Raises UserError for an unknown preset."""
     name = given.get("preset")
     if name is None:
-        return given
+        return dict(given)
     if name not in PRESETS:
         raise unknown("preset", str(name), PRESETS)
     return {**PRESETS[str(name)].settings, **given}

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.files import finite
 from lamina.jobs.names import COORDINATES, PAGE, RESULT, RESULTS, SLOPES, TRANSFER
 from lamina.reports import max_rates
 from lamina.reports.notices import notices
@@ -35,15 +37,23 @@ _TUNED = {
 _ABOUT_ONE = 2.0  # the share of a feed-forward's variance that counts as 1
 
 
-def run(folder: Path, result: Json, command: str) -> str:
-    """How a run of ``lamina COMMAND`` ended, and where its page and its model are, or how to resume it."""
-    forms = _PRETRAINED if command == "pretrain" else _TUNED
+def pretrained(folder: Path, result: Json) -> str:
+    """How a run ended, and where its page and its model are."""
+    return _run(folder, result, _PRETRAINED)
+
+
+def tuned(folder: Path, result: Json) -> str:
+    """The same of a run after pretraining."""
+    return _run(folder, result, _TUNED)
+
+
+def _run(folder: Path, result: Json, forms: Mapping[str, str]) -> str:
     values = {name: result.get(name) for name in forms}
     numbers = [forms[n].format(v) for n, v in values.items() if isinstance(v, int | float) and v == v]
     text = result["status"] + (f": {', '.join(numbers)}" if numbers else "")
     text += f" ({result['reason']})" if result.get("reason") else ""
     if result["status"] == "interrupted":
-        return f"{text}\nto resume: lamina {command} --output {folder} --resume"
+        return text
     text += f"\nthe page:  {folder / PAGE}"
     return text + (f"\nthe model: {folder / 'model'}" if (folder / "model").is_dir() else "")
 
@@ -87,8 +97,9 @@ def max_lr(folder: Path, results: Frame) -> str:
     return "\n".join([*lines, "", _files(folder, RESULTS)])
 
 
-def transfer(folder: Path) -> str:
+def transfer(folder: Path, results: Frame) -> str:
     """A transfer's rates, sentences and roles, and where the page and the numbers are."""
+    del results
     summary = json.loads((folder / TRANSFER).read_text(encoding="utf-8"))
     return f"{transferred(summary)}\n\n{_files(folder, RESULTS, TRANSFER)}"
 
@@ -146,6 +157,17 @@ def preflight(folder: Path | None, rows: Frame) -> str:
     return "\n".join([*lines, *(["", f"the page:    {folder / PAGE}"] if folder else [])])
 
 
+def preflight_json(folder: Path | None, rows: Frame) -> str:
+    """The table as a list of objects; NaN and infinities are null."""
+    del folder
+    return json.dumps(finite(rows_of(rows)), indent=2, ensure_ascii=False)
+
+
+def will_not_train(rows: Frame) -> bool:
+    """Whether a preflight says so of any run."""
+    return bool((rows["verdict"] == "will not train").any())
+
+
 def _layers(row: Json) -> str:
     share = row["ffn_variance_share"]
     theorem = "as O(1/L) per layer keeps it" if share <= _ABOUT_ONE else "O(1/L) per layer would keep it near 1"
@@ -182,6 +204,16 @@ def probing(folder: Path, result: Json) -> str:
             lines += textwrap.wrap(str(text), 110, initial_indent="  ", subsequent_indent="  ")
     lines += [f"\nnote: {note}" for note in result["notes"]]
     return "\n".join([*lines, f"\nthe page:   {folder / PAGE}\nthe tables: {folder}/NAME.parquet"])
+
+
+def refused_probe(result: Json) -> bool:
+    """Raise UserError for a probe that was named and could not measure this model; the rest is written."""
+    if "all" not in str(result["settings"]["probes"]).split(","):
+        for name, record in result["probes"].items():
+            if record["status"] == "skipped":
+                reason = record["reason"]
+                raise UserError(reason if name in reason else f"{name}: {reason}")
+    return False
 
 
 def _files(folder: Path, *numbers: str) -> str:

@@ -62,7 +62,7 @@ def compare(
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
     job = open_job(
-        Kind.STUDY, CompareSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
+        Kind.COMPARE, CompareSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
     complete = decided(job.settings)
     trials = complete.trials()

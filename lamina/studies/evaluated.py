@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.evaluation.candidates import Candidate
+from lamina.evaluation.settings import EvalSettings
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import RESULTS
 
@@ -19,7 +22,7 @@ def runs_of(path: str) -> list[Candidate] | None:
     None for a folder that is no study's. Raises UserError for a study without results, or whose runs have no models.
     """
     folder = Path(path).expanduser()
-    if kind_of(folder) not in (Kind.STUDY, Kind.CLAIMS, Kind.TRANSFER, Kind.MAX_LR):
+    if kind_of(folder) not in (Kind.COMPARE, Kind.CLAIMS, Kind.TRANSFER, Kind.MAX_LR):
         return None
     try:
         rows = pd.read_csv(folder / RESULTS, dtype={"key": str})
@@ -57,3 +60,10 @@ def _candidate(folder: Path, row: Json, rows: pd.DataFrame) -> Candidate:
             f"models: the run {str(run)!r} is {status}, but holds no model (allowed: a study that keeps its models)"
         )
     return candidate
+
+
+def evaluate_runs(settings: EvalSettings | Mapping[str, object], **modes: Any) -> Json:
+    """Evaluate models, the runs of a study's folder among them; see ``lamina.evaluation.job.evaluate``."""
+    from lamina.evaluation.job import evaluate
+
+    return evaluate(settings, expand=runs_of, **modes)

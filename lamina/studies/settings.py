@@ -11,13 +11,14 @@ from pathlib import Path
 
 from lamina.core.initializers import SAME, SUITS
 from lamina.core.json_types import Json
-from lamina.core.values import comma_separated, numbers, seed_number
+from lamina.core.values import Numbers, comma_separated, numbers, seed_number, takes
 from lamina.errors import UserError, unknown
 from lamina.jobs.setting_groups import OutputSettings, WorkerSettings
 from lamina.jobs.settings import Settings, changed, setting
 from lamina.training.settings import PlacementsSettings, PretrainSettings, RatesSettings, RunSettings, rate_list
 
 
+@takes(Numbers)
 def seed_list(name: str, value: object) -> str:
     """Comma-separated seeds, at least one and none twice."""
     listed = comma_separated(name, value)

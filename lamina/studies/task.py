@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
+from lamina.jobs.catalog import load
 from lamina.jobs.settings import Settings
 
 
@@ -63,12 +63,6 @@ class Task:
     def run(self) -> Json:
         """Run or resume the trial; returns its result."""
         return load(self.job)(self.settings, resume="auto", bar=False)
-
-
-def load(name: str) -> Any:
-    """Import what "module:name" names."""
-    module, attribute = name.split(":")
-    return getattr(import_module(module), attribute)
 
 
 def task_of(request: Json) -> Task:

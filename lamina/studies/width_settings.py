@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lamina.core.values import comma_separated, numbers
+from lamina.core.values import Numbers, comma_separated, numbers, takes
 from lamina.core.width_schemes import SCHEMES
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, ThreadSettings, WorkerSettings
@@ -23,6 +23,7 @@ from lamina.training.setting_groups import (
 from lamina.training.settings import PretrainSettings, RatesSettings, RunSettings, rate_list
 
 
+@takes(Numbers)
 def width_list(name: str, value: object) -> str:
     """Comma-separated hidden sizes, at least two."""
     listed = comma_separated(name, value)
@@ -100,6 +101,7 @@ class CoordCheckSettings(
         }
 
 
+@takes(Numbers)
 def rates_or_none(name: str, value: object) -> str:
     """Comma-separated learning rates, or an empty text."""
     listed = comma_separated(name, value)
@@ -111,7 +113,6 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     """A transfer: learning rates are tried on a narrow proxy and carried over to a wide target."""
 
     command_name = "transfer"
-    needs_backbone = True
     main = (
         *("placement", "backbone", "hidden_size", "proxy_width", "learning_rates", "verify_rates"),
         *("steps", "seeds", "corpus", "output"),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
+from lamina.core import initializers
+from lamina.core.backbone_presets import get as get_preset
+from lamina.core.backbone_presets import is_place
 from lamina.core.json_types import Json
-from lamina.core.values import comma_separated, mapping, one_of, path, place, steps_or_share, text
+from lamina.core.values import comma_separated, corpus_name, mapping, one_of, path, place, steps_or_share, text
 from lamina.core.width_schemes import SCHEMES
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import BatchSettings, TextSettings
 from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
+from lamina.placements.resolution import check_spec, split_specs
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Compile = Literal["auto", "on", "off"]
@@ -58,6 +63,19 @@ class ModelSettings(Settings):
         "initializer: recommended (by the placement's main source), normal, scaled, deepnorm, xavier, small",
     )
 
+    def check_names(self) -> None:
+        """Raise UserError for an unknown placement, initializer or backbone."""
+        super().check_names()
+        specs = split_specs(str(getattr(self, "placements", "") or getattr(self, "placement", "")))
+        files = [spec for spec in specs if re.search(r"\.py\s*(\(|$)", spec)]  # they run as code: once is enough
+        for spec in specs:
+            if spec not in files:
+                check_spec(spec)
+        if not files and self.init != "recommended":
+            initializers.check(self.init.removeprefix(initializers.SAME))
+        if not is_place(self.backbone):
+            get_preset(self.backbone)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSettings(TextSettings):
@@ -75,6 +93,15 @@ class BlockSettings(TextSettings):
     )
     sequence_length: int = changed(64, help="tokens per block", check=at_least(2))
     eval_fraction: float = setting(0.05, "share of the corpus that is held out", between(0.0, 0.5, open_low=True))
+
+    def check_names(self) -> None:
+        """Raise UserError for a corpus or a tokenizer that does not exist."""
+        super().check_names()
+        from lamina.data.corpus import check_corpus
+        from lamina.data.tokenizers import validate_spec
+
+        check_corpus(self.corpus)
+        validate_spec(self.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +254,7 @@ class RecordSettings(Settings):
         None,
         "a second text to evaluate on, none of it trained on, with the same tokenizer: as --corpus, but no mix; of its "
         "blocks, eval_blocks are used",
-        place,
+        corpus_name,
     )
     eval_tasks: str | None = setting(
         None,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
-from lamina.core.values import comma_separated, numbers, place, steps_or_share
-from lamina.errors import UserError
+from lamina.core.values import Names, Numbers, comma_separated, numbers, place, steps_or_share, takes
+from lamina.errors import UserError, shortened
 from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, ProbesSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, at_least, between, changed, setting
 from lamina.placements.resolution import split_specs
@@ -56,6 +57,13 @@ class RunSettings(
         "hidden_states,angular_distance,gradients",
         help="names (see `lamina probe --list`), name(option=value, ...), or all; a Python file runs as code",
     )
+
+    def check_names(self) -> None:
+        """Raise UserError for an unknown probe."""
+        super().check_names()
+        from lamina.probes.engine.registry import check_probes
+
+        check_probes(self.probes)
 
     @property
     def log_every(self) -> int:
@@ -140,8 +148,8 @@ class BranchSettings(Settings):
 
     branches: str | float | tuple[float, ...] | None = setting(
         None,
-        "with wsd, also give the loss of shorter runs that leave this one where their decay begins: comma-separated "
-        "lengths, in steps (1 or more) or as shares of all steps (below 1)",
+        "with wsd, also give the loss of shorter runs, each a decay that leaves this one: comma-separated lengths, in "
+        "steps (1 or more) or as shares of all steps",
         shares_or_steps,
     )
 
@@ -251,8 +259,15 @@ class PretrainSettings(
                 )
 
 
+@takes(Names)
 def placement_list(name: str, value: object) -> str:
     """Comma-separated placements, at least one and none twice."""
+    for entry in value if isinstance(value, list | tuple) else ():
+        if not isinstance(entry, str | os.PathLike):
+            raise UserError(
+                f"{name}: {type(entry).__name__} {shortened(str(entry), 60)!r} (allowed: names, YAML or Python files; "
+                "lamina.build takes a Plan)"
+            )
     listed = comma_separated(name, value)
     specs = split_specs(listed)
     if not specs:
@@ -281,6 +296,7 @@ class PlacementsSettings(Settings):
         return split_specs(str(self.placements))
 
 
+@takes(Numbers)
 def rate_list(name: str, value: object) -> str:
     """Comma-separated learning rates, at least one and none twice."""
     listed = comma_separated(name, value)

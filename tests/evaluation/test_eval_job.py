@@ -39,7 +39,7 @@ def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys
     assert main([*argv, "--corpus", str(text), "--output", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "| model | ppl | quiz | quiz@2 | Avg. |" in printed
-    assert kind_of(out) is Kind.EVALUATION
+    assert kind_of(out) == Kind.EVALUATION
     assert result(out)["status"] == "finished"
     rows = pd.read_csv(out / "results.csv")
     assert set(rows["task"]) == {"quiz", "perplexity"}
@@ -142,7 +142,7 @@ def test_the_arms_of_two_studies_are_not_one_line(tmp_path):
 def test_a_study_of_a_store_says_where_its_runs_are(tmp_path):
     pd.DataFrame([{"key": "0123", "placement": "keel"}]).to_csv(tmp_path / "results.csv", index=False)
     (tmp_path / "study.yaml").write_text("placements: keel\n")
-    (tmp_path / "environment.json").write_text(json.dumps(environment(0, Kind.STUDY)))
+    (tmp_path / "environment.json").write_text(json.dumps(environment(0, Kind.COMPARE)))
     with pytest.raises(UserError, match=r"in its store .*STORE/KEY.* such as 0123"):
         runs_of(str(tmp_path))
 
@@ -166,7 +166,7 @@ def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path
     rows.append({**rows[0], "trial": "post-0", "placement": "post_ln", "status": "stuck"})
     pd.DataFrame(rows).to_csv(study / "results.csv", index=False)
     (study / "study.yaml").write_text("placements: keel,post_ln\n")
-    (study / "environment.json").write_text(json.dumps(environment(0, Kind.STUDY)))
+    (study / "environment.json").write_text(json.dumps(environment(0, Kind.COMPARE)))
     found = lamina.evaluate(models=str(study), corpus=str(text), output=str(tmp_path / "out"), bar=False)
     values = [unit["scores"][0]["value"] for unit in found["units"]]
     assert len(values) == 2

@@ -30,7 +30,7 @@ def stored(folder):
 
 
 def opened(given, **modes):
-    return open_job(Kind.STUDY, JobSettings, given, policy=POLICY, stored=stored, **modes)
+    return open_job(Kind.COMPARE, JobSettings, given, policy=POLICY, stored=stored, **modes)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def begun(tmp_path):
 
 def test_a_folder_says_its_kind(begun):
     assert json.loads((begun / "environment.json").read_text())["kind"] == "study"
-    assert kind_of(begun) is Kind.STUDY
+    assert kind_of(begun) == Kind.COMPARE
 
 
 def test_nothing_is_touched_before_the_job_is_entered(tmp_path):
@@ -85,22 +85,12 @@ def test_nothing_to_resume_is_said(tmp_path):
     assert not opened({"output": str(tmp_path / "job")}, resume="auto").resumes
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "kind"),
-    [
-        ("coordinates.parquet", "", Kind.COORD_CHECK),
-        ("transfer.json", "{}", Kind.TRANSFER),
-        ("preflight.json", "{}", Kind.PREFLIGHT),
-        ("study.yaml", "", Kind.STUDY),
-        ("result.json", '{"probes": {}}', Kind.PROBING),
-        ("result.json", '{"status": "finished"}', Kind.RUN),
-        ("config.yaml", "", Kind.RUN),
-        ("notes.txt", "", None),
-    ],
-)
-def test_folders_of_before_there_were_kinds_are_known(tmp_path, name, content, kind):
-    (tmp_path / name).write_text(content)
-    assert kind_of(tmp_path) is kind
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"kind": 3}', '{"versions": {}}'])
+def test_a_folder_whose_environment_does_not_say_its_kind_is_of_none(tmp_path, content):
+    (tmp_path / "result.json").write_text("{}")
+    if content is not None:
+        (tmp_path / "environment.json").write_text(content)
+    assert kind_of(tmp_path) is None
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -59,7 +59,7 @@ def test_the_held_out_loss_falls_and_the_model_answers_in_its_template(tuned):
     assert evaluated[-1] < evaluated[0] - 0.5
     assert result["eval_loss"] == evaluated[-1]
     assert (result["examples"], result["held_out"]) == (18, 6)
-    assert kind_of(folder) is Kind.SFT
+    assert kind_of(folder) == Kind.SFT
     assert "Sort abc\n" in AutoTokenizer.from_pretrained(folder / "model").apply_chat_template(
         [{"role": "user", "content": "Sort abc"}], tokenize=False, add_generation_prompt=True
     )
@@ -103,7 +103,7 @@ def test_a_run_resumes_though_its_environment_is_damaged(tuned, damage, caplog):
     environment = folder / "environment.json"
     text = environment.read_text()
     environment.unlink() if damage is None else environment.write_text(damage(text))
-    assert kind_of(folder) is Kind.SFT
+    assert kind_of(folder) == Kind.SFT
     with pytest.raises(UserError, match=r"environment\.json' does not say which .* lamina sft's, so lamina dpo"):
         lamina.dpo(output=str(folder), resume=True)
     resumed = lamina.sft(output=str(folder), resume=True, pause_step=None, bar=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,24 +51,9 @@ def line(name: str, **changes: str | None) -> list[str]:
 
 def actions(name: str) -> list[Any]:
     """The flags of a command, as its own parser has them."""
-    from lamina.commands.arguments import Parser
+    from lamina.commands.catalog import parser
 
-    class Caught(BaseException):
-        pass
-
-    def catch(self: Any, *_: Any, **__: Any) -> None:
-        raise Caught(self)
-
-    module = importlib.import_module(f"lamina.commands.{name.replace('-', '_')}")
-    before = Parser.parse_args
-    Parser.parse_args = catch  # type: ignore[assignment,method-assign]
-    try:
-        module.run([])
-    except Caught as caught:
-        return [a for a in caught.args[0]._actions if a.option_strings and a.dest not in ("help", "trainer")]
-    finally:
-        Parser.parse_args = before  # type: ignore[method-assign]
-    raise AssertionError(f"{name} parsed nothing")
+    return [a for a in parser(name)._actions if a.option_strings and a.dest not in ("help", "trainer")]
 
 
 def kind_of(action: Any) -> Any:

@@ -26,7 +26,7 @@ def shared_cache(session_cache, monkeypatch):
 def no_page(monkeypatch):
     """The page of a run, which takes longer than the tiny run: tests/reports has its tests, and tests that want it
     call ``lamina report``."""
-    monkeypatch.setattr("lamina.api.pages.write_page", lambda folder: None)
+    monkeypatch.setattr("lamina.api.job_functions.write_page", lambda folder: None)
 
 
 @pytest.fixture

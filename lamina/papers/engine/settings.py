@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from lamina.core.json_types import Json
-from lamina.core.values import mapping, path, place
+from lamina.core.values import corpus_name, mapping, path, place
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, ThreadSettings, WorkerSettings
 from lamina.jobs.settings import Settings, at_least, changed, not_below, setting
@@ -52,7 +52,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     study: str | None = setting(None, "a study's name (see `lamina study list`), or the YAML file of your own", place)
     scale: ScaleName = setting("cpu", "cpu (2 cores, minutes to an hour), gpu (one GPU), paper (the paper's own)")
     seeds: str | None = setting(None, "other seeds than the study's, comma-separated", seed_list)
-    corpus: str | None = setting(None, "another corpus than the study's", place)
+    corpus: str | None = setting(None, "another corpus than the study's", corpus_name)
     set: Json = setting({}, "any other setting of the trials, e.g. --set.steps 200", mapping)
     engine: Engine = setting(
         "local", "local (processes on this machine) or ray (a Ray cluster; lamina[ray])", decides=False

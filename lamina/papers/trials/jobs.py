@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from lamina.core.json_types import Json
+from lamina.jobs import catalog
+from lamina.jobs.catalog import load
 from lamina.jobs.settings import Settings
-from lamina.studies.task import load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +46,6 @@ class TrialJob:
         return cast(Callable[[Json], Json], load(self.columns))(result) if self.columns else result
 
 
-def _tuning(name: str, *inputs: str, files: tuple[str, ...] = ()) -> TrialJob:
-    """A job after pretraining."""
-    return TrialJob(
-        name=name,
-        settings=f"lamina.posttraining.settings:{name.capitalize()}Settings",
-        run=f"lamina.posttraining.{name}:{name}",
-        inputs=("from_model", *inputs),
-        files=("data", "eval_data", "template", *files),
-    )
-
-
 JOBS = {
     job.name: job
     for job in (
@@ -75,10 +65,11 @@ JOBS = {
             settings="lamina.studies.max_rate_settings:MaxRateSettings",
             run="lamina.studies.max_rate:run_max_rate",
         ),
-        _tuning("sft"),
-        _tuning("reward"),
-        _tuning("rlhf", "reward_model", files=("reward_function",)),
-        _tuning("dpo"),
+        *(
+            TrialJob(name=row.name, settings=row.settings, run=row.run, inputs=row.inputs, files=row.files)
+            for row in catalog.JOBS.values()
+            if row.inputs[:1] == ("from_model",) and row.files
+        ),
         TrialJob(
             name="eval",
             settings="lamina.evaluation.settings:EvalSettings",

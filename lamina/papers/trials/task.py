@@ -10,6 +10,7 @@ from typing import cast
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
+from lamina.jobs.catalog import load
 from lamina.jobs.files import read_yaml, write_json
 from lamina.jobs.folder import lock
 from lamina.jobs.names import CONFIG, RESULT
@@ -17,7 +18,7 @@ from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED
 from lamina.papers.trials.identity import SPELLED, key
 from lamina.papers.trials.measures import measure
-from lamina.studies.task import Busy, Task, load
+from lamina.studies.task import Busy, Task
 from lamina.training.settings import PretrainSettings
 
 IDENTITY = "trial.json"

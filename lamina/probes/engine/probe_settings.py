@@ -64,3 +64,15 @@ class ProbeSettings(
         "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"
     )
     output: str = changed("probe")
+
+    def check_names(self) -> None:
+        """Raise UserError for an unknown probe, or a corpus or a tokenizer that does not exist."""
+        super().check_names()
+        from lamina.data.corpus import check_corpus
+        from lamina.data.tokenizers import validate_spec
+        from lamina.probes.engine.registry import check_probes
+
+        check_probes(self.probes)
+        check_corpus(self.corpus)
+        if self.tokenizer is not None:
+            validate_spec(self.tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -271,3 +272,17 @@ def _options(node: ast.ClassDef) -> dict[str, str]:
             ]
             return {argument.arg: "" if default is None else ast.unparse(default) for argument, default in written}
     return {}
+
+
+def listing(*, full: bool = False) -> str:
+    """Return the probes, one sentence each; with ``full``, also their options and sources. Loads no torch."""
+    lines = []
+    for probe in listed().values():
+        if not full:
+            lines += textwrap.wrap(probe.summary, 94, initial_indent=f"  {probe.name:<18} ", subsequent_indent=" " * 21)
+            continue
+        options = ", ".join(f"{name}={default}" if default else name for name, default in probe.options.items())
+        lines += [f"{probe.name}({options})" if options else probe.name]
+        lines += textwrap.wrap(probe.summary, 100, initial_indent="    ", subsequent_indent="    ")
+        lines += textwrap.wrap(f"source: {probe.source}", 100, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)

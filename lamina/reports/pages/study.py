@@ -15,7 +15,7 @@ from lamina.reports.registry import report_of
 from lamina.reports.style import to_html
 
 
-@report_of(Kind.STUDY)
+@report_of(Kind.COMPARE)
 def study_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
     study = read_study(Path(folder))

@@ -8,34 +8,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
 
+from lamina.core.values import PathLike, Rows
 from lamina.errors import UserError
 
-PathLike: TypeAlias = str | os.PathLike[str]
-
-
-@runtime_checkable
-class Rows(Protocol):
-    """A datasets.Dataset: rows with named columns, of a known number."""
-
-    @property
-    def column_names(self) -> Sequence[str]:
-        """The names of the columns."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Mapping[str, object]]: ...
-
-
 _PLACE = re.compile(r"hf:\S+|\S*/\S*|\S+\.(txt|jsonl?|parquet|gz|xz|zst)")  # what is meant as a path, not as a text
-Names: TypeAlias = PathLike | Sequence[PathLike]
-Numbers: TypeAlias = str | float | Sequence[float | str]
-Text: TypeAlias = PathLike | Sequence[PathLike] | Rows
-"""A corpus: the command line's text, a path, a list of paths or of texts, or a data set with a column of text."""
-Examples: TypeAlias = PathLike | Sequence[Mapping[str, object]] | Rows
-"""Examples: the command line's text, a path, a list of rows, or a data set."""
 
 
 def as_settings(given: Mapping[str, object]) -> dict[str, object]:

@@ -1,0 +1,67 @@
+"""The command of any job, made from its row: parse, run the job's Python function, print how it ended."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from lamina.commands.arguments import Parser
+from lamina.errors import TrialsFailed
+from lamina.jobs.catalog import JobRow, load
+
+CODES = {"interrupted": 130, "failed": 1}  # by the status of a result
+
+
+def parser_of(row: JobRow) -> Parser:
+    """A job's flags."""
+    about = row.about + (f"\n{load(row.listing)()}" if row.listing else "")
+    words = "".join(f"{name.removesuffix('s...') + '...' * name.endswith('...')} " for name in row.positional).upper()
+    parser = Parser(row.name, about, row.examples, words)
+    parser.add_settings(row.record, row.positional)
+    if row.listing:
+        parser.add_argument("--list", action="store_true", help="list them with their details, and exit")
+    for switch in row.switches:
+        parser.add_argument(f"--{switch.name.replace('_', '-')}", action="store_true", help=switch.help)
+    if row.resumes:
+        parser.add_output_modes(row.resumes)
+    else:
+        parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+    return parser
+
+
+def run(row: JobRow, argv: Sequence[str]) -> int:
+    """Run a job; returns the exit code."""
+    settings, options = parser_of(row).settings_from(argv)
+    if row.listing and options.list:
+        print(load(row.listing)(full=True))
+        return 0
+    from lamina.api.job_functions import function_of
+
+    switches = [switch for switch in row.switches if getattr(options, switch.name)]
+    modes = {switch.name: True for switch in switches if switch.after or switch.passed}
+    modes |= {"resume": options.resume} if row.resumes else {}
+    failure = None
+    try:
+        result = function_of(row)(**settings, **modes, overwrite=options.overwrite)
+    except TrialsFailed as error:
+        result, failure = error.results, error
+    except KeyboardInterrupt:
+        if row.resumes:
+            raise
+        print(f"lamina: interrupted; an unfinished {row.name} keeps nothing", file=sys.stderr)
+        return CODES["interrupted"]
+    code = CODES.get(str(result.get("status")), 0) if isinstance(result, Mapping) else 0
+    from lamina.training.execution.processes import launched
+
+    if launched()[0] > 0:  # of several processes the first one prints
+        return code
+    folder = row.folder_of(settings)
+    rows = getattr(result, "results", result)
+    print(load(next((switch.prints for switch in switches if switch.prints), row.prints))(folder, rows))
+    if code == CODES["interrupted"]:
+        print(f"to resume: lamina {row.name} --output {folder} --resume")
+    if failure is not None:
+        print(f"lamina: {' '.join(str(failure).split())}", file=sys.stderr)
+        return 1
+    fails = [row.fails, *(switch.fails for switch in switches)]
+    return max(code, *(int(load(name)(result)) for name in fails if name), 0)

@@ -1,0 +1,115 @@
+"""A job is four places: settings, a function, a page and a row; its flags, help, Python function and page are made."""
+
+from dataclasses import dataclass
+
+import pytest
+
+import lamina
+from lamina.cli import main
+from lamina.jobs.catalog import JOBS, JobRow, load
+from lamina.jobs.job import open_job
+from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.setting_groups import OutputSettings, SeedSettings
+from lamina.jobs.settings import Settings, at_least, changed, setting
+from lamina.reports import registry
+
+HERE = __name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToySettings(SeedSettings, OutputSettings, Settings):
+    command_name = "toy"
+    main = ("count", "output")
+
+    count: int = setting(2, "words to write", at_least(1))
+    word: str = setting("toy", "which word", decides=False)
+    output: str = changed("toy")
+
+
+def toy(settings, *, resume=False, overwrite=False, bar=True):
+    policy = ResumePolicy(what="toy", free=ToySettings.undecided())
+    job = open_job(
+        "toy", ToySettings, settings, resume=resume, overwrite=overwrite, policy=policy, stored=lambda folder:
+        ToySettings.from_dict({"count": len((folder / "words.txt").read_text().split())}).to_dict(),
+    )  # fmt: skip
+    with job:
+        job.write_text("words.txt", f"{job.settings.word} " * job.settings.count)
+        job.write_json("result.json", {"status": "finished", "count": job.settings.count})
+    return {"status": "finished", "count": job.settings.count}
+
+
+def page(folder):
+    path = folder / "report.html"
+    path.write_text((folder / "words.txt").read_text())
+    return path
+
+
+ROW = JobRow(
+    name="toy",
+    kind="toy",
+    summary="write words",
+    about="Write words.",
+    examples="\n  lamina toy --count 3\n",
+    settings=f"{HERE}:ToySettings",
+    run=f"{HERE}:toy",
+    returns="Returns what result.json holds.",
+    prints=f"{HERE}:printed",
+)
+
+
+def printed(folder, result):
+    return f"{result['count']} words in {folder}"
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(JOBS, "toy", ROW)
+    monkeypatch.setitem(registry._pages, "toy", page)  # as @report_of("toy") does
+    monkeypatch.setattr("lamina.commands.catalog.JOBS", JOBS)
+    monkeypatch.setitem(__import__("lamina.commands.catalog", fromlist=["x"]).COMMANDS, "toy", ROW.summary)
+
+
+def test_it_has_flags_and_a_help(capsys):
+    assert main(["toy", "--count", "3"]) == 0
+    assert capsys.readouterr().out == "3 words in toy\n"
+    assert main(["toy", "--cuont", "3"]) == 2
+    assert "did you mean '--count'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["toy", "--help"])
+    out = capsys.readouterr().out
+    assert "  --count N                 words to write (default: 2)\n" in out
+    assert "  lamina toy --count 3" in out
+
+
+def test_it_is_a_function_and_has_a_page(tmp_path):
+    result = lamina.api.toy(count=4, output=tmp_path / "four")
+    assert (result["count"], result.folder) == (4, tmp_path / "four")
+    assert result.report().read_text() == "toy toy toy toy "
+    assert lamina.api.toy.__name__ == "toy"
+    result.report().unlink()
+    assert lamina.report(tmp_path / "four").is_file()
+    with pytest.raises(lamina.errors.UserError, match="count: 0 is not a whole number"):
+        lamina.api.toy(count=0)
+
+
+def test_it_resumes_with_what_decides_nothing_changed(tmp_path, capsys):
+    lamina.api.toy(count=2)
+    assert main(["toy", "--resume", "--word", "other"]) == 0
+    assert (tmp_path / "toy" / "words.txt").read_text() == "other other "
+    assert main(["toy", "--resume", "--count", "3"]) == 2
+    assert "count: 3 differs from the toy's 2" in capsys.readouterr().err
+    assert main(["compare", "--output", "toy", "--resume"]) == 2
+    assert "'toy' was written by lamina toy, so lamina compare can't resume it" in capsys.readouterr().err
+
+
+def test_where_a_job_writes_decides_no_number():
+    for row in JOBS.values():
+        assert "output" in row.record.undecided(), row.name
+
+
+def test_what_the_rows_name_exists():
+    for row in JOBS.values():
+        named = [row.settings, row.run, row.prints, row.listing, row.folder, row.fails]
+        named += [text for switch in row.switches for text in (switch.prints, switch.after, switch.fails)]
+        assert all(callable(load(name)) for name in named if name), row.name
