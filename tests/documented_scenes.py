@@ -15,7 +15,7 @@ import lamina
 from lamina.core.backbone_presets import PRESETS
 from lamina.data.tokenizers import load_tokenizer
 from lamina.jobs.settings import Settings
-from lamina.posttraining.examples.templates import TEMPLATES
+from lamina.posttraining.examples import TEMPLATES
 
 POSITIONS = 512  # the longest sequence of any example, which a model must take
 MOST = {"steps": 6, "batch_size": 2, "sequence_length": 256, "eval_blocks": 8, "save_steps": 3, "probe_every": 3}

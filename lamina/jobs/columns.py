@@ -1,6 +1,6 @@
 """The columns of a run's result, each declared once: result.json, results.csv, the ranking and the pages use them.
 
-To add a scalar, add its ``Column`` here and its value in ``lamina.training.outcome``; nothing else. A value without a
+To add a scalar, add its ``Column`` here and its value in ``lamina.training.pretrain``; nothing else. A value without a
 column, or a column without a value, is an error when the first run ends.
 """
 
@@ -171,6 +171,6 @@ def checked(result: dict[str, object]) -> dict[str, object]:
     if missing or extra:
         raise KeyError(
             f"result.json: no value for {sorted(missing)} and no column for {sorted(extra)} "
-            "(lamina/jobs/columns.py and lamina/training/outcome.py must agree)"
+            "(lamina/jobs/columns.py and lamina/training/pretrain.py must agree)"
         )
     return result

@@ -1,17 +1,25 @@
-"""Evaluations of TRL's trainers of pairs: over every held-out pair once, whatever the batches and the processes."""
+"""Pairs of a better and a worse answer: their tokens, and evaluations over every held-out pair once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
 
+from lamina.core.json_types import Json
+from lamina.posttraining.examples import IGNORED, preference_of
+from lamina.posttraining.rows import Fields
 from lamina.posttraining.trainer import Passed, TunedTrainer
+from lamina.posttraining.tuning import Row, S, TuningStage
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # TRL's metrics of a batch that are no mean over its pairs
 _EXTREMES = {"min_reward": min, "max_reward": max}
@@ -21,6 +29,37 @@ _OF_TOKENS = {
     "mean_token_accuracy": "chosen",
     "logits/rejected": "rejected",
 }
+
+
+class PairStage(TuningStage[S]):
+    """A stage that trains on preferences.
+
+    Attributes:
+        columns: of the data set for TRL, each with the field of an encoded row that it takes.
+    """
+
+    monitored = "chosen_whole"
+    columns: ClassVar[Sequence[tuple[str, str]]]
+
+    def encoded(self, row: Fields) -> Json:
+        """Encode a preference: whole texts, and the prompt (what both begin with) and the answers apart."""
+        better, worse = self.encoder.preference(preference_of(row))
+        ids, others = better["input_ids"], worse["input_ids"]
+        first = min(next(i for i, label in enumerate(t["labels"]) if label != IGNORED) for t in (better, worse))
+        first = next((i for i in range(first) if ids[i] != others[i]), first)
+        return {
+            "chosen_whole": ids,
+            "rejected_whole": others,
+            "prompt_ids": ids[:first],
+            "chosen_ids": ids[first:],
+            "rejected_ids": others[first:],
+            "truncated": better["truncated"] or worse["truncated"],
+        }
+
+    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
+        from datasets import Dataset
+
+        return Dataset.from_dict({name: [row[field] for row in encoded_rows] for name, field in self.columns})
 
 
 @dataclass(frozen=True, kw_only=True)

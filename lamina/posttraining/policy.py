@@ -1,27 +1,41 @@
-"""Policies on TRL's online trainers: RLOO and GRPO as they are, and ReMax on the former."""
+"""Policies on TRL's online trainers: its RLOO and GRPO, and ReMax on the former.
+
+ReMax (Li et al. 2024, arXiv 2310.10505) as Adam-mini's code trains it takes one sampled and one greedy answer per
+prompt. With clipped rewards r, the policy's log-probabilities logp, those of the model that it started from ref, and
+the mask of the sampled answer's tokens:
+
+    advantage = r(sampled) - r(greedy)
+    weight_t  = advantage - beta * (logp_t - ref_t)             the KL per step: each step is charged its own
+    weight_t  = advantage - beta * sum_s (logp_s - ref_s)       the KL per sequence, as TRL's RLOO charges it
+    loss      = - sum_t weight_t * logp_t / sum_t 1             over all answers' tokens; the weights are constants
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
-from lamina.posttraining import held_out, remax
+from lamina.jobs.files import write_text
 from lamina.posttraining.rewards import Score, padded
-from lamina.posttraining.stage import Row
-from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
+from lamina.posttraining.trainer import Passed, TunedTrainer, trl
+from lamina.posttraining.tuning import Row
 
 _Online: Passed = object  # one of TRL's online trainers, in the classes below
 
 
 MEASURED = ("reward", "kl", "length", "ended")
+HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-out prompt, by evaluation
 
 
 class PolicyTrainer(TunedTrainer, _Online):
@@ -38,7 +52,6 @@ class PolicyTrainer(TunedTrainer, _Online):
     def __init__(
         self,
         *args: Passed,
-        parts: Parts,
         rewards: Score,
         clip: float,
         beta: float,
@@ -46,7 +59,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         **kwargs: Passed,
     ):
         self.rewards, self.clip = rewards, clip
-        super().__init__(*args, parts=parts, reward_funcs=self._clipped_rewards, **kwargs)
+        super().__init__(*args, reward_funcs=self._clipped_rewards, **kwargs)
         self.beta = beta
         if reference is not None:  # with beta 0, too: the KL is measured
             from trl.trainer.utils import add_fused_lm_head
@@ -119,7 +132,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         everyone = [number for part in self.processes.everyones(numbers) for number in part]
         everyone.sort(key=lambda number: number["prompt"])
         if self.processes.first:
-            held_out.write(Path(str(self.args.output_dir)).parent / held_out.FILE, self.state.global_step, everyone)
+            write_held_out(Path(str(self.args.output_dir)).parent / HELD_OUT, self.state.global_step, everyone)
         metrics = {f"eval_{name}": sum(n[name] for n in everyone) / len(everyone) for name in MEASURED}
         self.log_held_out(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -158,28 +171,8 @@ class PolicyTrainer(TunedTrainer, _Online):
         return outputs.log_probs[:, -answer:]
 
 
-@cache
-def rloo_class() -> type[PolicyTrainer]:
-    """TRL's RLOOTrainer with Lamina's part."""
-
-    class LaminaRLOOTrainer(PolicyTrainer, trl("RLOOTrainer")):
-        pass
-
-    return LaminaRLOOTrainer
-
-
-@cache
-def grpo_class() -> type[PolicyTrainer]:
-    """TRL's GRPOTrainer with Lamina's part."""
-
-    class LaminaGRPOTrainer(PolicyTrainer, trl("GRPOTrainer")):
-        pass
-
-    return LaminaGRPOTrainer
-
-
 class ReMaxTrainer(PolicyTrainer):
-    """ReMax on TRL's RLOOTrainer, which lacks it; see ``lamina.posttraining.remax`` for the equations.
+    """ReMax on TRL's RLOOTrainer, which lacks it; see above for the equations.
 
     Of the two answers per prompt the first is sampled, and the second is greedy: RLOO's baseline of the first, the mean
     reward of the others, is then the greedy answer's reward. The greedy answers are dropped before the forward pass
@@ -227,10 +220,10 @@ class ReMaxTrainer(PolicyTrainer):
         logps = self.token_logps(model, ids, mask, answers.shape[1])
         reference = inputs.get("reference", logps.detach())
         settings = {"beta": self.beta, "kl_per": self.kl_per}
-        weight = remax.weights(inputs["advantages"], logps, reference, answers, **settings)
+        weight = remax_weights(inputs["advantages"], logps, reference, answers, **settings)
         kl = ((logps.detach() - reference) * answers).sum()
         self._log_answers(kl, answers.sum(), torch.tensor(len(answers), device=kl.device))
-        return remax.loss(weight, logps, answers)
+        return remax_loss(weight, logps, answers)
 
     def _log_answers(self, *sums: torch.Tensor) -> None:
         kl, tokens, answers = self.accelerator.reduce(torch.stack([part.float() for part in sums]), reduction="sum")
@@ -240,10 +233,73 @@ class ReMaxTrainer(PolicyTrainer):
 
 
 @cache
-def remax_class() -> type[PolicyTrainer]:
-    """ReMax on TRL's RLOOTrainer."""
+def trainer_class(algorithm: str) -> type[PolicyTrainer]:
+    """Make TRL's trainer for an algorithm, rloo or grpo, with Lamina's part; or ReMax on TRL's RLOOTrainer."""
+    own = ReMaxTrainer if algorithm == "remax" else PolicyTrainer
+    theirs = "GRPOTrainer" if algorithm == "grpo" else "RLOOTrainer"
+    return type(f"Lamina{algorithm.upper()}Trainer", (own, trl(theirs)), {})
 
-    class LaminaReMaxTrainer(ReMaxTrainer, trl("RLOOTrainer")):
-        pass
 
-    return LaminaReMaxTrainer
+def remax_weights(
+    advantage: torch.Tensor,
+    logps: torch.Tensor,
+    reference: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    beta: float,
+    kl_per: str,
+) -> torch.Tensor:
+    """Compute each token's weight in the loss, without a gradient.
+
+    Args:
+        advantage: [answers].
+        logps: the policy's log-probabilities of the tokens in nats, [answers, tokens].
+        reference: those of the model that it started from.
+        mask: 1 for an answer's tokens, [answers, tokens].
+        beta: the factor on the KL.
+        kl_per: "step" or "sequence".
+    """
+    kl = ((logps - reference) * mask).detach()
+    if kl_per == "sequence":
+        kl = kl.sum(-1, keepdim=True)
+    return (advantage[:, None] - beta * kl) * mask
+
+
+def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Compute the loss of a batch, a scalar, from the tokens' weights and log-probabilities, [answers, tokens]."""
+    return -(weight * logps * mask).sum() / mask.sum().clamp(min=1)
+
+
+def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
+    """Write the evaluation's numbers in place of those of this step and of later ones, which a resumed run repeats."""
+    earlier = [line for line in read_held_out(path) if line["step"] < step]
+    lines = [*earlier, *({"step": step, **number} for number in numbers)]
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_held_out(path: Path) -> list[Json]:
+    """Read the lines of held_out.jsonl; none if there is no such file."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def reward_gain(path: Path) -> Json:
+    """Compare the held-out reward of the first evaluation and the last, with a 95 % interval over the prompts.
+
+    The interval is Student's for paired differences. Empty for fewer than two evaluations or two prompts.
+    """
+    from scipy import stats
+
+    by_step: dict[int, dict[int, float]] = {}
+    for line in read_held_out(path):
+        by_step.setdefault(line["step"], {})[line["prompt"]] = line["reward"]
+    if len(by_step) < 2:
+        return {}
+    first, last = by_step[min(by_step)], by_step[max(by_step)]
+    differences = np.array([last[prompt] - first[prompt] for prompt in sorted(first.keys() & last.keys())])
+    if len(differences) < 2:
+        return {}
+    half = float(stats.t.ppf(0.975, len(differences) - 1) * differences.std(ddof=1) / math.sqrt(len(differences)))
+    mean = float(differences.mean())
+    return {"reward_gain": mean, "reward_gain_low": mean - half, "reward_gain_high": mean + half}

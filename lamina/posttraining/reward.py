@@ -10,13 +10,11 @@ from transformers import PreTrainedModel
 from lamina.core.json_types import Json
 from lamina.jobs.folder import Resume
 from lamina.jobs.kinds import Kind
-from lamina.posttraining.job import tune
-from lamina.posttraining.pairs import PairTrainer
-from lamina.posttraining.preferences import read_preferences
+from lamina.posttraining.pairs import PairStage, PairTrainer
 from lamina.posttraining.settings import RewardSettings
-from lamina.posttraining.stage import Examples, Setup, Stage, arguments_for
-from lamina.posttraining.starting import Start
-from lamina.posttraining.trainer import Parts, TunedTrainer, trl
+from lamina.posttraining.trainer import TunedTrainer, trl
+from lamina.posttraining.tuning import tune
+from lamina.training.run import TrainingRun
 
 
 def reward(
@@ -26,31 +24,29 @@ def reward(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Json:
-    """Train a reward model on preferences; see ``lamina.posttraining.job.tune``."""
+    """Train a reward model on preferences; see ``lamina.posttraining.tuning.tune``."""
     return tune(RewardModeling(), settings, resume=resume, overwrite=overwrite, bar=bar)
 
 
-class RewardModeling(Stage[RewardSettings]):
+class RewardModeling(PairStage[RewardSettings]):
     """The loss -log sigmoid(score(chosen) - score(rejected)), InstructGPT's Eq. 1 with two answers per prompt."""
 
     kind = Kind.REWARD
-    settings = RewardSettings
+    record = RewardSettings
     head = "sequence_classification"
+    columns = (("chosen_ids", "chosen_whole"), ("rejected_ids", "rejected_whole"))
 
-    def examples(self, settings: RewardSettings, start: Start) -> Examples:
-        return read_preferences(settings, start, ("chosen_whole", "rejected_whole"))
+    def new_model(self) -> PreTrainedModel:
+        return self.start.scorer()
 
-    def model(self, settings: RewardSettings, start: Start) -> PreTrainedModel:
-        return start.scorer()
-
-    def trainer(self, setup: Setup[RewardSettings], parts: Parts) -> TunedTrainer:
-        arguments = arguments_for(trl("RewardConfig"), setup, max_length=None, disable_dropout=False)
-        return trainer_class()(**setup.trainer_options(arguments, parts))
+    def trainer(self, run: TrainingRun) -> TunedTrainer:
+        arguments = self.arguments(trl("RewardConfig"), run, max_length=None, disable_dropout=False)
+        return trainer_class()(**self.trainer_options(run, arguments))
 
 
 @cache
 def trainer_class() -> type[TunedTrainer]:
-    """TRL's RewardTrainer with Lamina's part."""
+    """Make TRL's RewardTrainer with Lamina's part."""
 
     class LaminaRewardTrainer(PairTrainer, trl("RewardTrainer")):
         pass

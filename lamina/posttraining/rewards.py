@@ -20,8 +20,8 @@ from lamina.errors import UserError, one_line
 from lamina.jobs.manifest import refuse_damaged, sha256
 from lamina.jobs.model_folder import content_hash, model_folder
 from lamina.modeling.backbones.loading import read_config
+from lamina.posttraining.rows import Fields as Row
 from lamina.posttraining.settings import RlhfSettings
-from lamina.posttraining.stage import Row
 from lamina.posttraining.starting import Start
 
 Score = Callable[[Sequence[Row], Sequence[Sequence[int]], Sequence[str]], list[float]]

@@ -12,15 +12,12 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.folder import Resume
 from lamina.jobs.kinds import Kind
-from lamina.posttraining.examples import rows
-from lamina.posttraining.examples.encoding import IGNORED, Encoder, Tokens
-from lamina.posttraining.examples.formats import Completion, Dialogue, example_of
-from lamina.posttraining.examples.templates import read_template
-from lamina.posttraining.job import tune
+from lamina.posttraining.examples import IGNORED, as_turns, example_of, read_template
+from lamina.posttraining.rows import Fields
 from lamina.posttraining.settings import SftSettings
-from lamina.posttraining.stage import Examples, Row, Setup, Stage, arguments_for, fingerprint, monitored, split
-from lamina.posttraining.starting import Start
-from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
+from lamina.posttraining.trainer import Passed, TunedTrainer, trl
+from lamina.posttraining.tuning import Row, TuningStage, tune
+from lamina.training.run import TrainingRun
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -29,106 +26,48 @@ if TYPE_CHECKING:
 def sft(
     settings: SftSettings | Mapping[str, object], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> Json:
-    """Fine-tune a model on examples; see ``lamina.posttraining.job.tune``."""
+    """Fine-tune a model on examples; see ``lamina.posttraining.tuning.tune``."""
     return tune(SupervisedFineTuning(), settings, resume=resume, overwrite=overwrite, bar=bar)
 
 
-class SupervisedFineTuning(Stage[SftSettings]):
+class SupervisedFineTuning(TuningStage[SftSettings]):
     """The mean negative log-likelihood of the answers' tokens."""
 
     kind = Kind.SFT
-    settings = SftSettings
+    record = SftSettings
 
-    def examples(self, settings: SftSettings, start: Start) -> Examples:
-        encoder = _Encoder(settings, start)
-        found = rows.read("data", str(settings.data), encoder, skip_bad=settings.skip_bad)
-        own = settings.eval_data
-        held_out = None if own is None else rows.read("eval_data", own, encoder, skip_bad=settings.skip_bad)
-        if encoder.template is not None:
-            start.tokenizer.chat_template = encoder.template
-        train, chosen = split(found.items, settings, None if held_out is None else held_out.items)
-        data, labels = _dataset(train, start.longest if settings.packing else None), _labels(train)
-        skipped = found.skipped + (0 if held_out is None else held_out.skipped)
-        return Examples(
-            train=data,
-            held_out=_dataset(chosen, None),
-            monitored=monitored([row["input_ids"] for row in chosen]),
-            fingerprint=fingerprint(train, chosen),
-            notes={
-                "examples": len(train),
-                "sequences": len(data),
-                "held_out": len(chosen),
-                "answer_tokens": labels,
-                "skipped": skipped,
-                "truncated": sum(row["truncated"] for row in (*found.items, *(held_out.items if held_out else ()))),
-            },
-        )
+    def template(self) -> str | None:
+        return None  # with ``auto``, the first conversation decides
 
-    def trainer(self, setup: Setup[SftSettings], parts: Parts) -> TunedTrainer:
-        settings = setup.settings
-        arguments = arguments_for(
+    def encoded(self, row: Fields) -> Json:
+        example, encoder, choice = example_of(row), self.encoder, self.settings.template
+        if "completion" in example and choice not in ("auto", "none"):
+            answer = {"role": "assistant", "content": example["completion"]}
+            example = {"messages": [*as_turns(example["prompt"]), answer]}
+        if encoder.template is None and "messages" in example:
+            default = "alpaca" if "instruction" in row else "chat"
+            encoder.template = read_template(choice, self.start.tokenizer, default=default)
+        return encoder.example(example)
+
+    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
+        from datasets import Dataset
+
+        data = Dataset.from_dict({name: [row[name] for row in encoded_rows] for name in ("input_ids", "labels")})
+        return trl("pack_dataset")(data, self.start.longest, "bfd") if train and self.settings.packing else data
+
+    def counts(self, train: Sequence[Row], data: Dataset) -> Json:
+        labels = sum(label != IGNORED for row in train for label in row["labels"])
+        return {"sequences": len(data), "answer_tokens": labels}
+
+    def trainer(self, run: TrainingRun) -> TunedTrainer:
+        arguments = self.arguments(
             trl("SFTConfig"),
-            setup,
+            run,
             max_length=None,
-            padding_free=settings.packing,
+            padding_free=self.settings.packing,
             dataset_kwargs={"skip_prepare_dataset": True},
         )
-        return trainer_class()(**setup.trainer_options(arguments, parts))
-
-
-class _Encoder:
-    """Encodes rows; the first one decides the template that ``auto`` stands for."""
-
-    def __init__(self, settings: SftSettings, start: Start):
-        self.settings, self.start = settings, start
-        self._encoder: Encoder | None = None
-
-    @property
-    def template(self) -> str | None:
-        """The template in use; None before the first row, and for texts that are used as they are."""
-        return None if self._encoder is None else self._encoder.template
-
-    def __call__(self, row: rows.Fields) -> Json:
-        example = example_of(row)
-        if self._encoder is None or (self._encoder.template is None and isinstance(example, Dialogue)):
-            default = None if isinstance(example, Completion) else "alpaca" if "instruction" in row else "chat"
-            template = self._template(default)
-            self._encoder = Encoder(
-                tokenizer=self.start.tokenizer,
-                template=template,
-                longest=self.start.longest,
-                loss_on_all=self.settings.loss_on == "all",
-            )
-        if isinstance(example, Completion) and self.settings.template not in ("auto", "none"):
-            turns = ({"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.completion})
-            example = Dialogue(messages=turns)
-        return _row(self._encoder.example(example))
-
-    def _template(self, default: str | None) -> str | None:
-        choice = self.settings.template
-        if choice == "auto" and default is None:
-            return None  # a prompt and its completion are used as they are
-        return read_template(choice, self.start.tokenizer, default=default)
-
-
-def _row(tokens: Tokens) -> Json:
-    return {"input_ids": tokens.input_ids, "labels": tokens.labels, "truncated": tokens.truncated}
-
-
-def _dataset(encoded: Sequence[Row], packed: int | None) -> Dataset:
-    """The rows as TRL's trainer takes them; ``packed``: the length of a sequence of several examples."""
-    from datasets import Dataset
-
-    columns = {name: [row[name] for row in encoded] for name in ("input_ids", "labels")}
-    data = Dataset.from_dict(columns)
-    if packed is None:
-        return data
-
-    return trl("pack_dataset")(data, packed, "bfd")
-
-
-def _labels(encoded: Sequence[Row]) -> int:
-    return sum(label != IGNORED for row in encoded for label in row["labels"])
+        return trainer_class()(**self.trainer_options(run, arguments))
 
 
 @cache

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -12,12 +11,10 @@ from torch import nn
 from transformers import Trainer
 
 from lamina.core.json_types import Json
-from lamina.training.checkpointing.checkpoints import RunState, Stateful
-from lamina.training.execution.processes import Processes
-from lamina.training.monitor.guard import DivergenceGuard
+from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.step_series import StepSeries
-from lamina.training.optimization.order import TrainOrder
+from lamina.training.run import TrainingRun
 from lamina.training.trainers.checkpointed import CheckpointedTrainer
 from lamina.training.trainers.ordered import OrderedTrainer
 
@@ -33,35 +30,20 @@ def trl(name: str) -> Passed:
     return getattr(library, name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What a run gives its trainer beside TRL's own arguments.
-
-    Attributes:
-        processes: this process and the run's others.
-        guard: checks losses and gradients.
-        order: which examples each step trains on.
-        schedule: the share of the peak learning rate by steps done; None for the arguments' own.
-        states: further objects in a checkpoint's run state.
-    """
-
-    processes: Processes
-    guard: DivergenceGuard
-    order: TrainOrder
-    schedule: Callable[[int], float] | None
-    states: Sequence[Stateful]
-
-
 class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Trainer):
-    """A mixin for TRL's trainers; ``parts`` is its own argument."""
+    """A mixin for TRL's trainers.
+
+    Args:
+        run: that the trainer is made for.
+        schedule: the share of the peak learning rate by steps done; None for the arguments' own.
+    """
 
     _metrics: dict[str, dict[str, list[float]]]
     _total_train_tokens: int = 0
 
-    def __init__(self, *args: Passed, parts: Parts, **kwargs: Passed):
-        self.processes, self.guard, self.order = parts.processes, parts.guard, parts.order
-        self.schedule = parts.schedule
-        self.states = parts.states
+    def __init__(self, *args: Passed, run: TrainingRun, schedule: Callable[[int], float] | None, **kwargs: Passed):
+        self.processes, self.guard, self.order, self.states = run.processes, run.guard, run.order, run.states
+        self.schedule = schedule
         self.series = StepSeries(self.processes)
         self.layer_rows, self.gradient_norms = [], None
         super().__init__(*args, **kwargs)

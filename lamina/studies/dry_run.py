@@ -231,7 +231,7 @@ def _resolved(settings: PretrainSettings) -> tuple[PreTrainedConfig, Plan, Objec
 
 def _counts(model: PreTrainedModel, plan: Plan, length: int) -> tuple[int, int, float]:
     from lamina.modeling.backbones.presets import parameters_of
-    from lamina.training.outcome import training_flops
+    from lamina.training.resolve import training_flops
 
     count = parameters_of(model)
     return count.total, count.active, training_flops(model, plan, length)

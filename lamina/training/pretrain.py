@@ -1,53 +1,51 @@
-"""Pretraining: settings in, a run's folder out."""
+"""Pretraining as a stage: a model from scratch or from a checkpoint, on a text or on images."""
 
 from __future__ import annotations
 
-import gc
-import logging
-import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
-import transformers
-from tqdm.auto import tqdm
+from torch.utils.data import Subset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.core.values import text
-from lamina.data.blocks import Splits
+from lamina.data.blocks import ItemSource, PartShare, Splits, spread
+from lamina.jobs import columns
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import Job, open_job
+from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.model_folder import MODEL, refuse_as_output
-from lamina.jobs.names import CONFIG, PLAN, RESULT
-from lamina.jobs.status import ENDED, Status
+from lamina.jobs.model_folder import refuse_as_output
+from lamina.jobs.run_folder import RunFolder
+from lamina.jobs.status import Status
+from lamina.modeling.building import recommended
+from lamina.modeling.parts import drop_branches
 from lamina.training import source
-from lamina.training.checkpointing.checkpoints import Checkpoints, step_of
-from lamina.training.checkpointing.resuming import (
-    DATA,
-    Rollbacks,
-    RunIdentity,
-    is_good,
-    result_to_keep,
-    stored_settings,
-)
-from lamina.training.checkpointing.saved_model import ModelCard, push, save_model
-from lamina.training.execution.processes import Processes, join, reported_once
-from lamina.training.execution.recorded import recorded
-from lamina.training.monitor.guard import Diverged, MakeGuard, usual_guard
-from lamina.training.monitor.writers import keep_abandoned
+from lamina.training.arguments import training_arguments
+from lamina.training.checkpointing.checkpoints import RunState, Stateful
+from lamina.training.checkpointing.resuming import RunIdentity, is_good
+from lamina.training.checkpointing.saved_model import ModelCard
+from lamina.training.checkpointing.sharding import shard
+from lamina.training.checks import task_measure
+from lamina.training.execution.compiling import prepare
+from lamina.training.execution.processes import Processes
+from lamina.training.monitor.experts import ExpertBalance
+from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, usual_guard
+from lamina.training.monitor.loss_trend import still_falling
+from lamina.training.monitor.scheduled_probes import ScheduledProbes, undisturbed
+from lamina.training.monitor.step_series import spike_columns
+from lamina.training.objectives.bigram import entropy_of
 from lamina.training.objectives.objective import Processor
-from lamina.training.outcome import outcome, verdict
-from lamina.training.resolve import POLICY, ResolvedRun, resolve_run
-from lamina.training.run import TrainingRun
+from lamina.training.optimization.averaging import WeightAverage
+from lamina.training.optimization.order import TrainOrder, order_of
+from lamina.training.optimization.schedule import schedule_of
+from lamina.training.resolve import POLICY, ResolvedRun, initial_model, resolve_run, training_flops
+from lamina.training.run import TrainingRun, TrainingStage, train
 from lamina.training.settings import PretrainSettings
-
-logger = logging.getLogger(__name__)
-
-GRACE_SECONDS = 30.0  # for a killed study's worker that still writes its checkpoint
+from lamina.training.trainer import LaminaTrainer
+from lamina.training.trainers.branches import Branches
 
 
 def pretrain(
@@ -58,160 +56,234 @@ def pretrain(
     bar: bool = True,
     guard: MakeGuard = usual_guard,
 ) -> Json:
-    """Train a model, from scratch or from a checkpoint, and write the run's folder; returns its result.json.
+    """Train a model, from scratch or from a checkpoint; see ``lamina.training.run.train``.
 
-    ``settings`` are a whole record, or only the user's settings, by name. A run that diverges, gets stuck or is
-    interrupted ends with that status, not with an exception. With ``resume``, a folder with a finished run is left
-    unchanged; otherwise the run resumes from its newest whole checkpoint. ``guard`` makes what ends the run early.
-
-    If torchrun or accelerate launch started several processes, all call this with the same settings: the first one
-    writes the folder, and all return the same result.
-
-    Raises:
-        UserError: for invalid settings, a corpus that can't be read, an output folder in use, settings that differ
-            from those of the run to resume, a text that has changed.
-        OSError: the disk is full.
+    ``guard`` makes what ends the run early.
     """
-    job = reported_once(lambda: _open(settings, resume=resume, overwrite=overwrite))
-    with join(job.settings.device, job.settings.parallel) as processes:
-        bar = bar and processes.first
-        resolved = processes.by_first(lambda: _resolve(job, processes))
-        earlier = processes.by_first(lambda: result_to_keep(job.folder) if job.resumes else None)
-        if earlier is not None and earlier["status"] in ENDED:
-            if (job.folder / MODEL).is_dir():
-                processes.by_first(lambda: _push(resolved.settings))
-            return earlier
-        # before the folder is touched: the corpus may be unreadable
-        splits, processor = processes.first_per_host(lambda: read_data(resolved, bar))
-        with ExitStack() as held:
-            resumes = processes.by_first(lambda: _claim(held, job, resolved, splits))
-            if bar and "auto" in (job.settings.precision, job.settings.compile):
-                compiled = "compiled" if resolved.settings.compile == "on" else "eager"
-                tqdm.write(f"{resolved.settings.precision}, {compiled} (--precision, --compile)", file=sys.stderr)
-            seconds = float((earlier or {}).get("seconds") or 0.0)
-            modes = {"make_guard": guard, "resume": resumes, "bar": bar}
-            run = partial(_run, resolved, splits, processor, processes, **modes)
-            return recorded(run, job.folder, processes, resumes=resumes, seconds=seconds)
-
-
-def _open(settings: PretrainSettings | Mapping[str, Any], *, resume: Resume, overwrite: bool) -> Job[PretrainSettings]:
-    given = settings if isinstance(settings, Mapping) else source.with_checkpoint(settings)
-    if isinstance(given, Mapping) and given.get("from_model"):
-        output = text("output", given.get("output", PretrainSettings.output))
-        refuse_as_output(output, text("from_model", given["from_model"]))
-    return open_job(
-        Kind.RUN,
-        PretrainSettings,
-        given,
-        resume=resume,
-        overwrite=overwrite,
-        policy=POLICY,
-        stored=lambda folder: stored_settings(folder, POLICY.free),
-        wait=GRACE_SECONDS if resume else 0.0,
-    )
-
-
-def _resolve(job: Job[PretrainSettings], processes: Processes) -> ResolvedRun:
-    """The run of the job's settings, completed by the checkpoint of ``--from``."""
-    settings = source.with_checkpoint(job.settings, job.given)
-    if job.resumes:
-        POLICY.merge(job.settings.to_dict(), settings.to_dict(), {})  # the checkpoint may have changed
-    return resolve_run(settings, processes.size, parallel=processes.parallel)
-
-
-def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, splits: Splits) -> bool:
-    """Claim the folder and write what the run computes; returns whether it resumes."""
-    identity = RunIdentity(resolved.settings, resolved.plan, splits.stats.fingerprint)
-    if job.resumes:
-        identity.refuse_changes(job.folder)
-    held.enter_context(job)
-    (job.folder / RESULT).unlink(missing_ok=True)
-    job.write_yaml(CONFIG, resolved.settings.to_dict())
-    job.write_json(PLAN, resolved.plan.to_dict())
-    job.write_json(DATA, identity.text)
-    return job.resumes
+    return train(Pretraining(guard), settings, resume=resume, overwrite=overwrite, bar=bar)
 
 
 def read_data(resolved: ResolvedRun, bar: bool) -> tuple[Splits, Processor]:
-    """The data of a run, and its tokenizer or image processor; ``bar``: show progress."""
+    """Read the data of a run, and its tokenizer or image processor; ``bar``: show progress."""
     return resolved.objective.read(resolved.settings, resolved.backbone, bar=bar)
 
 
-def _run(
-    resolved: ResolvedRun,
-    splits: Splits,
-    processor: Processor,
-    processes: Processes,
-    *,
-    make_guard: MakeGuard,
-    resume: bool,
-    bar: bool,
-) -> Json:
-    """Train until the run ends; after a divergence, roll back as often as ``rollback`` allows."""
-    transformers.utils.logging.disable_progress_bar()
-    settings = resolved.settings
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    folder = Path(settings.output)
-    rollbacks = processes.by_first(lambda: Rollbacks.read(folder)) if resume else Rollbacks(folder=folder)
-    while True:
-        guard = make_guard(settings, splits.stats.unigram_entropy)
-        run = TrainingRun(resolved, splits, processor, processes, rollbacks, guard=guard, resume=resume, bar=bar)
-        complete = run.train()
-        ended = complete if isinstance(complete, Diverged) else processes.by_first(partial(verdict, run, complete))
-        if not isinstance(ended, Diverged):
-            break
-        if len(rollbacks.done) >= settings.rollback:
-            ended = (Status.DIVERGED, ended.reason)
-            break
-        processes.by_first(partial(_roll_back, settings, rollbacks, ended))
-        rollbacks, resume = Rollbacks.read(folder), True
-        del run
-        gc.collect()
-    status, reason = ended
-    result = outcome(run, status, reason)
-    if status.ended and status != Status.DIVERGED:
-        trained = run.model if run.average is None else run.average.model
-        save_model(trained, processor, folder / MODEL, processes, _card(run, result))
-        processes.by_first(lambda: _push(settings))
-    return result
+class Pretraining(TrainingStage[PretrainSettings]):
+    """The loss of the backbone's objective on packed blocks, or on images."""
+
+    kind = Kind.RUN
+    record = PretrainSettings
+    policy = POLICY
+    resolved: ResolvedRun
+    splits: Splits
+    _arguments: TrainingArguments
+
+    def __init__(self, make_guard: MakeGuard = usual_guard):
+        self._make_guard = make_guard
+
+    def given(self, settings: PretrainSettings | Mapping[str, Any]) -> PretrainSettings | Mapping[str, Any]:
+        if not isinstance(settings, Mapping):
+            return source.with_checkpoint(settings)
+        if settings.get("from_model"):
+            output = text("output", settings.get("output", PretrainSettings.output))
+            refuse_as_output(output, text("from_model", settings["from_model"]))
+        return settings
+
+    def check(self, job: Job[PretrainSettings], processes: Processes) -> None:
+        def resolved() -> ResolvedRun:
+            settings = source.with_checkpoint(job.settings, job.given)
+            if job.resumes:
+                POLICY.merge(job.settings.to_dict(), settings.to_dict(), {})  # the checkpoint may have changed
+            return resolve_run(settings, processes.size, parallel=processes.parallel)
+
+        self.resolved = processes.by_first(resolved)
+        self.settings, self.plan = self.resolved.settings, self.resolved.plan
+        self.tokens_per_step = self.resolved.tokens_per_step
+
+    def read(self, processes: Processes, *, bar: bool) -> None:
+        self.splits, self.processor = processes.first_per_host(lambda: read_data(self.resolved, bar))
+        self.identity = RunIdentity(self.settings, self.plan, self.splits.stats.fingerprint)
+
+    def model(self, run: TrainingRun) -> PreTrainedModel:
+        settings, processes = self.settings, run.processes
+        model, run.rate_factors = initial_model(self.resolved, self.splits, self.processor)
+        run.average = WeightAverage(model, settings.ema_decay) if settings.ema_decay else None
+        if settings.drop_path:
+            drop_branches(model, settings.drop_path)
+        prepare(model, compiled=settings.compile == "on")
+        self._arguments = training_arguments(settings, processes.size)
+        if processes.size > 1 and processes.parallel == "fsdp2":
+            shard(model, processes, self.resolved.device, bf16=bool(self._arguments.bf16))
+        return model
+
+    def guard(self) -> DivergenceGuard:
+        return self._make_guard(self.settings, self.splits.stats.unigram_entropy)
+
+    def order(self, run: TrainingRun) -> TrainOrder:
+        run.items = self.splits.train.for_run(self.settings.seed)
+        rank, size = run.processes.rank, run.processes.size
+        return order_of(self.settings, run.items, skips=run.rollbacks.skips, done=run.done, rank=rank, size=size)
+
+    def monitor_inputs(self) -> torch.Tensor:
+        return self.splits.eval.sample(self.settings.monitor_blocks or max(1, self.settings.batch_size // 4))
+
+    def derived(self, loss: float) -> dict[str, float]:
+        return self.resolved.objective.derived(loss, self.splits.stats)
+
+    def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
+        return run.items.realized(run.order.spans(steps))
+
+    def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
+        probes = []
+        if self.settings.probe_every and run.processes.first:
+            probes = [ScheduledProbes(run.folder, self.settings, self.monitor_inputs(), self.processor)]
+        branches = Branches(
+            self.settings,
+            run.model,
+            splits=self.splits,
+            items=run.items,
+            order=run.order,
+            recorder=run.recorder,
+            processes=run.processes,
+        )
+        return [*probes, branches]
+
+    def states(self, run: TrainingRun) -> list[Stateful]:
+        return [StreamPosition(run)]
+
+    def trainer(self, run: TrainingRun) -> LaminaTrainer:
+        settings, objective = self.settings, self.resolved.objective
+        return LaminaTrainer(
+            model=run.model,
+            args=self._arguments,
+            train_dataset=run.items,
+            eval_dataset=self._evaluated(self.splits.eval),
+            data_collator=objective.collate(settings, self.splits),
+            callbacks=run.callbacks,
+            guard=run.guard,
+            order=run.order,
+            processes=run.processes,
+            experts=ExpertBalance(run.model, settings.expert_balance, settings.expert_balance_rate),
+            rate_factors=run.rate_factors,
+            schedule=schedule_of(settings),
+            average=run.average,
+            rate_factor=run.rollbacks.learning_rate_factor,
+            collate_eval=objective.collate_eval(),
+            scores=objective.scores if objective.is_scored else None,
+            second=None if self.splits.second is None else self._evaluated(self.splits.second),
+            measure_tasks=self._task_measure(run.processes),
+            states=run.states,
+            keep_also=is_good if settings.rollback else None,
+        )
+
+    def _evaluated(self, items: ItemSource) -> Subset:
+        """The items that are evaluated on, spread evenly."""
+        return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
+
+    def _task_measure(self, processes: Processes) -> Callable[[PreTrainedModel], dict[str, float]] | None:
+        """What scores the model on eval_tasks without any effect on the training."""
+        measure = task_measure(self.settings) if processes.first else None
+        if measure is None:
+            return None
+
+        def scores(model: PreTrainedModel) -> dict[str, float]:
+            with undisturbed(model):
+                return measure.scores(model, cast(PreTrainedTokenizerBase, self.processor))
+
+        return scores
+
+    def verdict(self, run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
+        """How a run ended, and why; ``complete``: it trained all its steps."""
+        settings, recorder, step = self.settings, run.recorder, run.trainer.state.global_step
+        if recorder.interrupted and not complete:
+            return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
+        if not math.isfinite(loss := recorder.evaluation.loss):
+            return Diverged(step, f"the eval loss is {loss}; {run.guard.first_to_leave()}")
+        entropy, margin = self.splits.stats.unigram_entropy, settings.stuck_margin
+        guess = self.resolved.objective.guess
+        if recorder.best_eval <= entropy - margin:
+            return Status.FINISHED, ""
+        falling = still_falling(RunFolder(run.folder).metrics, settings.steps, entropy + margin)
+        if falling is not None:
+            return Status.SHORT, (
+                f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "
+                f"is not {margin:g} nats below {guess} of {entropy:.3f} yet"
+            )
+        return Status.STUCK, (
+            f"the eval loss never got {margin:g} nats below {guess} of {entropy:.3f} "
+            f"(best: {recorder.best_eval:.3f} in {settings.steps} steps)"
+        )
+
+    def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
+        """The numbers of a run that ended with ``status``: one value per measured column of ``lamina.jobs.columns``."""
+        settings, plan, recorder, stats = self.settings, self.plan, run.recorder, self.splits.stats
+        steps = run.trainer.state.global_step
+        tokens = steps * recorder.tokens_per_step
+        timed = recorder.training_steps * recorder.tokens_per_step
+        last = recorder.evaluation
+        loss = last.loss if math.isfinite(last.loss) else math.nan
+        parameters = sum(p.numel() for p in run.model.parameters())
+        init = recommended(plan) if settings.init == "recommended" else settings.init
+        init = init if settings.from_model is None else "checkpoint"
+        mix = recorder.mix(steps)
+        spikes = run.processes.by_first(lambda: spike_columns(run.folder))
+        result: dict[str, object] = {
+            "status": str(status),
+            "eval_loss": loss,
+            "perplexity": None,
+            "bits_per_byte": None,
+            **self.resolved.objective.derived(loss, stats),
+            **last.scores,
+            "unigram_entropy": stats.unigram_entropy,
+            "bigram_entropy": run.processes.by_first(lambda: entropy_of(self.splits, settings, run.order, steps)),
+            **spikes,
+            "tokens": tokens,
+            "steps": steps,
+            "tokens_per_second": timed / recorder.training_seconds if recorder.training_seconds else None,
+            "parameters": parameters,
+            "flops": training_flops(run.model, plan, self.resolved.item_tokens) * tokens,
+            "init": init,
+            **({} if settings.from_model is None else {"from": settings.from_model}),
+            **({} if mix is None else {"mix": mix}),
+            "reason": reason,
+        }
+        if self.splits.second is not None:
+            result["eval_corpus_loss"] = last.second
+        if settings.eval_tasks is not None:
+            result["tasks"] = last.tasks
+        rows = [row for callback in run.callbacks if isinstance(callback, Branches) for row in callback.rows]
+        branches = {"branches": rows} if rows else {}
+        return {
+            **columns.checked(result),
+            "rollbacks": run.rollbacks.to_list(),
+            **branches,
+            **run.guard.outcome(status),
+        }
+
+    def trained(self, run: TrainingRun, result: Json) -> tuple[PreTrainedModel, ModelCard]:
+        objective, settings = self.resolved.objective, self.settings
+        card = ModelCard(
+            head=objective.head,
+            data=objective.facts(settings, self.splits.stats),
+            result=result,
+            command=settings.command(),
+            base_model=settings.from_model,
+        )
+        return run.model if run.average is None else run.average.model, card
 
 
-def _card(run: TrainingRun, result: Json) -> ModelCard:
-    objective, settings = run.resolved.objective, run.settings
-    return ModelCard(
-        head=objective.head,
-        data=objective.facts(settings, run.splits.stats),
-        result=result,
-        command=settings.command(),
-        base_model=settings.from_model,
-    )
+class StreamPosition:
+    """The position at which a streamed corpus resumes."""
 
+    def __init__(self, run: TrainingRun):
+        self.run = run
 
-def _push(settings: PretrainSettings) -> None:
-    """Upload the run's model if the settings ask for it."""
-    if settings.push_to_hub is not None:
-        push(Path(settings.output) / MODEL, settings.push_to_hub)
+    def state_dict(self) -> Json:
+        """The position of the first block after the checkpoint's step."""
+        following = self.run.order.start(self.run.trainer.state.global_step + 1)
+        position = self.run.items.state_dict(following)
+        return {} if position is None else {"stream": position}
 
-
-def _roll_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diverged) -> None:
-    """Choose the checkpoint to roll back to, and record the rollback."""
-    folder = Path(settings.output)
-    checkpoints = Checkpoints(folder / "checkpoints")
-    checkpoint = checkpoints.newest(
-        lambda state: rollbacks.allows(state) and is_good(state) and state["step"] < diverged.step
-    )
-    step = step_of(checkpoint) if checkpoint else 0
-    keep_abandoned(folder, step, len(rollbacks.done) + 1)
-    entry = rollbacks.add(
-        step=step,
-        diverged_at=diverged.step,
-        reason=diverged.reason,
-        factor=settings.rollback_factor,
-        skip=settings.rollback_skip,
-    )
-    checkpoints.discard_after(step)
-    logger.warning(
-        "rollback %d of %d: %s; back to step %d, skipping the data of steps %d to %d, learning rates times %g",
-        *(entry.number, settings.rollback, diverged.reason, step, *entry.skipped, entry.learning_rate_factor),
-    )
+    def load_state_dict(self, state: RunState) -> None:
+        """Start reading at that position; at the corpus's beginning if the state has none."""
+        self.run.items.load_state_dict(state.get("stream"), verbose=self.run.processes.first)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from lamina.data.blocks import Splits
 from lamina.jobs.resume import ResumePolicy
 from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.backbones.presets import used_by_a_token
+from lamina.modeling.building import build
+from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.width import WidthScaling
 from lamina.placements import Plan
 from lamina.training import source
 from lamina.training.checks import check_modules, check_settings, check_sharded
 from lamina.training.execution.devices import decided, device_of
-from lamina.training.objectives.objective import Objective, objective_of
-from lamina.training.optimization.optimizer import width_scaling_of
+from lamina.training.objectives.objective import Objective, Processor, objective_of
+from lamina.training.optimization.optimizer import rate_factors, width_scaling_of
 from lamina.training.settings import PretrainSettings
 
 POLICY = ResumePolicy(what="run", free=PretrainSettings.undecided() | {"rollback"})
@@ -102,3 +107,40 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
         config.tie_word_embeddings = False
     objective_of(config, settings.objective, settings.backbone).fit(config, settings)
     return config
+
+
+def initial_model(
+    resolved: ResolvedRun, splits: Splits, processor: Processor
+) -> tuple[PreTrainedModel, dict[str, float] | None]:
+    """Build a run's model, and under width scaling each parameter's factor on the learning rate."""
+    settings, scaling, objective = resolved.settings, resolved.width_scaling, resolved.objective
+    config = objective.complete(resolved.backbone, splits, processor, settings.from_model)
+    torch.manual_seed(settings.seed)
+    profile = splits.train.sample(settings.batch_size)
+    if settings.from_model is None:
+        model = build(
+            config,
+            resolved.plan,
+            head=objective.head,
+            init=settings.init,
+            profile_ids=profile,
+            width_scaling=scaling,
+        )
+    else:
+        model = source.load(settings.from_model, config, objective.head)
+    return model, None if scaling is None else rate_factors(model, scaling)
+
+
+def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
+    """Forward and backward FLOPs per token: 6 per weight outside the embedding and 12 N d T for full attention.
+
+    Of routed experts, those that one token uses.
+    """
+    config = backbone_of(model.config)
+    embedding = model.get_input_embeddings()
+    # A parameter with a first axis of 1 is added to every item: a position's embedding, the class token.
+    matrices = [(name, p.numel()) for name, p in model.named_parameters() if p.ndim >= 2 and p.shape[0] > 1]
+    weights = sum(int(size * used_by_a_token(name, config)) for name, size in matrices)
+    if isinstance(embedding, torch.nn.Embedding) and not config.tie_word_embeddings:
+        weights -= embedding.weight.numel()  # looked up; images are multiplied by theirs
+    return 6.0 * weights + 12.0 * plan.num_layers * config.hidden_size * sequence_length

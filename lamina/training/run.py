@@ -1,108 +1,352 @@
-"""One training run: a model, its trainer, its records, and the states that are resumed."""
+"""One training run: from settings to a folder with records, checkpoints, a result and a model.
+
+The stage supplies the model, the data and the Trainer. The run itself is the same for all stages: one claim of the
+folder, one search for the checkpoint, one recorder, one verdict, one push.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch.utils.data import Subset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+import transformers
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.core.json_types import Json
-from lamina.data.blocks import ItemSource, PartShare, Splits, spread
-from lamina.modeling.parts import drop_branches
-from lamina.training.arguments import training_arguments
-from lamina.training.checkpointing.checkpoints import RunState, Stateful, run_state, step_of
-from lamina.training.checkpointing.resuming import Rollbacks, RunIdentity, checkpoint_to_resume, is_good
-from lamina.training.checkpointing.sharding import shard
-from lamina.training.checks import task_measure
-from lamina.training.execution.compiling import prepare
-from lamina.training.execution.processes import Processes
-from lamina.training.initial import initial_model
-from lamina.training.monitor.experts import ExpertBalance
+from lamina.data.blocks import ItemSource, PartShare
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import Job, open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.model_folder import MODEL
+from lamina.jobs.names import CONFIG, PLAN, RESULT
+from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.settings import Settings
+from lamina.jobs.status import ENDED, Status
+from lamina.placements import Plan
+from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, Stateful, run_state, step_of
+from lamina.training.checkpointing.resuming import (
+    DATA,
+    Rollbacks,
+    checkpoint_to_resume,
+    is_good,
+    result_to_keep,
+    stored_settings,
+)
+from lamina.training.checkpointing.saved_model import ModelCard, push, save_model
+from lamina.training.execution.processes import Processes, join, reported_once
+from lamina.training.execution.recorded import recorded
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.parameter_measures import UpdateRatios
 from lamina.training.monitor.recorder import RunRecorder, stop_signals
-from lamina.training.monitor.scheduled_probes import ScheduledProbes, undisturbed
 from lamina.training.monitor.trackers import Trackers, tensorboard
-from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter
+from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter, keep_abandoned
 from lamina.training.objectives.objective import Processor
 from lamina.training.optimization.averaging import WeightAverage
-from lamina.training.optimization.order import TrainOrder, order_of
-from lamina.training.optimization.schedule import schedule_of
-from lamina.training.resolve import ResolvedRun
-from lamina.training.trainer import LaminaTrainer
-from lamina.training.trainers.branches import Branches
+from lamina.training.optimization.order import TrainOrder
 
 logger = logging.getLogger(__name__)
 
+S = TypeVar("S", bound=Settings)
+Options: TypeAlias = Any
+"""The settings of some stage: they share groups (output, steps, precision, ...), but no base."""
 
-class TrainingRun:
-    """A resolved run in this process, new or resumed from a checkpoint.
 
-    Args:
-        resolved: the run.
-        splits: its data.
-        processor: of the data: a tokenizer or an image processor.
-        processes: this process and the run's others.
-        rollbacks: the run's so far.
-        guard: decides whether the run has diverged.
-        resume: whether to resume from the newest good checkpoint.
-        bar: whether to show progress.
+class Identity(Stateful, Protocol):
+    """What a run computes; part of its checkpoints."""
+
+    @property
+    def text(self) -> Mapping[str, str]:
+        """The content of data.json."""
+        ...
+
+    def refuse_changes(self, folder: Path) -> None:
+        """Raise UserError if what the run in ``folder`` computes has changed since it began."""
+        ...
+
+
+class TrainingStage(ABC, Generic[S]):
+    """A kind of training run; one object per run. A stage reads its data once, and builds its model for each attempt.
+
+    Attributes:
+        kind: of the run's folder.
+        record: the record of its settings.
+        policy: what a resumed run may change.
+        recorder: writes its records.
+        evaluates_first: whether a new run is evaluated before its first step.
+        tokens_per_step: tokens of one optimizer step; 0 where they are counted.
+        settings: complete, after ``read``; so are the following.
+        plan: where the norms sit.
+        processor: the tokenizer or image processor that is saved with the model.
+        identity: what a resumed run is compared with.
     """
 
-    def __init__(
-        self,
-        resolved: ResolvedRun,
-        splits: Splits,
-        processor: Processor,
-        processes: Processes,
-        rollbacks: Rollbacks,
-        *,
-        guard: DivergenceGuard,
-        resume: bool,
-        bar: bool,
-    ):
-        self.resolved, self.splits, self.processor, self.processes = resolved, splits, processor, processes
-        self.rollbacks, self.bar, self.folder = rollbacks, bar, Path(resolved.settings.output)
-        self.model, self._rate_factors = initial_model(resolved, splits, processor)
-        self.average = WeightAverage(self.model, resolved.settings.ema_decay) if resolved.settings.ema_decay else None
-        if resolved.settings.drop_path:
-            drop_branches(self.model, resolved.settings.drop_path)
-        self.settings = settings = resolved.settings
-        prepare(self.model, compiled=settings.compile == "on")
-        self._arguments = training_arguments(settings, processes.size)
-        if processes.size > 1 and processes.parallel == "fsdp2":
-            shard(self.model, processes, resolved.device, bf16=bool(self._arguments.bf16))
+    kind: ClassVar[Kind]
+    record: type[S]
+    policy: ClassVar[ResumePolicy]
+    recorder: ClassVar[type[RunRecorder]] = RunRecorder
+    evaluates_first: ClassVar[bool] = False
+    tokens_per_step: int = 0
+    settings: S
+    plan: Plan
+    processor: Processor
+    identity: Identity
+
+    def given(self, settings: S | Mapping[str, Any]) -> S | Mapping[str, Any]:
+        """Return the user's settings as the job's folder is opened with them."""
+        return settings
+
+    @abstractmethod
+    def check(self, job: Job[S], processes: Processes) -> None:
+        """Complete and check the settings, before anything is read. Raises UserError."""
+
+    @abstractmethod
+    def read(self, processes: Processes, *, bar: bool) -> None:
+        """Read everything that the run needs, before its folder is touched. Raises UserError."""
+
+    @abstractmethod
+    def model(self, run: TrainingRun) -> PreTrainedModel:
+        """Build the model to train."""
+
+    @abstractmethod
+    def guard(self) -> DivergenceGuard:
+        """Make what decides whether the run has diverged."""
+
+    @abstractmethod
+    def order(self, run: TrainingRun) -> TrainOrder:
+        """Choose which items each step trains on."""
+
+    @abstractmethod
+    def monitor_inputs(self) -> torch.Tensor:
+        """Return the model's main input for the layer monitor, of held-out items: [items, ...]."""
+
+    @abstractmethod
+    def trainer(self, run: TrainingRun) -> Any:
+        """Make the Trainer."""
+
+    def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
+        """Return further callbacks; each gets the Trainer as ``trainer``, one with ``load_state_dict`` is resumed."""
+        return []
+
+    def states(self, run: TrainingRun) -> list[Stateful]:
+        """Return further objects to resume."""
+        return []
+
+    def derived(self, loss: float) -> dict[str, float]:
+        """Return what an evaluation records beside its loss."""
+        return {}
+
+    def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
+        """Return what each corpus of a mix contributes in the first ``steps`` steps; empty for a single corpus."""
+        return {}
+
+    @abstractmethod
+    def verdict(self, run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
+        """Decide how a run ended, and why, in the first process; ``complete``: it trained all its steps."""
+
+    @abstractmethod
+    def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
+        """Return the numbers of result.json."""
+
+    @abstractmethod
+    def trained(self, run: TrainingRun, result: Json) -> tuple[PreTrainedModel, ModelCard]:
+        """Return the model to save, and its card; may add to ``result``."""
+
+    def saved(self) -> None:
+        """Clean up after the model is saved, in the first process."""
+
+
+GRACE_SECONDS = 30.0  # for a killed study's worker that still writes its checkpoint
+
+
+def train(
+    stage: TrainingStage[S],
+    settings: S | Mapping[str, Any],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Json:
+    """Train, and write the run's folder; returns its result.json.
+
+    ``settings`` are a whole record, or only the user's settings, by name. A run that diverges, gets stuck or is
+    interrupted ends with that status, not with an exception. With ``resume``, a folder with a finished run is left
+    unchanged; otherwise the run resumes from its newest whole checkpoint.
+
+    If torchrun or accelerate launch started several processes, all call this with the same settings: the first one
+    writes the folder, and all return the same result.
+
+    Raises:
+        UserError: for invalid settings, data or a model that can't be read, an output folder in use, settings or data
+            that differ from those of the run to resume.
+        OSError: the disk is full.
+    """
+    job = reported_once(lambda: _open(stage, settings, resume=resume, overwrite=overwrite))
+    options: Options = job.settings
+    with join(options.device, options.parallel) as processes:
+        bar = bar and processes.first
+        transformers.utils.logging.disable_progress_bar()
+        stage.check(job, processes)
+        earlier = processes.by_first(lambda: result_to_keep(job.folder) if job.resumes else None)
+        if earlier is not None and earlier["status"] in ENDED:
+            if (job.folder / MODEL).is_dir():
+                processes.by_first(lambda: _push(job.settings))
+            return earlier
+        stage.read(processes, bar=bar)  # before the folder is touched: the data may be unreadable
+        with ExitStack() as held:
+            resumes = processes.by_first(lambda: _claim(held, job, stage))
+            if bar:
+                _say_speed(job.settings, stage.settings)
+            return recorded(
+                lambda: _run(stage, processes, resume=resumes, bar=bar),
+                job.folder,
+                processes,
+                resumes=resumes,
+                seconds=float((earlier or {}).get("seconds") or 0.0),
+            )
+
+
+def _open(stage: TrainingStage[S], settings: S | Mapping[str, Any], *, resume: Resume, overwrite: bool) -> Job[S]:
+    policy = stage.policy
+    return open_job(
+        stage.kind,
+        stage.record,
+        stage.given(settings),
+        resume=resume,
+        overwrite=overwrite,
+        policy=policy,
+        stored=lambda folder: stored_settings(folder, policy.free | policy.compared, stage.record),
+        wait=GRACE_SECONDS if resume else 0.0,
+    )
+
+
+def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
+    """Claim the folder and write what the run computes; returns whether it resumes."""
+    if job.resumes:
+        stage.identity.refuse_changes(job.folder)
+    held.enter_context(job)
+    (job.folder / RESULT).unlink(missing_ok=True)
+    job.write_yaml(CONFIG, stage.settings.to_dict())
+    job.write_json(PLAN, stage.plan.to_dict())
+    job.write_json(DATA, stage.identity.text)
+    return job.resumes
+
+
+def _say_speed(given: Options, complete: Options) -> None:
+    """Print the precision and the compilation that ``auto`` stands for."""
+    if given.precision == "auto" or given.compile != complete.compile:
+        compiled = "compiled" if complete.compile == "on" else "eager"
+        tqdm.write(f"{complete.precision}, {compiled} (--precision, --compile)", file=sys.stderr)
+
+
+def _push(settings: Options) -> None:
+    """Upload the run's model if the settings ask for it."""
+    if settings.push_to_hub is not None:
+        push(Path(settings.output) / MODEL, settings.push_to_hub)
+
+
+def _run(stage: TrainingStage[S], processes: Processes, *, resume: bool, bar: bool) -> Json:
+    """Train until the run ends; after a divergence, roll back as often as ``rollback`` allows."""
+    settings: Options = stage.settings
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    folder = Path(settings.output)
+    rollbacks = processes.by_first(lambda: Rollbacks.read(folder)) if resume else Rollbacks(folder=folder)
+    while True:
+        run = TrainingRun(stage, processes, rollbacks, resume=resume, bar=bar)
+        ended = run.train()
+        if not isinstance(ended, Diverged):
+            break
+        if len(rollbacks.done) >= getattr(settings, "rollback", 0):
+            ended = (Status.DIVERGED, ended.reason)
+            break
+        processes.by_first(partial(_roll_back, settings, rollbacks, ended))
+        rollbacks, resume = Rollbacks.read(folder), True
+        del run
+        gc.collect()
+    status, reason = ended
+    result = stage.outcome(run, status, reason)
+    if status.ended and status != Status.DIVERGED:
+        model, card = stage.trained(run, result)
+        save_model(model, stage.processor, folder / MODEL, processes, card)
+        processes.by_first(lambda: _push(settings))
+        processes.by_first(stage.saved)
+    return result
+
+
+def _roll_back(settings: Options, rollbacks: Rollbacks, diverged: Diverged) -> None:
+    """Choose the checkpoint to roll back to, and record the rollback."""
+    folder = Path(settings.output)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoint = checkpoints.newest(
+        lambda state: rollbacks.allows(state) and is_good(state) and state["step"] < diverged.step
+    )
+    step = step_of(checkpoint) if checkpoint else 0
+    keep_abandoned(folder, step, len(rollbacks.done) + 1)
+    entry = rollbacks.add(
+        step=step,
+        diverged_at=diverged.step,
+        reason=diverged.reason,
+        factor=settings.rollback_factor,
+        skip=settings.rollback_skip,
+    )
+    checkpoints.discard_after(step)
+    logger.warning(
+        "rollback %d of %d: %s; back to step %d, skipping the data of steps %d to %d, learning rates times %g",
+        *(entry.number, settings.rollback, diverged.reason, step, *entry.skipped, entry.learning_rate_factor),
+    )
+
+
+class TrainingRun:
+    """An attempt of a run in this process, new or resumed from a checkpoint.
+
+    Args:
+        stage: which has read its data.
+        processes: this process and the run's others.
+        rollbacks: the run's so far.
+        resume: whether to resume from the newest good checkpoint.
+        bar: whether to show progress.
+
+    Attributes:
+        average: of the weights; set by the stage with the model, as the following.
+        rate_factors: with width scaling, each parameter's factor on the learning rate.
+        items: what the run trains on, where a stage reads it while it trains.
+    """
+
+    average: WeightAverage | None = None
+    rate_factors: dict[str, float] | None = None
+    items: ItemSource
+
+    def __init__(self, stage: TrainingStage[S], processes: Processes, rollbacks: Rollbacks, *, resume: bool, bar: bool):
+        self.stage, self.processes, self.rollbacks, self.bar = stage, processes, rollbacks, bar
+        self.settings: Options = stage.settings
+        self.folder = Path(self.settings.output)
+        self.model = stage.model(self)
         self.checkpoint, state = self._find_checkpoint() if resume else (None, {})
-        self.guard = guard
-        self.train_items = splits.train.for_run(settings.seed)
-        self.order = self._make_order(done=max(0, state.get("step", 0)))
+        self.done = max(0, int(state.get("step", 0)))
+        self.guard = stage.guard()
+        self.order = stage.order(self)
         self.updates = UpdateRatios(self.model)
-        self.trackers = Trackers(settings.report_to, self.folder) if processes.first else None
+        self.trackers = Trackers(self.settings.report_to, self.folder) if processes.first else None
         self.recorder = self._make_recorder()
-        self._probing = self._make_probing()
-        self.branches = Branches(
-            settings,
-            self.model,
-            splits=splits,
-            items=self.train_items,
-            order=self.order,
-            recorder=self.recorder,
-            processes=processes,
-        )
-        self.states: list[Stateful] = [
+        self._further = stage.callbacks(self)
+        self.callbacks = [self.updates, self.recorder, *tensorboard(self.trackers), *self._further]
+        self.states: list[Any] = [
             self.recorder,  # first: it syncs to disk what the others refer to
             rollbacks,
-            RunIdentity(settings, resolved.plan, splits.stats.fingerprint),
-            StreamPosition(self),
-            *self._probing,
-            self.branches,
+            stage.identity,
+            *stage.states(self),
+            *(callback for callback in self._further if hasattr(callback, "load_state_dict")),
         ]
         self.trainer = self._make_trainer()
         self.trainer.load_state_dict(state)
@@ -113,132 +357,61 @@ class TrainingRun:
         checkpoint = self.processes.by_first(lambda: checkpoint_to_resume(folder, self.rollbacks))
         return checkpoint, run_state(checkpoint) if checkpoint else {"step": -1}
 
-    def _make_order(self, done: int) -> TrainOrder:
-        rank, size = self.processes.rank, self.processes.size
-        return order_of(self.settings, self.train_items, skips=self.rollbacks.skips, done=done, rank=rank, size=size)
-
     def _make_recorder(self) -> RunRecorder:
-        tokens, first = self.resolved.tokens_per_step, self.processes.first
+        stage, first = self.stage, self.processes.first
+        tokens = stage.tokens_per_step
         records = [{"rollback": r.number, "tokens": r.step * tokens, **asdict(r)} for r in self.rollbacks.done]
-        return RunRecorder(
+        return stage.recorder(
             metrics=MetricsWriter(self.folder, records) if first else NoWriter(),
             layers=LayersWriter(self.folder) if first else NoWriter(),
             guard=self.guard,
-            monitor_inputs=self._monitor_inputs(),
+            monitor_inputs=stage.monitor_inputs(),
             tokens_per_step=tokens,
-            derived=lambda loss: self.resolved.objective.derived(loss, self.splits.stats),
+            derived=stage.derived,
             trackers=self.trackers,
             bar=self.bar,
             processes=self.processes,
-            realized=self.realized,
+            realized=lambda steps: stage.realized(self, steps),
             updates=self.updates,
             pause_step=self.settings.pause_step,
         )
 
-    def _make_probing(self) -> list[ScheduledProbes]:
-        if not (self.settings.probe_every and self.processes.first):
-            return []
-        return [ScheduledProbes(self.folder, self.settings, self._monitor_inputs(), self.processor)]
-
-    def _make_trainer(self) -> LaminaTrainer:
-        settings, held_out = self.settings, self.splits.eval
-        objective = self.resolved.objective
-        trainer = LaminaTrainer(
-            model=self.model,
-            args=self._arguments,
-            train_dataset=self.train_items,
-            eval_dataset=self._evaluated(held_out),
-            data_collator=objective.collate(settings, self.splits),
-            callbacks=[self.updates, self.recorder, *tensorboard(self.trackers), *self._probing, self.branches],
-            guard=self.guard,
-            order=self.order,
-            processes=self.processes,
-            experts=ExpertBalance(self.model, settings.expert_balance, settings.expert_balance_rate),
-            rate_factors=self._rate_factors,
-            schedule=schedule_of(settings),
-            average=self.average,
-            rate_factor=self.rollbacks.learning_rate_factor,
-            collate_eval=objective.collate_eval(),
-            scores=objective.scores if objective.is_scored else None,
-            second=None if self.splits.second is None else self._evaluated(self.splits.second),
-            measure_tasks=self._task_measure(),
-            states=self.states,
-            keep_also=is_good if settings.rollback else None,
-        )
+    def _make_trainer(self) -> Any:
+        trainer = self.stage.trainer(self)
         for callback in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(callback)
-        for callback in (self.recorder, *self._probing, self.branches):
-            callback.trainer = trainer
+        for callback in (self.recorder, *self._further):
+            callback.trainer = trainer  # type: ignore[attr-defined]
         return trainer
 
-    def _evaluated(self, items: ItemSource) -> Subset:
-        """The items that are evaluated on, spread evenly."""
-        return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
-
-    def _task_measure(self) -> Callable[[PreTrainedModel], dict[str, float]] | None:
-        """What scores the model on eval_tasks without any effect on the training."""
-        measure = task_measure(self.settings) if self.processes.first else None
-        if measure is None:
-            return None
-
-        def scores(model: PreTrainedModel) -> dict[str, float]:
-            with undisturbed(model):
-                return measure.scores(model, cast(PreTrainedTokenizerBase, self.processor))
-
-        return scores
-
-    def _monitor_inputs(self) -> torch.Tensor:
-        """The model's main input for the layer monitor and the scheduled probes, of held-out items: [items, ...]."""
-        return self.splits.eval.sample(self.settings.monitor_blocks or max(1, self.settings.batch_size // 4))
-
-    def train(self) -> bool | Diverged:
-        """Train; returns whether all steps are done, or the guard's Diverged; the same in every process."""
-        trainer, recorder = self.trainer, self.recorder
-        complete = False
+    def train(self) -> tuple[Status, str] | Diverged:
+        """Train; returns how the run ended, and why, the same in every process."""
+        trainer, recorder, steps = self.trainer, self.recorder, self.settings.steps
         self._warn_of_repetition()
         with stop_signals(recorder):
             try:
-                if self.checkpoint is not None and step_of(self.checkpoint) >= self.settings.steps:
+                if self.checkpoint is not None and step_of(self.checkpoint) >= steps:
                     trainer._load_from_checkpoint(str(self.checkpoint))  # Trainer would take another step
+                    trainer._move_model_to_device(trainer.bare_model(), trainer.args.device)
                     trainer.state = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))
                 else:
+                    if self.stage.evaluates_first and self.checkpoint is None:
+                        trainer.evaluate()
                     trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
                 step = trainer.state.global_step
-                complete = step >= self.settings.steps
-                if complete and self.processes.by_first(lambda: recorder.evaluation.step != step):
+                if step >= steps and self.processes.by_first(lambda: not recorder.has_evaluated(step)):
                     trainer.evaluate()
             except Diverged as diverged:
                 recorder.record_divergence(diverged)
                 return diverged
             finally:
                 recorder.close()
-        return complete
+        return self.processes.by_first(lambda: self.stage.verdict(self, step >= steps))
 
     def _warn_of_repetition(self) -> None:
         """Warn of corpora of a mix that the run sees more than once."""
         if not self.processes.first or self.checkpoint is not None:
             return
-        for name, part in self.realized(self.settings.steps).items():
+        for name, part in self.stage.realized(self, self.settings.steps).items():
             if (epochs := part.get("epochs", 0.0)) > 1:
                 logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, epochs)
-
-    def realized(self, steps: int) -> dict[str, PartShare]:
-        """What each corpus of a mix contributes in the first ``steps`` steps; empty for a single corpus."""
-        return self.train_items.realized(self.order.spans(steps))
-
-
-class StreamPosition:
-    """The position at which a streamed corpus resumes."""
-
-    def __init__(self, run: TrainingRun):
-        self.run = run
-
-    def state_dict(self) -> Json:
-        """The position of the first block after the checkpoint's step."""
-        following = self.run.order.start(self.run.trainer.state.global_step + 1)
-        place = self.run.train_items.state_dict(following)
-        return {} if place is None else {"stream": place}
-
-    def load_state_dict(self, state: RunState) -> None:
-        """Start reading at that position; at the corpus's beginning if the state has none."""
-        self.run.train_items.load_state_dict(state.get("stream"), verbose=self.run.processes.first)

@@ -23,6 +23,7 @@ Compile = Literal["auto", "on", "off"]
 Schedule = Literal["cosine", "wsd"]
 DecayShape = Literal["linear", "1-sqrt", "cosine"]
 Balance = Literal["auto", "none", "bias", "loss"]
+ObjectiveName = Literal["auto", "causal_lm", "masked_lm", "image_classification"]
 TRACKERS = ("tensorboard", "wandb", "trackio")
 WIDTH_SCALINGS = ("none", *SCHEMES)
 COMPILED_FROM = 300  # steps that win back the seconds that compiling takes
@@ -115,6 +116,72 @@ class StreamSettings(Settings):
     )
     shuffle_buffer: int = setting(
         2048, "with streaming, the number of blocks that are shuffled together (1 for none)", at_least(1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings(Settings):
+    """What the model is trained to predict."""
+
+    group = "objective"
+
+    objective: ObjectiveName = setting(
+        "auto",
+        "what is predicted: auto (what the backbone is for), causal_lm (the next token), masked_lm (masked "
+        "tokens), image_classification",
+    )
+    mask_ratio: float = setting(
+        0.3, "with masked_lm, the share of tokens to predict", between(0.0, 1.0, open_low=True, open_high=True)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings(Settings):
+    """The images of a classifier, and how those of the training are changed."""
+
+    group = "images"
+
+    image_size: int | None = setting(None, "side of the images in pixels (default: the backbone's)", at_least(1))
+    patch_size: int | None = setting(None, "side of a patch in pixels (default: the backbone's)", at_least(1))
+    center_crop: float = setting(
+        1.0,
+        "share of the shorter side that the crop of held-out images keeps (ImageNet's usual one: 0.875)",
+        between(0.0, 1.0, open_low=True),
+    )
+    crop_scale: float = setting(
+        1.0,
+        "smallest share of the area that a random crop takes (1: no random crops; DeiT: 0.08)",
+        between(0.0, 1.0, open_low=True),
+    )
+    flip: float = setting(0.0, "probability of a horizontal flip", between(0.0, 1.0))
+    rand_augment: float = setting(
+        0.0, "strength of RandAugment's two operations, 0 (none) to 1 (DeiT: 0.9)", between(0.0, 1.0)
+    )
+    random_erasing: float = setting(0.0, "probability that a rectangle becomes noise", between(0.0, 1.0))
+    repeated_augmentation: int = setting(1, "times in a row that an image is drawn (DeiT: 3)", at_least(1))
+    mixup: float = setting(0.0, "alpha of mixup (0 for none; DeiT: 0.8)", not_below(0.0))
+    cutmix: float = setting(0.0, "alpha of CutMix (0 for none; DeiT: 1)", not_below(0.0))
+    label_smoothing: float = setting(
+        0.0, "share of an image's target that is spread over all classes", between(0.0, 1.0, open_high=True)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegularizationSettings(Settings):
+    """What keeps a long training from overfitting."""
+
+    group = "optimizer"
+
+    drop_path: float = setting(
+        0.0,
+        "stochastic depth: probability that the last layer's branches are dropped for an item; it grows linearly with "
+        "the depth, from 0",
+        between(0.0, 1.0, open_high=True),
+    )
+    ema_decay: float = setting(
+        0.0,
+        "average the weights over the steps with this decay, then evaluate and save the average (0: no average)",
+        between(0.0, 1.0, open_high=True),
     )
 
 

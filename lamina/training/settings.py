@@ -11,16 +11,18 @@ from lamina.errors import UserError, shortened
 from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, ProbesSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, at_least, between, changed, setting
 from lamina.placements.resolution import split_specs
-from lamina.training.objective_settings import ImageSettings, ObjectiveSettings, RegularizationSettings
 from lamina.training.setting_groups import (
     BlockSettings,
     ExpertSettings,
     GuardSettings,
+    ImageSettings,
     LearningRateSettings,
     ModelSettings,
+    ObjectiveSettings,
     OptimizerSettings,
     PlacementSettings,
     RecordSettings,
+    RegularizationSettings,
     ScheduleSettings,
     SpeedSettings,
     StreamSettings,

@@ -8,9 +8,9 @@ from huggingface_hub import ModelCard as HubCard
 from posttraining.tiny import preferences, sorting, write_rows
 
 from lamina.errors import UserError
-from lamina.posttraining import job
 from lamina.posttraining.reward import reward
 from lamina.posttraining.sft import sft
+from lamina.training import run
 
 COMMON = {"steps": 1, "batch_size": 2, "eval_fraction": 0.25}
 
@@ -18,7 +18,7 @@ COMMON = {"steps": 1, "batch_size": 2, "eval_fraction": 0.25}
 @pytest.fixture
 def uploads(monkeypatch):
     pushed = []
-    monkeypatch.setattr(job, "push", lambda folder, name: pushed.append((folder.name, name)))
+    monkeypatch.setattr(run, "push", lambda folder, name: pushed.append((folder.name, name)))
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "a token")
     return pushed
 

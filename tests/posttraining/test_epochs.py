@@ -9,9 +9,9 @@ from transformers import ViTConfig
 import lamina
 from lamina.errors import UserError
 from lamina.posttraining.dpo import dpo
-from lamina.posttraining.presets import PRESETS
 from lamina.posttraining.reward import reward
 from lamina.posttraining.rlhf import rlhf
+from lamina.posttraining.settings import PRESETS
 from lamina.posttraining.sft import sft
 
 JOBS = {"sft": sft, "reward": reward, "rlhf": rlhf, "dpo": dpo}

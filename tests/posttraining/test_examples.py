@@ -10,10 +10,16 @@ from datasets import Dataset
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.evaluation import generated as tasks
-from lamina.posttraining.examples import generated, rows
-from lamina.posttraining.examples.encoding import IGNORED, Encoder
-from lamina.posttraining.examples.formats import Completion, Dialogue, example_of, preference_of, question_of
-from lamina.posttraining.examples.templates import TEMPLATES, render
+from lamina.posttraining import rows
+from lamina.posttraining.examples import (
+    IGNORED,
+    TEMPLATES,
+    ExampleEncoder,
+    example_of,
+    preference_of,
+    prompt_of,
+    render,
+)
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -38,7 +44,7 @@ def tokenizer():
 
 
 def encoder(tokenizer, template=None, **options):
-    return Encoder(tokenizer=tokenizer, template=template, longest=options.pop("longest", 512), **options)
+    return ExampleEncoder(tokenizer=tokenizer, template=template, longest=options.pop("longest", 512), **options)
 
 
 def trl_labels(tokenizer, row, template=None, assistant_only=False):
@@ -59,7 +65,7 @@ def trl_labels(tokenizer, row, template=None, assistant_only=False):
 )
 def test_a_prompt_with_its_completion_is_encoded_as_trl_does(tokenizer, row):
     ours = encoder(tokenizer).example(example_of(row))
-    assert (ours.input_ids, ours.labels) == trl_labels(tokenizer, row)
+    assert (ours["input_ids"], ours["labels"]) == trl_labels(tokenizer, row)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -68,13 +74,13 @@ def test_a_conversation_is_encoded_as_trl_does(tokenizer, name):
     template = TEMPLATES[name]
     row = {"prompt": TURNS[:2], "completion": [TURNS[2]]}
     ours = encoder(tokenizer, template).example(example_of(row))
-    assert (ours.input_ids, ours.labels) == trl_labels(tokenizer, row, template)
+    assert (ours["input_ids"], ours["labels"]) == trl_labels(tokenizer, row, template)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_answer_of_a_conversation_is_a_label_with_its_end(tokenizer, name):
-    tokens = encoder(tokenizer, TEMPLATES[name]).example(Dialogue(messages=TURNS))
-    learned = tokenizer.decode([label for label in tokens.labels if label != IGNORED])
+    tokens = encoder(tokenizer, TEMPLATES[name]).example({"messages": TURNS})
+    learned = tokenizer.decode([label for label in tokens["labels"] if label != IGNORED])
     end = tokenizer.eos_token
     assert [part.strip() for part in learned.split(end)] == ["Yes.", "Bye!", ""]
 
@@ -82,7 +88,7 @@ def test_every_answer_of_a_conversation_is_a_label_with_its_end(tokenizer, name)
 def test_alpacas_template_is_the_published_one(tokenizer):
     """As in LLM-Adapters' generate_prompt, written out."""
     row = {"instruction": "Sort.", "input": "b a", "output": "a b"}
-    text = render(tokenizer, TEMPLATES["alpaca"], example_of(row).messages, answers=False)
+    text = render(tokenizer, TEMPLATES["alpaca"], example_of(row)["messages"], answers=False)
     assert text == (
         "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
         "response that appropriately completes the request.\n\n### Instruction:\nSort.\n\n### Input:\nb a\n\n"
@@ -107,12 +113,12 @@ def test_adam_minis_template_is_its_own(tokenizer):
 )
 def test_formats_of_the_same_conversation_are_the_same(row):
     expected = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    assert [dict(turn) for turn in example_of(row).messages] == expected
-    assert [dict(turn) for turn in question_of(row).prompt] == expected[:1]
+    assert [dict(turn) for turn in example_of(row)["messages"]] == expected
+    assert [dict(turn) for turn in prompt_of(row)] == expected[:1]
 
 
 def test_texts_stay_as_they_are():
-    assert example_of({"prompt": "q", "completion": "a"}) == Completion(prompt="q", completion="a")
+    assert example_of({"prompt": "q", "completion": "a"}) == {"prompt": "q", "completion": "a"}
 
 
 @pytest.mark.parametrize(
@@ -152,37 +158,36 @@ def test_an_empty_answer_is_no_preference(empty):
 def test_turns_may_begin_with_the_assistant(tokenizer, name):
     turns = [assistant("Welcome."), user("Bye"), assistant("Bye!")]
     tokens = encoder(tokenizer, TEMPLATES[name]).example(example_of({"messages": turns}))
-    learned = tokenizer.decode([label for label in tokens.labels if label != IGNORED])
+    learned = tokenizer.decode([label for label in tokens["labels"] if label != IGNORED])
     assert [part.strip() for part in learned.split(tokenizer.eos_token)] == ["Welcome.", "Bye!", ""]
 
 
 def test_an_answer_alone_asks_nothing():
     with pytest.raises(ValueError, match="no turn of 'chosen' before its answer"):
-        question_of({"chosen": [assistant("a")], "rejected": [assistant("b")]})
+        prompt_of({"chosen": [assistant("a")], "rejected": [assistant("b")]})
 
 
 def test_preferences_of_whole_conversations_share_their_beginning():
     question = {"role": "user", "content": "q"}
     answers = [{"role": "assistant", "content": text} for text in ("good", "bad")]
     preference = preference_of({"chosen": [question, answers[0]], "rejected": [question, answers[1]]})
-    assert (preference.chosen, preference.rejected) == ("good", "bad")
-    assert [dict(turn) for turn in preference.prompt] == [question]
+    assert preference == {"prompt": [question], "chosen": "good", "rejected": "bad"}
     other = [{"role": "user", "content": "other"}, answers[1]]
     with pytest.raises(ValueError, match="differ before their last turn"):
         preference_of({"chosen": [question, answers[0]], "rejected": other})
 
 
 def test_what_is_too_long_is_cut_and_counted(tokenizer):
-    tokens = encoder(tokenizer, longest=6).example(Completion(prompt="abc", completion="defgh"))
-    assert tokens.truncated
-    assert tokens.labels == [IGNORED] * 3 + [ord(c) for c in "def"]
+    tokens = encoder(tokenizer, longest=6).example({"prompt": "abc", "completion": "defgh"})
+    assert tokens["truncated"]
+    assert tokens["labels"] == [IGNORED] * 3 + [ord(c) for c in "def"]
     with pytest.raises(ValueError, match="the prompt has 3 tokens, which leaves none of 3"):
-        encoder(tokenizer, longest=3).example(Completion(prompt="abc", completion="d"))
+        encoder(tokenizer, longest=3).example({"prompt": "abc", "completion": "d"})
 
 
 def test_the_loss_on_all_has_every_token(tokenizer):
-    tokens = encoder(tokenizer, loss_on_all=True).example(Completion(prompt="a", completion="b"))
-    assert tokens.labels == tokens.input_ids
+    tokens = encoder(tokenizer, loss_on_all=True).example({"prompt": "a", "completion": "b"})
+    assert tokens["labels"] == tokens["input_ids"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz"])
@@ -198,9 +203,9 @@ def test_files_of_each_kind_are_read(tmp_path, suffix):
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path):
     """JSON can hold one, as where a text was cut inside an emoji; no tokenizer takes it."""
-    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a\\ud83d"}], "n\\ud83d": 1}\n')
-    use = rows.read("data", str(tmp_path / "a.jsonl"), dict, skip_bad=False)
-    assert use.items == [{"messages": [{"role": "user", "content": "a\ufffd"}], "n\ufffd": 1}]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a\\ud83d", "completion": "b\\ud83d", "n\\ud83d": 1}\n')
+    use = rows.read("data", str(tmp_path / "a.jsonl"), example_of, skip_bad=False)
+    assert use.items == [{"prompt": "a\ufffd", "completion": "b\ufffd"}]
 
 
 @pytest.mark.parametrize(
@@ -219,17 +224,16 @@ def test_a_file_that_holds_no_rows_is_one_line(tmp_path, name, content, message)
         rows.read("data", str(tmp_path / name), example_of, skip_bad=False)
 
 
-DEEP = "[" * 950 + "]" * 950
+DEEP = "[" * 5000 + "]" * 5000
 
 
-@pytest.mark.parametrize(("suffix", "bad"), [("json", "9" * 5000), ("jsonl", "9" * 5000), ("jsonl", DEEP)])
-def test_a_row_that_python_cannot_hold_is_numbered_or_skipped(tmp_path, suffix, bad):
+@pytest.mark.parametrize("bad", ["9" * 5000, DEEP])
+def test_a_row_that_python_cannot_hold_is_numbered_or_skipped(tmp_path, bad):
     good = json.dumps({"prompt": "a", "completion": "b"})
     lines = [good, '{"prompt": "a", "completion": "b", "n": ' + bad + "}"]
-    path = tmp_path / f"a.{suffix}"
-    path.write_text("\n".join(lines) if suffix == "jsonl" else f"[{', '.join(lines)}]")
-    place = "row" if suffix == "json" else "line"  # a list's rows may stand on any line
-    with pytest.raises(UserError, match=rf"{place} 2: not JSON.*--skip-bad leaves such {place}s out"):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"line 2: not JSON.*--skip-bad leaves such lines out"):
         rows.read("data", str(path), example_of, skip_bad=False)
     found = rows.read("data", str(path), example_of, skip_bad=True)
     assert (len(found.items), found.skipped) == (1, 1)
@@ -245,7 +249,7 @@ def test_a_file_too_deep_for_python_is_one_line(tmp_path):
 def made(tmp_path, monkeypatch):
     """The generated tasks, a few items of each."""
     tasks.write(tmp_path / "tasks", train=8, test=4)
-    monkeypatch.setattr(generated, "cached", lambda: tmp_path / "tasks")
+    monkeypatch.setattr(rows, "cached", lambda: tmp_path / "tasks")
     return tmp_path / "tasks"
 
 
@@ -255,12 +259,12 @@ def test_generated_answers_are_asked_as_an_evaluation_asks(made, tokenizer):
     assert found == rows.read("data", "generated:answers", dict, skip_bad=False).items
     config = yaml.safe_load((made / "lamina_sorting.yaml").read_text())
     (right,) = {row["completion"] for row in found if row["prompt"].startswith("Sort the letters: ")} & {
-        f" {item['choices'][item['answer']]}" for item in generated._items(made / "lamina_sorting" / "train.jsonl")[:1]
+        f" {item['choices'][item['answer']]}" for item in rows._items(made / "lamina_sorting" / "train.jsonl")[:1]
     }
     assert sorted(right.split()) == right.split()
     assert config["doc_to_text"] == "{{question}}\nAnswer:"  # and the harness puts a space before each choice
     assert all(row["prompt"].endswith("\nAnswer:") and row["completion"].startswith(" ") for row in found)
-    assert example_of(found[0]) == Completion(**found[0])
+    assert example_of(found[0]) == found[0]
     test = rows.read("data", "generated:answers:book+blank@test", dict, skip_bad=False).items
     assert len(test) == 2 * 4
     assert not {row["prompt"] for row in test} & {row["prompt"] for row in found}

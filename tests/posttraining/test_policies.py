@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina.errors import UserError
 from lamina.posttraining.dpo import dpo
-from lamina.posttraining.policy import remax_class
+from lamina.posttraining.policy import trainer_class
 from lamina.posttraining.reward import reward
 from lamina.posttraining.rlhf import rlhf
 from lamina.reports import report
@@ -144,7 +144,7 @@ def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
 
 def test_remax_compares_a_sampled_with_a_greedy_answer(policy, monkeypatch):
     """Recorded from a run: the advantages are r(sampled) - r(greedy), and only the sampled answers are trained on."""
-    kind, seen, trained = remax_class(), [], []
+    kind, seen, trained = trainer_class("remax"), [], []
     generate, loss = kind._generate_single_turn, kind._compute_loss
 
     def generated(self, prompts, *others):

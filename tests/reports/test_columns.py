@@ -1,4 +1,4 @@
-"""A column is said once, in lamina/jobs/columns.py; its value stands in lamina/training/outcome.py."""
+"""A column is said once, in lamina/jobs/columns.py; its value stands in lamina/training/pretrain.py."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ NEW = (
     '    Column(name="tokens_per_parameter", title="tokens/parameter", format=".4f", aggregate="mean",\n'
     "        in_ranking=105, in_trials=True),\n"
 )
-VALUE = '        "tokens_per_parameter": tokens / parameters,\n'
+VALUE = '            "tokens_per_parameter": tokens / parameters,\n'
 COMPARE = (
     "compare --placements pre_ln --num-layers 2 --hidden-size 32 --num-heads 2 --steps 4 --batch-size 2 "
     "--sequence-length 16 --eval-blocks 4 --threads 1 --workers 1 --output study"
@@ -46,7 +46,7 @@ def compare(copy: Path) -> subprocess.CompletedProcess:
 
 def test_a_column_and_its_value_are_all_that_a_scalar_needs(copy):
     insert(copy / "lamina/jobs/columns.py", '    Column(name="parameters"', NEW)
-    insert(copy / "lamina/training/outcome.py", '        "parameters": parameters,', VALUE)
+    insert(copy / "lamina/training/pretrain.py", '            "parameters": parameters,', VALUE)
     assert compare(copy).returncode == 0
     (row,) = csv.DictReader((copy / "study/results.csv").open())
     result = json.loads(next(copy.glob("study/trials/*/result.json")).read_text())

@@ -40,9 +40,9 @@ def make(num_layers):
 
 
 # The placement is resolved, and the model cannot be built: in the middle of the run.
-WHEN_BUILT = """import lamina.training.initial
+WHEN_BUILT = """import lamina.training.resolve
         def broken(*args, **options): raise RuntimeError("this layer cannot be wired")
-        lamina.training.initial.build = broken"""
+        lamina.training.resolve.build = broken"""
 
 
 @pytest.fixture

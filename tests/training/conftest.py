@@ -2,7 +2,6 @@ import pytest
 from training.tiny_runs import settings, write_corpus
 
 from lamina.training import pretrain as pretraining
-from lamina.training import run as line
 from lamina.training.trainer import LaminaTrainer
 
 
@@ -56,7 +55,7 @@ def trainers(monkeypatch):
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(line, "LaminaTrainer", Kept)
+    monkeypatch.setattr(pretraining, "LaminaTrainer", Kept)
     return made
 
 

@@ -12,8 +12,8 @@ from training.tiny_runs import SMALL, flags, layers, records, result, settings
 
 from lamina.cli import main
 from lamina.jobs.manifest import refuse_damaged
-from lamina.training import outcome, pretrain
 from lamina.training import pretrain as pretraining
+from lamina.training.pretrain import Pretraining
 from lamina.training.trainer import LaminaTrainer
 
 OPTIONS = {"steps": 10, "logging_steps": 1, "save_steps": 3, "eval_steps": 3, "learning_rate": 2e-3, "keep": 2}
@@ -231,11 +231,13 @@ def test_the_best_evaluation_is_known_without_its_record(run, monkeypatch):
     assert (step, last) == (6, best)
     seen = []
 
-    def verdict(run, complete):
-        seen.append((run.recorder.evaluation.step, run.recorder.best_eval))
-        return outcome.verdict(run, complete)
+    original = Pretraining.verdict
 
-    monkeypatch.setattr(pretrain, "verdict", verdict)
+    def verdict(stage, run, complete):
+        seen.append((run.recorder.evaluation.step, run.recorder.best_eval))
+        return original(stage, run, complete)
+
+    monkeypatch.setattr(Pretraining, "verdict", verdict)
     monkeypatch.setattr(LaminaTrainer, "evaluate", lambda self, **ignored: {})
     go_on(run)
     assert seen == [(6, best)]

@@ -17,15 +17,15 @@ from lamina.errors import UserError
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.modeling_lamina import ADAPTERS, HEADS
 from lamina.papers.trials import identity
-from lamina.training.objective_settings import (
+from lamina.training.objectives.objective import objective_of, objectives
+from lamina.training.pretrain import pretrain
+from lamina.training.resolve import resolve_run
+from lamina.training.setting_groups import (
     ImageSettings,
     ObjectiveName,
     ObjectiveSettings,
     RegularizationSettings,
 )
-from lamina.training.objectives.objective import objective_of, objectives
-from lamina.training.pretrain import pretrain
-from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
 
 pytest.importorskip("PIL")

@@ -12,8 +12,8 @@ from training.tiny_runs import SMALL, flags, settings
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.folder import REPLACES, hold, lock
-from lamina.training import initial as line
 from lamina.training import pretrain as pretraining
+from lamina.training import resolve as line
 from lamina.training.checkpointing import checkpoints
 
 

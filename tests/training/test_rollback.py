@@ -9,7 +9,7 @@ import torch
 from training.tiny_runs import last_step, layers, records, result
 
 from lamina.errors import UserError
-from lamina.training import pretrain as pretraining
+from lamina.training import run as training
 from lamina.training.checkpointing.resuming import Rollbacks
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.settings import PretrainSettings
@@ -133,14 +133,14 @@ def test_a_kill_right_after_the_decision_changes_nothing(trained, tmp_path, monk
     """The return is on disk, the checkpoint of the line given up still there: it is not gone on from."""
     spoiled_data(monkeypatch, 11)
     trained("whole", **OPTIONS, divergence_patience=1)
-    monkeypatch.setattr(pretraining, "is_good", lambda state: state["step"] <= 4)  # 8 was on its way up already
+    monkeypatch.setattr(training, "is_good", lambda state: state["step"] <= 4)  # 8 was on its way up already
     trained("whole-4", **OPTIONS)
 
     def die(*args):
         raise RuntimeError("pulled the plug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretraining.Checkpoints, "discard_after", die)
+        patch.setattr(training.Checkpoints, "discard_after", die)
         with pytest.raises(RuntimeError, match="plug"):
             trained(**OPTIONS)
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-8").is_dir()

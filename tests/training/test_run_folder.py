@@ -56,8 +56,8 @@ def test_the_result_holds_the_fields_of_the_design(run):
 
 
 def test_the_saved_model_has_the_reported_eval_loss(run, tiny):
+    from lamina.data.blocks import spread
     from lamina.data.packed import prepare_blocks
-    from lamina.training.run import spread
 
     model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

@@ -25,7 +25,7 @@ from lamina.jobs.names import MANIFEST
 from lamina.jobs.settings import Settings
 from lamina.papers.trials.jobs import TrialJob
 from lamina.placements import resolve
-from lamina.training.objective_settings import ImageSettings, ObjectiveSettings, RegularizationSettings
+from lamina.training.setting_groups import ImageSettings, ObjectiveSettings, RegularizationSettings
 from lamina.training.settings import BranchSettings
 
 NUMERICS = 1

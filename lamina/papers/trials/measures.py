@@ -16,7 +16,6 @@ from lamina.core.terminal import one_line
 from lamina.errors import UserError
 from lamina.jobs.files import write_json, writing
 from lamina.jobs.run_folder import RunFolder
-from lamina.posttraining import held_out
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
@@ -117,9 +116,8 @@ class _Source:
         from lamina.probes.engine.measure import measure as measured
         from lamina.probes.engine.probe_settings import ProbeSettings
         from lamina.probes.engine.registry import make
-        from lamina.training.initial import initial_model
         from lamina.training.pretrain import read_data
-        from lamina.training.resolve import resolve_run
+        from lamina.training.resolve import initial_model, resolve_run
 
         resolved = resolve_run(self.settings)
         splits, processor = read_data(resolved, bar=False)
@@ -145,7 +143,9 @@ def _records(folder: Path, name: str) -> pd.DataFrame:
             raise UserError("no layer records")
         return pd.concat([pd.read_parquet(part.absolute()) for part in parts], ignore_index=True)
     if name == "held_out":
-        return pd.DataFrame(held_out.read(folder / held_out.FILE))
+        from lamina.posttraining.policy import HELD_OUT, read_held_out
+
+        return pd.DataFrame(read_held_out(folder / HELD_OUT))
     if not (records := RunFolder(folder).metrics):
         raise UserError("no training records")
     rows = pd.DataFrame(records)

@@ -233,6 +233,10 @@ class RunRecorder(TrainerCallback):
         """The last evaluation."""
         return self.trainer.evaluation
 
+    def has_evaluated(self, step: int) -> bool:
+        """Whether the last evaluation took place after this step."""
+        return self.evaluation.step == step
+
     def tokens_at(self, step: int) -> int:
         """The tokens trained on by the end of a step."""
         return step * self.tokens_per_step

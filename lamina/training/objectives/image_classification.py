@@ -13,8 +13,8 @@ from lamina.data.corpus import EMBEDDED
 from lamina.data.images.image_items import Augmentation, ImageSplits, ImageStats, Mixing, plain_batch, prepare_images
 from lamina.data.images.labeled_images import ALLOWED
 from lamina.errors import UserError
-from lamina.training.objective_settings import ImageSettings
 from lamina.training.objectives.objective import Collate, Objective, Processor, objective
+from lamina.training.setting_groups import ImageSettings
 
 if TYPE_CHECKING:
     from lamina.training.settings import PretrainSettings

@@ -1,0 +1,570 @@
+"""What the stages after pretraining share: the model they start from, rows as examples, LoRA, the best weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from lamina.core.json_types import Json
+from lamina.data.blocks import spread
+from lamina.errors import UserError
+from lamina.jobs.files import write_json, writing
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import Job
+from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.status import Status
+from lamina.posttraining import rows
+from lamina.posttraining.examples import ExampleEncoder, read_template
+from lamina.posttraining.rows import Fields
+from lamina.posttraining.settings import TuningSettings, with_preset
+from lamina.posttraining.starting import Start, add_lora, find_start, merged, require_libraries
+from lamina.posttraining.trainer import Passed, TunedTrainer
+from lamina.training.arguments import arguments_of, check_arguments
+from lamina.training.checkpointing.checkpoints import Checkpoints, RunState
+from lamina.training.checkpointing.resuming import DATA, known_of
+from lamina.training.checkpointing.saved_model import ModelCard, check_repository
+from lamina.training.execution.devices import decided
+from lamina.training.execution.processes import Processes
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.recorder import RunRecorder
+from lamina.training.optimization.order import TrainOrder
+from lamina.training.optimization.schedule import schedule_of
+from lamina.training.run import TrainingRun, TrainingStage, train
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=TuningSettings)
+T = TypeVar("T")
+A = TypeVar("A", bound=TrainingArguments)
+Row = Mapping[str, Any]
+POLICY = ResumePolicy(what="run", free=TuningSettings.undecided(), compared=frozenset(("from_model", "reward_model")))
+
+
+def tune(
+    stage: TuningStage[S],
+    settings: S | Mapping[str, object],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Json:
+    """Train after pretraining; see ``lamina.training.run.train``. Raises UserError if TRL or peft is missing."""
+    require_libraries(str(stage.kind))
+    with warnings.catch_warnings():
+        # TRL reads the name that transformers had for it before 5.23
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return train(stage, settings, resume=resume, overwrite=overwrite, bar=bar)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """What a stage trains on and is evaluated on.
+
+    Attributes:
+        train: encoded examples.
+        held_out: those of an evaluation.
+        monitored: token ids [sequences, tokens] for the layer monitor.
+        fingerprint: a hash of all of them.
+        notes: counts for result.json.
+    """
+
+    train: Dataset
+    held_out: Dataset
+    monitored: torch.Tensor
+    fingerprint: str
+    notes: Json = field(default_factory=dict)
+
+
+# Of Trainer's own logs; tokens and the learning rate have their own places in a record.
+_NOT_MEASURED = frozenset(
+    ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step", "total_flos", "step_time")
+)  # fmt: skip
+_TIMES = ("_runtime", "_per_second", "_time")
+
+
+class TuningRecorder(RunRecorder):
+    """RunRecorder with the trainer's own metrics: ``NAME`` in records of training, ``eval_NAME`` in evaluations."""
+
+    _evaluation: Mapping[str, object] = MappingProxyType({})
+    last_measured: Mapping[str, object] = MappingProxyType({})
+    _began: int | None = None
+
+    @property
+    def tokens_here(self) -> int:
+        """The tokens that this process and its siblings have trained on since the run began or resumed."""
+        return self.tokens_at(0) - (self._began or 0)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._began = self.tokens_at(0)
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def has_evaluated(self, step: int) -> bool:
+        return super().has_evaluated(step) and bool(self.last_measured)
+
+    def tokens_at(self, step: int) -> int:
+        """The tokens trained on by now, padding not counted."""
+        assert isinstance(self.trainer, TunedTrainer)
+        return self.trainer.tokens_seen
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Json | None = None,
+        **kwargs: Passed,
+    ) -> None:
+        if logs and any(name.startswith("eval_") for name in logs):
+            self._evaluation = dict(logs)  # Trainer tells the callbacks of an evaluation only what it measured itself
+        super().on_log(args, state, control, logs, **kwargs)
+
+    def measured(self, logs: Json) -> Json:
+        """The trainer's metrics, with _ for / in their names."""
+        return _numbers(logs)
+
+    def evaluated(self, metrics: Json, loss: float) -> Json:
+        """The trainer's metrics of the evaluation."""
+        self.last_measured = _numbers({**self._evaluation, **metrics})
+        return dict(self.last_measured)
+
+    def state_dict(self) -> Json:
+        """The same as for pretraining, and what the last evaluation measured: it is not recorded a second time."""
+        return {**super().state_dict(), "last_measured": dict(self.last_measured)}
+
+    def load_state_dict(self, state: RunState) -> None:
+        super().load_state_dict(state)
+        self.last_measured = dict(state.get("last_measured", {}))
+
+
+def _numbers(logs: Mapping[str, object]) -> Json:
+    return {
+        name.replace("/", "_"): float(value)
+        for name, value in logs.items()
+        if (name.startswith("eval_") or name not in _NOT_MEASURED)
+        and name != "eval_num_tokens"
+        and not name.endswith(_TIMES)
+        and not name.startswith("layers/")
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+    }
+
+
+BEST_WEIGHTS, BEST_NOTE = "best.safetensors", "best.json"
+
+
+class BestWeights(TrainerCallback):
+    """Keeps the trained weights of the evaluation with the lowest held-out loss.
+
+    Args:
+        folder: the run's.
+        model: being trained.
+        processes: the first of them writes.
+        resumed: the step that the run resumes from; a later best one is forgotten, since it comes again.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel, processes: Processes, *, resumed: int):
+        self.folder, self.model, self.processes = folder, model, processes
+        noted: Json | None = _noted(folder / BEST_NOTE)
+        if "loss" not in noted or noted.get("step", math.inf) > resumed:
+            noted = None
+        if noted is not None and not (path := folder / BEST_WEIGHTS).is_file():
+            if processes.first:
+                logger.warning("%s is missing: the best evaluation up to step %d is lost", path, resumed)
+            noted = None
+        self.step, self.loss = (-1, math.inf) if noted is None else (int(noted["step"]), float(noted["loss"]))
+        self.metrics: Json = {} if noted is None else dict(noted.get("metrics", {}))
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Json | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Keep the weights if none were better."""
+        loss = float((metrics or {}).get("eval_loss", math.nan))
+        if not loss < self.loss:
+            return
+        self.step, self.loss = state.global_step, loss
+        # Trainer's epoch is among them, and is not that of Lamina's order
+        own = {name: value for name, value in (metrics or {}).items() if name.startswith("eval_")}
+        self.metrics = {name: v for name, v in own.items() if isinstance(v, int | float) and math.isfinite(v)}
+        self.processes.by_first(self._write)
+
+    def _write(self) -> None:
+        tensors = {name: p.detach().cpu().contiguous() for name, p in self._trained().items()}
+        with writing(self.folder / BEST_WEIGHTS) as temporary:
+            save_file(tensors, temporary)
+        write_json(self.folder / BEST_NOTE, {"step": self.step, "loss": self.loss, "metrics": self.metrics})
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def restore(self) -> Json:
+        """Put the best weights into the model; returns what result.json says of them."""
+        if self.step < 0:
+            return {}
+        stored = load_file(self.folder / BEST_WEIGHTS)
+        with torch.no_grad():
+            for name, parameter in self._trained().items():
+                parameter.copy_(stored[name])
+        return {**self.metrics, "best_step": self.step, "eval_loss": self.loss}
+
+    def forget(self) -> None:
+        """Delete the copies of a run without checkpoints: with one, a damaged model is made again from the copies."""
+        if not Checkpoints(self.folder / "checkpoints").paths():
+            for name in (BEST_NOTE, BEST_WEIGHTS):
+                (self.folder / name).unlink(missing_ok=True)
+
+
+class TuningStage(TrainingStage[S]):
+    """A stage after pretraining, on TRL's trainer for it.
+
+    Attributes:
+        head: the name of the trained model's head.
+        guarded: whether its loss, in nats, is watched for divergence; else only whether it is finite.
+        measure: the metric of an evaluation by which the run is judged.
+        monitored: the field of an encoded row that the layer monitor takes.
+        start: the model that it starts from.
+        examples: its data.
+    """
+
+    policy = POLICY
+    recorder = TuningRecorder
+    evaluates_first = True
+    monitored: ClassVar[str] = "input_ids"
+    head: ClassVar[str] = "causal_lm"
+    guarded: ClassVar[bool] = True
+    measure: ClassVar[str] = "eval_loss"
+    start: Start
+    examples: Examples
+    encoder: ExampleEncoder
+    best: BestWeights
+    tuner: Any
+
+    @abstractmethod
+    def encoded(self, row: Fields) -> Json:
+        """Encode a row; ValueError says why it can't be used."""
+
+    @abstractmethod
+    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
+        """Return encoded rows as TRL's trainer takes them; ``train``: to train on, not to evaluate."""
+
+    def template(self) -> str | None:
+        """Choose the template before the first row is read."""
+        return read_template(self.settings.template, self.start.tokenizer, default=None)
+
+    def counts(self, train: Sequence[Row], data: Dataset) -> Json:
+        """Return further counts for result.json."""
+        return {}
+
+    def rewards(self) -> str:
+        """Return a hash of what else the stage reads (a reward model), checked before the data are read."""
+        return ""
+
+    def finish(self, run: TrainingRun) -> Json:
+        """Return what result.json holds besides the numbers that all stages have."""
+        return {}
+
+    def given(self, settings: S | Mapping[str, Any]) -> Mapping[str, Any]:
+        given = settings.to_dict() if isinstance(settings, TuningSettings) else with_preset(dict(settings))
+        # the run decides these when it begins, and keeps them
+        return {name: v for name, v in given.items() if v or name not in ("steps", "sequence_length")}
+
+    def check(self, job: Job[S], processes: Processes) -> None:
+        if processes.parallel != "ddp":
+            raise UserError("fsdp: accelerate's configuration asks for it (allowed here: ddp)")
+        self.settings = settings = job.settings
+        settings.require(*settings.needed)
+        if settings.push_to_hub is not None:
+            processes.by_first(lambda: check_repository(str(settings.push_to_hub)))
+        check_arguments(settings.trainer, settings.schedule, type(settings))
+
+    def read(self, processes: Processes, *, bar: bool) -> None:
+        def ready() -> tuple[Start, str, Examples]:
+            import datasets
+
+            datasets.disable_progress_bars()
+            self.start = find_start(self.settings)
+            return self.start, self.rewards(), self.read_examples()
+
+        self.start, rewards, self.examples = processes.first_per_host(ready)
+        settings = decided(self.settings)
+        per_step = settings.batch_size * settings.gradient_accumulation
+        steps = settings.steps or max(1, math.ceil(settings.epochs * len(self.examples.train) / per_step))
+        self.settings = replace(settings, steps=steps, sequence_length=self.start.longest)
+        self.plan, self.processor = self.start.plan, self.start.tokenizer
+        self.identity = TuningIdentity(self.settings, self.examples.fingerprint, self.start.fingerprint, rewards)
+
+    def read_examples(self) -> Examples:
+        """Read and encode the data. Raises UserError."""
+        settings, tokenizer = self.settings, self.start.tokenizer
+        self.encoder = ExampleEncoder(
+            tokenizer=tokenizer,
+            template=self.template(),
+            longest=self.start.longest,
+            loss_on_all=getattr(settings, "loss_on", "answer") == "all",
+        )
+        sources = [rows.read("data", str(settings.data), self.encoded, skip_bad=settings.skip_bad)]
+        if settings.eval_data is not None:
+            sources.append(rows.read("eval_data", settings.eval_data, self.encoded, skip_bad=settings.skip_bad))
+        if self.encoder.template is not None:
+            tokenizer.chat_template = self.encoder.template
+        train, held_out = split(sources[0].items, settings, sources[1].items if sources[1:] else None)
+        data = self.dataset(train, train=True)
+        truncated = [row["truncated"] for source in sources for row in source.items if "truncated" in row]
+        return Examples(
+            train=data,
+            held_out=self.dataset(held_out, train=False),
+            monitored=monitored([row[self.monitored] for row in held_out]),
+            fingerprint=fingerprint(train, held_out),
+            notes={
+                "examples": len(train),
+                **self.counts(train, data),
+                "held_out": len(held_out),
+                "skipped": sum(source.skipped for source in sources),
+                **({"truncated": sum(truncated)} if truncated else {}),
+            },
+        )
+
+    def new_model(self) -> PreTrainedModel:
+        """Load or build the model to train."""
+        return self.start.policy()
+
+    def model(self, run: TrainingRun) -> PreTrainedModel:
+        torch.manual_seed(self.settings.seed)
+        model = self.new_model()
+        self.tuner = add_lora(model, self.settings)
+        if self.tuner is not None and self.settings.gradient_checkpointing:
+            model.enable_input_require_grads()  # else a checkpointed block of frozen weights has no gradient
+        return model
+
+    def guard(self) -> DivergenceGuard:
+        margin = self.settings.divergence_margin if self.guarded else math.inf
+        return DivergenceGuard(margin=margin, patience=self.settings.divergence_patience)
+
+    def order(self, run: TrainingRun) -> TrainOrder:
+        return TrainOrder(len(self.examples.train), **self.order_options(run))
+
+    def order_options(self, run: TrainingRun) -> Json:
+        """Return the arguments of a ``TrainOrder`` besides the number of examples."""
+        settings, processes = self.settings, run.processes
+        return {
+            "steps": settings.steps,
+            "batch_size": settings.batch_size,
+            "gradient_accumulation": settings.gradient_accumulation,
+            "seed": settings.seed,
+            "done": run.done,
+            "rank": processes.rank,
+            "size": processes.size,
+        }
+
+    def monitor_inputs(self) -> torch.Tensor:
+        return self.examples.monitored
+
+    def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
+        self.best = BestWeights(run.folder, run.model, run.processes, resumed=run.done if run.checkpoint else -1)
+        return [self.best] if getattr(self.settings, "best_by", "last") != "last" else []
+
+    def arguments(self, kind: type[A], run: TrainingRun, **further: object) -> A:
+        """Return TRL's arguments for the settings, with ``further`` fields. Raises UserError."""
+        # TRL turns checkpointing on by default, under the name that transformers had for it before 5.23
+        checkpointing = {"gradient_checkpointing": self.settings.gradient_checkpointing}
+        return arguments_of(kind, self.settings.as_run(), run.processes.size, **checkpointing, **further)
+
+    def trainer_options(self, run: TrainingRun, arguments: TrainingArguments) -> Json:
+        """Return what all of TRL's trainers take, with Lamina's part."""
+        return {
+            "model": run.model,
+            "args": arguments,
+            "train_dataset": self.examples.train,
+            "eval_dataset": self.examples.held_out,
+            "processing_class": self.start.tokenizer,
+            "callbacks": run.callbacks,
+            "run": run,
+            "schedule": schedule_of(self.settings.as_run()),
+        }
+
+    def verdict(self, run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
+        recorder, step = run.recorder, run.trainer.state.global_step
+        assert isinstance(recorder, TuningRecorder)
+        if recorder.interrupted and not complete:
+            return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
+        if not math.isfinite(float(str(recorder.last_measured.get(self.measure, math.nan)))):
+            return Diverged(step, f"{self.measure} is not finite at step {step}")
+        return Status.FINISHED, ""
+
+    def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
+        recorder, parameters = run.recorder, list(run.model.parameters())
+        assert isinstance(recorder, TuningRecorder)
+        seconds = recorder.training_seconds
+        return {
+            "status": str(status),
+            **recorder.last_measured,
+            "steps": run.trainer.state.global_step,
+            "tokens": run.trainer.tokens_seen,
+            "tokens_per_second": recorder.tokens_here / seconds if seconds else None,
+            "parameters": sum(p.numel() for p in parameters),
+            "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "from": self.settings.from_model,
+            **self.examples.notes,
+            "reason": reason,
+            **run.guard.outcome(status),
+        }
+
+    def trained(self, run: TrainingRun, result: Json) -> tuple[PreTrainedModel, ModelCard]:
+        result.update(self.finish(run))
+        result.update(self.best.restore())
+        model = merged(run.model, self.tuner, run.folder / "adapter" if run.processes.first else None)
+        return model, self._card(result)
+
+    def saved(self) -> None:
+        self.best.forget()
+
+    def _card(self, result: Json) -> ModelCard:
+        settings = self.settings.to_dict()
+        facts = {title: settings[name] for name, title in _FACTS.items() if settings.get(name) is not None}
+        counts = {title: f"{result[name]:,}" for name, title in _COUNTS.items() if name in result}
+        measures = dict(MEASURES)
+        if self.settings.command_name == "sft":
+            measures["eval_accuracy"] = ("accuracy of the answers' tokens", ".2%")
+        return ModelCard(
+            head=self.head,
+            data={**facts, **counts},
+            result=result,
+            command=self.settings.command(),
+            base_model=self.settings.from_model,
+            measures=measures,
+        )
+
+
+MEASURES = {
+    "status": ("status", ""),
+    "steps": ("steps", ",.0f"),
+    "tokens": ("tokens", ",.0f"),
+    "parameters": ("parameters", ",.0f"),
+    "trained_parameters": ("trained parameters", ",.0f"),
+    "eval_loss": ("held-out loss", ".4f"),
+    "eval_accuracy": ("accuracy on held-out pairs", ".2%"),
+    "eval_rewards_accuracies": ("accuracy on held-out pairs", ".2%"),
+    "eval_reward": ("held-out reward", ".4f"),
+    "reward_gain": ("gain of the held-out reward", "+.4f"),
+    "eval_kl": ("KL to the model at the start, nats per answer", ".3f"),
+}
+"""The title and the format of each measure that a stage may have."""
+_FACTS = {
+    "data": "data",
+    "eval_data": "held-out data",
+    "reward_model": "reward model",
+    "reward_function": "reward function",
+    "template": "template",
+}
+_COUNTS = {"examples": "examples to train on", "held_out": "examples held out", "skipped": "rows left out"}
+
+
+def split(
+    encoded_rows: Sequence[Row], settings: TuningSettings, held_out: Sequence[Row] | None
+) -> tuple[list[Row], list[Row]]:
+    """Return the rows to train on and those of an evaluation, by default a fixed share of the rows.
+
+    The share does not depend on the seed, so that runs of several seeds are evaluated on the same rows. If it has more
+    rows than ``eval_examples``, the others are trained on.
+    """
+    if held_out is not None:
+        return list(encoded_rows), _thinned(held_out, settings)
+    count = max(1, round(settings.eval_fraction * len(encoded_rows)))
+    if len(encoded_rows) < 2:
+        raise UserError("data: one row can't be both trained on and held out (needed: two, or eval_data)")
+    shuffled = torch.randperm(len(encoded_rows), generator=torch.Generator().manual_seed(0)).tolist()
+    share = _thinned(sorted(shuffled[:count]), settings)
+    rest = sorted(set(range(len(encoded_rows))).difference(share))
+    return [encoded_rows[i] for i in rest], [encoded_rows[i] for i in share]
+
+
+def _thinned(items: Sequence[T], settings: TuningSettings) -> list[T]:
+    return [items[i] for i in spread(len(items), settings.eval_examples or len(items))]
+
+
+def fingerprint(*parts: Sequence[Row]) -> str:
+    """Hash encoded rows."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for row in part:
+            digest.update(repr(sorted(row.items())).encode())
+    return digest.hexdigest()
+
+
+def monitored(sequences: Sequence[Sequence[int]], count: int = 4) -> torch.Tensor:
+    """Choose a few sequences for the layer monitor, cut to the shortest of them: [sequences, tokens]."""
+    longest = sorted(sequences, key=len, reverse=True)[:count]
+    length = min(map(len, longest))
+    return torch.tensor([list(ids[:length]) for ids in longest])
+
+
+@dataclass(frozen=True)
+class TuningIdentity:
+    """What a run computes, as stored in its checkpoints and its folder.
+
+    Attributes:
+        settings: of the run.
+        data: a hash of the encoded examples.
+        model: a hash of the model that it starts from.
+        rewards: a hash of the reward model or function; empty without.
+    """
+
+    settings: TuningSettings
+    data: str
+    model: str
+    rewards: str = ""
+
+    def state_dict(self) -> Json:
+        """The settings and the hashes, by the names that a pretraining run's checkpoint has."""
+        return {"settings": self.settings.to_dict(), **self.text}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Do nothing: ``refuse_changes`` compared it before the folder was touched."""
+
+    @property
+    def text(self) -> dict[str, str]:
+        """The content of data.json: there may be no checkpoint yet."""
+        return {"plan": self.model, "text": self.data, "rewards": self.rewards}
+
+    def refuse_changes(self, folder: Path) -> None:
+        """Raise UserError if the examples or the model have changed since the run in ``folder`` began."""
+        before = {**_noted(folder / DATA), **known_of(folder)}
+        settings, rewards = self.settings.to_dict(), "reward_function"
+        rewards = rewards if settings.get(rewards) is not None else "reward_model"
+        sources = (("text", "data", "data"), ("plan", "from", "from_model"), ("rewards", rewards, rewards))
+        for key, name, setting in sources:
+            if before.get(key, self.text[key]) != self.text[key]:
+                raise UserError(
+                    f"{name}: {settings.get(setting)!r} is not what it was when the run in {str(folder)!r} began "
+                    "(allowed with --resume: the same; else another --output, or --overwrite)"
+                )
+
+
+def _noted(path: Path) -> Json:
+    try:
+        noted = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return noted if isinstance(noted, dict) else {}
