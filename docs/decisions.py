@@ -39,14 +39,19 @@ def page(verdicts: list[Json], scale: str) -> str:
     """The page of advice; ``scale`` says of what size the trials are."""
     known = {str(one["claim"]): one for one in best(verdicts)}
     questions: list[Question] = yaml.safe_load((HERE / "decisions.yaml").read_text(encoding="utf-8"))
-    rows, sections = [], []
+    rows, undecided, sections = [], [], []
     for question in questions:
         anchor = "-".join("".join(c for c in question["if"].lower() if c.isalnum() or c in " -").split())
         advice = _advice(question, known)
-        first = advice[0].partition(" ([")[0] if advice else "Nothing is decided here yet."
-        rows.append(f"| [{question['if']}](#{anchor}) | {first} |")
+        if advice:
+            rows.append(f"| [{question['if']}](#{anchor}) | {advice[0].partition(' ([')[0]} |")
+        else:
+            undecided.append(f"[{question['if']}](#{anchor})")
         sections.append(_section(question, advice, known))
-    return "\n\n".join([_GENERATED, _introduction(scale), "\n".join([*_HEAD, *rows]), *sections, _RULES]) + "\n"
+    table = "\n".join([*_HEAD, *rows]) if rows else ""
+    nothing = f"Nothing is decided here yet: {'; '.join(undecided)}." if undecided else ""
+    parts = [_GENERATED, _introduction(scale), table, nothing, *sections, _RULES]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 _HEAD = ("| you want | our trials say |", "|---|---|")

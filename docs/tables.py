@@ -88,7 +88,7 @@ def training_table(name: str) -> str:
     if record is None:
         return _unmeasured(name)
     lines = []
-    for part in record["parts"]:
+    for part in record["parts"][-1:]:  # the largest size; the record has the others
         lines += [
             f"**{part['size'].upper()}**: d {part['hidden_size']}, {part['num_hidden_layers']} layers, vocabulary "
             f"{part['vocab_size']:,}, batch {part['batch_size']} × {part['sequence_length']}",

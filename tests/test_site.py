@@ -183,7 +183,7 @@ def test_advice_is_on_the_page_only_with_its_verdict(monkeypatch, tmp_path):
         assert f"Leave A. ([{verdict}](results/a.md)" in advice(verdict, monkeypatch, tmp_path)
     for verdict, head in UNDECIDED:
         undecided = advice(verdict, monkeypatch, tmp_path)
-        assert "Nothing is decided here yet." in undecided
+        assert "Nothing is decided here yet: [Speed](#speed)." in undecided
         assert "\nMeasure it.\n" in undecided
         assert f"{head}: [a/b says](results/a.md)" in undecided
         assert "Take A." not in undecided
