@@ -9,7 +9,7 @@ import sys
 import traceback
 
 from lamina.commands.catalog import COMMANDS, run
-from lamina.core.terminal import Printing, one_line
+from lamina.core.terminal import show_error
 from lamina.errors import UserError, is_reported, nearest, out_of_memory, shortened
 from lamina.jobs.signals import interruptible_imports
 
@@ -35,30 +35,21 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 for a failed run, 2 for the user's mistake, 130 for Ctrl-C.
-
-    All output passes through ``terminal.Printing``: names and texts from files cannot control the terminal.
-    """
-    out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Printing(out), Printing(err, progress=True)
+    """Run a command; returns the exit code: 0, 1 for a failed run, 2 for the user's mistake, 130 for Ctrl-C."""
     try:
         try:
             if argv is None:  # the process is ours
+                for stream in (sys.stdout, sys.stderr):  # a terminal without a character gets its number
+                    stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
                 with interruptible_imports(_interrupted):
-                    code = _main(sys.argv[1:])
-            else:
-                code = _main(argv)
-        except SystemExit:  # argparse's --help
-            out.flush()
-            raise
-        out.flush()  # here, where a closed pipe can still be distinguished from a fault
-        return code
+                    return _main(sys.argv[1:])
+            return _main(argv)
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe can still be distinguished from a fault
     except BrokenPipeError:  # `lamina placements | head`
         with contextlib.suppress(OSError, ValueError):  # discard the rest of the buffer
-            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    finally:
-        sys.stdout, sys.stderr = out, err
 
 
 def _main(argv: list[str]) -> int:
@@ -116,7 +107,7 @@ def _innermost(error: BaseException) -> str:
 def _fail(message: str, code: int, *, reported: bool = False) -> int:
     """Print the message, unless it is already reported; returns ``code``."""
     if not reported:
-        print(f"lamina: {one_line(message)}", file=sys.stderr)
+        show_error(message)
     return code
 
 

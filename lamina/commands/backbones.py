@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lamina.commands.arguments import Parser
+from lamina.core.terminal import show
 
 
 def parser() -> Parser:
@@ -16,17 +17,17 @@ def run(argv: list[str]) -> int:
     from lamina.api import backbones
     from lamina.modeling.modeling_lamina import ADAPTERS
 
-    print(
+    show(
         f"{'name':<21} {'type':<11} {'layers':>6} {'width':>6} {'FFN':>6} {'heads':>5} {'vocabulary':>10} "
         f"{'total':>8} {'active':>8}  source"
     )
     for row in backbones().to_dict("records"):
         vocabulary = "-" if row["vocabulary"] != row["vocabulary"] else int(row["vocabulary"])
-        print(
+        show(
             f"{row['name']:<21} {row['type']:<11} {row['layers']:>6} {row['width']:>6} {row['FFN']:>6} "
             f"{row['heads']:>5} {vocabulary:>10} {_short(row['total']):>8} {_short(row['active']):>8}  {row['source']}"
         )
-    print(
+    show(
         "\ntotal: transformers' own model, embeddings and head included; active: the same, counting only the routed "
         "experts of one token.\nAny folder with a transformers config.json is also a backbone. Checked against "
         f"transformers on the same weights: {', '.join(ADAPTERS)}; others work if their layers have self_attn and "

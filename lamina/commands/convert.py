@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from lamina.api.models import DTYPES
 from lamina.commands.arguments import Parser
 from lamina.core.architectures import Target, convertible
+from lamina.core.terminal import show
 from lamina.core.values import path
 from lamina.errors import unknown
 
@@ -87,9 +88,9 @@ def _report(record: ConversionRecord, output: Path) -> None:
     placement = record["placement"] + (f"({written})" if written else "")
     names = (record["model_type"], f"{placement} on {record['backbone']}")
     before, after = names if record["to"] == "lamina" else reversed(names)
-    print(f"{before} -> {after}, {record['num_layers']} layers, {record['dtype']}")
+    show(f"{before} -> {after}, {record['num_layers']} layers, {record['dtype']}")
     if record["largest_difference"] is None:
-        print("largest difference of the logits: not measured (--no-verify)")
+        show("largest difference of the logits: not measured (--no-verify)")
     else:
-        print(f"largest difference of the logits on random tokens: {record['largest_difference']:.3g}")
-    print(f"the model: {output}")
+        show(f"largest difference of the logits on random tokens: {record['largest_difference']:.3g}")
+    show(f"the model: {output}")

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 from lamina.commands.arguments import Parser
+from lamina.core.terminal import show
 from lamina.core.values import path
 
 EXAMPLES = """
@@ -36,6 +37,6 @@ def run(argv: list[str]) -> int:
 
     texts, page = diagnose(Path(options.run))
     for text in texts:
-        print("\n".join(textwrap.wrap(text, 110, subsequent_indent="  ")))
-    print(f"\nthe page: {page}")
+        show("\n".join(textwrap.wrap(text, 110, subsequent_indent="  ")))
+    show(f"\nthe page: {page}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lamina.api.models import generate, speaker_of
 from lamina.commands.arguments import Parser, Reader
+from lamina.core.terminal import show
 
 EXAMPLES = """
   lamina generate runs/keel-64/model --prompt "It was a truth"
@@ -37,9 +38,9 @@ def run(argv: list[str]) -> int:
     if options.chat and options.prompt is None:
         _converse(options.model, **sampling)
     elif options.chat:
-        print(generate(options.model, [{"role": "user", "content": options.prompt}], **sampling))
+        show(generate(options.model, [{"role": "user", "content": options.prompt}], **sampling))
     else:
-        print(generate(options.model, "The" if options.prompt is None else options.prompt, **sampling))
+        show(generate(options.model, "The" if options.prompt is None else options.prompt, **sampling))
     return 0
 
 
@@ -57,4 +58,4 @@ def _converse(model: str, max_new_tokens: int, temperature: float, seed: int, tr
             return
         turns.append({"role": "user", "content": said})
         turns.append({"role": "assistant", "content": speaker.answer(turns)})
-        print(turns[-1]["content"])
+        show(turns[-1]["content"])

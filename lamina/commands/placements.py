@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 from lamina.commands.arguments import Parser, Reader
+from lamina.core.terminal import show
 from lamina.core.values import path, whole_number, writable_folder
 from lamina.errors import UserError
 from lamina.placements import names, resolve
@@ -56,8 +57,8 @@ def _list(specs: list[str], svg: str | None, num_layers: int) -> None:
 
     for spec in specs:
         placement = find(spec)
-        print(f"{spec:<18} {placement.title:<20} {'   '.join(placement.equation[:2])}")
-    print("\n`lamina placements NAME` shows one in full: all equations, diagram, options, source.")
+        show(f"{spec:<18} {placement.title:<20} {'   '.join(placement.equation[:2])}")
+    show("\n`lamina placements NAME` shows one in full: all equations, diagram, options, source.")
     if svg:
         _write(svg, gallery([resolve(spec, num_layers) for spec in specs]))
 
@@ -67,20 +68,20 @@ def _show(spec: str, num_layers: int, svg: str | None) -> None:
     from lamina.placements.diagram import text
 
     placement, plan = find(spec), resolve(spec, num_layers)
-    print(f"{placement.title} ({placement.name})\n")
+    show(f"{placement.title} ({placement.name})\n")
     if placement.description:
-        print(textwrap.fill(placement.description, 100) + "\n")
+        show(textwrap.fill(placement.description, 100) + "\n")
     for line in placement.equation:
-        print(f"    {line}")
-    print(f"\nWired for {num_layers} layers:\n")
-    print(textwrap.indent(text(plan), "    "))
-    print(f"\nInitialization: {plan.initialization}")
+        show(f"    {line}")
+    show(f"\nWired for {num_layers} layers:\n")
+    show(textwrap.indent(text(plan), "    "))
+    show(f"\nInitialization: {plan.initialization}")
     if placement.advice:
-        print(f"Advice:         {placement.advice}")
-    print(f'Source:         {placement.source}\n\nOptions, as in "{placement.name}(option=value)":')
+        show(f"Advice:         {placement.advice}")
+    show(f'Source:         {placement.source}\n\nOptions, as in "{placement.name}(option=value)":')
     for option in placement.all_options():
         head = f"  {option.name} ({option.type_name}; default {option.default})"
-        print(textwrap.fill(f"{head}: {option.help}", 100, subsequent_indent="      "))
+        show(textwrap.fill(f"{head}: {option.help}", 100, subsequent_indent="      "))
     if svg:
         _write(svg, draw(plan, title=placement.title))
 
@@ -88,4 +89,4 @@ def _show(spec: str, num_layers: int, svg: str | None) -> None:
 def _write(path: str, svg: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(svg, encoding="utf-8")
-    print(f"\nthe diagram: {path}")
+    show(f"\nthe diagram: {path}")

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from lamina.commands.arguments import Parser, Reader
+from lamina.core.terminal import show
 from lamina.core.values import number, path, whole_number
 
 EXAMPLES = """
@@ -69,15 +70,15 @@ def run(argv: list[str]) -> int:
         page = _follow(Path(options.folder), options.every)
     else:
         page = report(Path(options.folder))
-        print(f"the page: {page}")
+        show(f"the page: {page}")
     if options.screenshot:
         screenshot(page, Path(options.screenshot), height=options.height)
-        print(f"the picture: {options.screenshot}")
+        show(f"the picture: {options.screenshot}")
     if options.figures:
         from lamina.papers.pages.printed import write_all
 
         for written in write_all(Path(options.folder)):
-            print(f"a figure: {written}")
+            show(f"a figure: {written}")
     return 0
 
 
@@ -90,9 +91,9 @@ def _follow(folder: Path, every: float) -> Path:
     for page, why in follow(folder, every=every):
         if page is not None:
             written = page
-            print(f"{time.strftime('%H:%M:%S')}  the page: {page}", flush=True)
+            show(f"{time.strftime('%H:%M:%S')}  the page: {page}")
         elif why != said:
             said = why
-            print(f"{time.strftime('%H:%M:%S')}  no page yet: {why}", flush=True)
+            show(f"{time.strftime('%H:%M:%S')}  no page yet: {why}")
     assert written is not None  # the last one is written, or raises
     return written

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
 from lamina.commands.arguments import Parser
+from lamina.core.terminal import show, show_error
 from lamina.errors import TrialsFailed
 from lamina.jobs.catalog import JobRow, load
 
@@ -33,7 +33,7 @@ def run(row: JobRow, argv: Sequence[str]) -> int:
     """Run a job; returns the exit code."""
     settings, options = parser_of(row).settings_from(argv)
     if row.listing and options.list:
-        print(load(row.listing)(full=True))
+        show(load(row.listing)(full=True))
         return 0
     from lamina.api.job_functions import function_of
 
@@ -48,7 +48,7 @@ def run(row: JobRow, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         if row.resumes:
             raise
-        print(f"lamina: interrupted; an unfinished {row.name} keeps nothing", file=sys.stderr)
+        show_error(f"interrupted; an unfinished {row.name} keeps nothing")
         return CODES["interrupted"]
     code = CODES.get(str(result.get("status")), 0) if isinstance(result, Mapping) else 0
     from lamina.training.execution.processes import launched
@@ -57,11 +57,11 @@ def run(row: JobRow, argv: Sequence[str]) -> int:
         return code
     folder = row.folder_of(settings)
     rows = getattr(result, "results", result)
-    print(load(next((switch.prints for switch in switches if switch.prints), row.prints))(folder, rows))
+    show(load(next((switch.prints for switch in switches if switch.prints), row.prints))(folder, rows))
     if code == CODES["interrupted"]:
-        print(f"to resume: lamina {row.name} --output {folder} --resume")
+        show(f"to resume: lamina {row.name} --output {folder} --resume")
     if failure is not None:
-        print(f"lamina: {' '.join(str(failure).split())}", file=sys.stderr)
+        show_error(str(failure))
         return 1
     fails = [row.fails, *(switch.fails for switch in switches)]
     return max(code, *(int(load(name)(result)) for name in fails if name), 0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lamina.api import study
 from lamina.commands.arguments import Parser
 from lamina.core.json_types import Json
+from lamina.core.terminal import show, show_error
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.catalog import JOBS
 from lamina.jobs.names import PAGE
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     """Call the subcommand."""
     commands: dict[str, Callable[[list[str]], int]] = {"list": _list, "show": _show, "run": _run, "worker": _worker}
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_HELP)
+        show(_HELP)
         argparse.ArgumentParser().exit()
     if argv[0] not in commands:
         raise unknown("command of `lamina study`", argv[0], commands)
@@ -66,18 +66,18 @@ def _list(argv: list[str]) -> int:
 
     found = all_verdicts(None if chosen.records is None else Path(chosen.records))
     if chosen.json:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
+        show(json.dumps(found, indent=1, ensure_ascii=False))
         return 0
     for one in found:
         parts = one.get("parts") or [one["ours"]]
         said = f"{parts[0]} (and {len(parts) - 1} more)" if len(parts) > 1 else parts[0] or one.get("note") or ""
-        print(f"{one['verdict']:<13} {one['claim']:<28} {one['scale']:<5} {said}")
+        show(f"{one['verdict']:<13} {one['claim']:<28} {one['scale']:<5} {said}")
     counts: dict[str, int] = {}
     for one in found:
         counts[str(one["verdict"])] = counts.get(str(one["verdict"]), 0) + 1
-    print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    show("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     if chosen.records is None and not records_folder().is_dir():
-        print("lamina: the records are not installed: pip install lamina[papers]", file=sys.stderr)
+        show_error("the records are not installed: pip install lamina[papers]")
     return 0
 
 
@@ -85,7 +85,7 @@ def _show(argv: list[str]) -> int:
     settings = _given("show", "What a study asks, its trials, and the verdicts so far.", argv)[0]
     from lamina.papers.engine.showing import description
 
-    print(description(_record(settings)))
+    show(description(_record(settings)))
     return 0
 
 
@@ -108,7 +108,7 @@ def _run(argv: list[str]) -> int:
         except UserError as error:
             if len(chosen) == 1:
                 raise
-            print(f"lamina: {name}: {one_line(error)}", file=sys.stderr)
+            show_error(f"{name}: {one_line(error)}")
             code = 2
     return code
 
@@ -117,20 +117,20 @@ def _failures(reasons: list[str]) -> int:
     """Say how many trials failed, and why the first did; the exit code."""
     if not reasons:
         return 0
-    print(f"lamina: {len(reasons)} trials failed; the first: {reasons[0]}", file=sys.stderr)
+    show_error(f"{len(reasons)} trials failed; the first: {reasons[0]}")
     return 1
 
 
 def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int:
     outcome = study(**settings, resume=resume, overwrite=overwrite, record=record)
-    print(f"\n{settings['study']}: {len(outcome.results)} trials")
+    show(f"\n{settings['study']}: {len(outcome.results)} trials")
     for one in outcome.claims:
-        print(f"  {one['verdict']:<13} {one['claim']}: {one['says']}")
+        show(f"  {one['verdict']:<13} {one['claim']}: {one['says']}")
         ours = [("ours", part) for part in one.get("parts") or [one.get("ours")]]
         for label, text in (*ours, ("paper", one.get("paper")), ("note", one.get("note"))):
             if text:
-                print(f"  {'':<13} {label}: {text}")
-    print(f"the page: {outcome.folder / PAGE}")
+                show(f"  {'':<13} {label}: {text}")
+    show(f"the page: {outcome.folder / PAGE}")
     rows = outcome.results.to_dict("records")
     return _failures([str(row.get("reason")) for row in rows if row.get("status") == "failed"])
 
@@ -139,7 +139,7 @@ def _dry_run(records: list[StudySettings]) -> int:
     from lamina.papers.engine.showing import dry_run_text
 
     for record in records:
-        print(dry_run_text(record))
+        show(dry_run_text(record))
     return 0
 
 
@@ -150,7 +150,7 @@ def _worker(argv: list[str]) -> int:
 
     outcome = work(_record(settings))
     ended = sum(result["status"] in ENDED for result in outcome.values())
-    print(f"{ended} trials are done")
+    show(f"{ended} trials are done")
     return _failures([str(one.get("reason")) for one in outcome.values() if one["status"] not in ENDED])
 
 

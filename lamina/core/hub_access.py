@@ -42,9 +42,3 @@ def local_when_unreachable() -> Iterator[bool]:
     finally:
         for switch in switches:
             switch.HF_HUB_OFFLINE = False
-
-
-def one_line(error: Exception) -> str:
-    """An exception as ``Type: first line``, for messages of one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.:')}" if lines else type(error).__name__

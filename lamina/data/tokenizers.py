@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lamina.core.hub_access import local_when_unreachable, one_line
+from lamina.core.hub_access import local_when_unreachable
 from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import Corpus, EmbeddedCorpus
 from lamina.data.split import count_chars, piece_chars, split_corpus
-from lamina.errors import UserError, nearest
+from lamina.errors import UserError, nearest, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

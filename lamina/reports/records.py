@@ -7,12 +7,13 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import cast
 
 import numpy as np
 import pandas as pd
 import yaml
 
+from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.columns import NUMBERS, TEXTS
@@ -23,11 +24,6 @@ from lamina.studies import record as study_record
 
 logger = logging.getLogger(__name__)
 
-# pandas' own annotations make every selection a union of all it could ever be; Frame names the type for readers.
-if TYPE_CHECKING:
-    Frame: TypeAlias = Any
-else:
-    Frame = pd.DataFrame
 _COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value")
 
 

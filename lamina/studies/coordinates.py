@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.data.blocks import TokenBlock
@@ -43,12 +44,6 @@ from lamina.training.optimization.optimizer import rate_factors, width_scaling_o
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun
-
-# pandas' own annotations make every selection a union of all possible types.
-if TYPE_CHECKING:
-    Frame: TypeAlias = Any
-else:
-    Frame = pd.DataFrame
 
 Measurement: TypeAlias = tuple[int, int, str, str, float]
 """(step, layer, module, metric, value): the layer is 0-based, -1 outside the blocks; "block" is a whole block."""

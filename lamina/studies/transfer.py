@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import pandas as pd
 import torch
 
+from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_json
 from lamina.jobs.folder import Resume
@@ -28,11 +29,6 @@ from lamina.training.execution.devices import decided
 from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
-
-if TYPE_CHECKING:
-    Frame: TypeAlias = Any
-else:
-    Frame = pd.DataFrame
 
 POLICY = ResumePolicy(what="study", free=TransferSettings.undecided())
 KEYS = ("placement", "hidden_size", "learning_rate", "seed")

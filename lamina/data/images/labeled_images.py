@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lamina.core.hub_access import one_line
 from lamina.data.corpus import MNIST, packaged_file
 from lamina.data.sources import hub_datasets
 from lamina.data.sources.file_documents import walk
-from lamina.errors import UserError, nearest
+from lamina.errors import UserError, nearest, one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from lamina.core.hub_access import local_when_unreachable, one_line
-from lamina.errors import UserError, unknown
+from lamina.core.hub_access import local_when_unreachable
+from lamina.errors import UserError, one_line, unknown
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict

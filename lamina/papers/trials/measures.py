@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lamina.core.terminal import one_line
-from lamina.errors import UserError
+from lamina.errors import UserError, one_line
 from lamina.jobs.files import write_json, writing
 from lamina.jobs.run_folder import RunFolder
 from lamina.training.settings import PretrainSettings
@@ -61,7 +60,7 @@ def read_table(path: Path) -> pd.DataFrame:
         return pd.read_parquet(path.absolute())
     except Exception as error:  # damage shows as almost any error of pyarrow's, pandas' or json's
         raise UserError(
-            f"{str(path)!r}: not readable as Parquet ({one_line(str(error))}) (allowed: the file as it was written)"
+            f"{str(path)!r}: not readable as Parquet ({one_line(error)}) (allowed: the file as it was written)"
         ) from None
 
 
