@@ -9,8 +9,8 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -115,86 +115,73 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
 def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Followed:
     """Find a model's layers with a small part of a batch; never raises, since training goes on in any case.
 
-    The passes run in evaluation mode and leave gradients and random generators as they were. The user's own hooks on
-    the model's modules are called by them, too.
+    The passes run in evaluation mode and leave gradients and random generators as they were. Compiled parts run
+    uncompiled: their hooks are called, and nothing is compiled for a small pass. The user's own hooks are called, too.
     """
-    with undisturbed(model), _resharded(model), _uncompiled(model):
-        problem = "it was called without a tensor" if not inputs else ""
-        for small in _candidates(model, inputs):
-            try:
-                with torch.no_grad():
-                    forward(model, small)
-            except Exception as error:
-                problem = one_line(error)[:160]
-                continue
-            found = _found(model, small, layers)
-            return replace(found, notes=[_as_setting(note) for note in found.notes])
-    kind = type(model).__name__
-    return Followed(
-        structure=None,
-        notes=[f"layers: {kind} could not be run on a part of its own batch ({problem}), so only totals are recorded"],
-    )
+    problem = "" if inputs else "it was called without a tensor"
+    eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+    with undisturbed(model), eager:
+        try:
+            for small in _small_inputs(model, inputs):
+                try:
+                    with torch.no_grad():
+                        forward(model, small)
+                except Exception as error:
+                    problem = one_line(error)[:160]
+                    continue
+                return _followed(model, small, layers)
+        finally:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # a forward pass alone leaves the root's parameters gathered
+    note = f"{type(model).__name__} could not be run on a part of its own batch ({problem})"
+    return Followed(structure=None, notes=[f"layers: {note}, so only totals are recorded"])
 
 
-def _found(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
+def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
     try:
         structure = find_structure(model, small, layers=layers)
     except Exception as error:  # any architecture may come: what goes wrong must not end its training
         text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
-        return Followed(structure=None, notes=[f"{text}; only totals recorded"])
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return Followed(structure=structure, whole=True, notes=structure.notes)  # the proof needs a backward pass
-    try:
-        proved = prove(structure, small, model)
-        return Followed(structure=proved, whole=True, notes=proved.notes)
-    except Exception as error:
-        reason = str(error) if isinstance(error, UserError) else one_line(error)
-        note = f"the stream is not recorded, gradients and updates are: {reason}"
-        return Followed(structure=structure, notes=[*structure.notes, note])
+        return Followed(structure=None, notes=_as_settings([f"{text}; only totals recorded"]))
+    whole, notes = True, structure.notes
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):  # the proof needs a backward pass
+        try:
+            structure = prove(structure, small, model)
+            notes = structure.notes
+        except Exception as error:
+            reason = str(error) if isinstance(error, UserError) else one_line(error)
+            whole, notes = False, [*notes, f"the stream is not recorded, gradients and updates are: {reason}"]
+    return Followed(structure=structure, whole=whole, notes=_as_settings(notes))
 
 
-def _as_setting(note: str) -> str:
-    """A probe's note with the setting of ``lamina.watch`` in the place of the command line's flag."""
-    return note.replace("--layers PATH", "layers=PATH").replace("--layers, another list", "layers=PATH of another list")
+def _as_settings(notes: list[str]) -> list[str]:
+    """Name the setting of ``lamina.watch`` in notes that name the command line's flag."""
+    flags = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH of another list"}
+    for flag, setting in flags.items():
+        notes = [note.replace(flag, setting) for note in notes]
+    return notes
 
 
-def _uncompiled(model: nn.Module) -> AbstractContextManager[object]:
-    """Run compiled parts as they are written: hooks are called, and nothing is compiled for the small passes."""
-    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
-
-
-@contextmanager
-def _resharded(model: nn.Module) -> Iterator[None]:
-    """Shard FSDP2's parameters again afterwards: a forward pass alone leaves the root's gathered."""
-    try:
-        yield
-    finally:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def _candidates(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
-    """The main input alone, all inputs cut small, and all as they are."""
+def _small_inputs(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
+    """The main input alone, all inputs cut small, and all of the batch."""
     main = getattr(model, "main_input_name", None)
-    names = [main] if main in inputs else list(inputs)[:1]
-    small = {name: _small(value) for name, value in inputs.items()}
-    for chosen in ({name: small[name] for name in names}, small, inputs):
-        if chosen:
-            yield chosen
+    cut = {
+        name: value[:1, :_TOKENS] if _is_tokens(value) else value[:1] if value.ndim else value
+        for name, value in ((name, value.detach()) for name, value in inputs.items())
+    }
+    first = {name: cut[name] for name in ([main] if main in inputs else list(inputs)[:1])}
+    yield from filter(None, (first, cut, inputs))
 
 
-def _small(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    if value.ndim == 2 and not value.is_floating_point():
-        return value[:1, :_TOKENS]
-    return value[:1] if value.ndim else value
+def _is_tokens(value: torch.Tensor) -> bool:
+    return value.ndim == 2 and not value.is_floating_point()
 
 
 def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
     """The tokens of a batch, or its items if it has none."""
     for value in inputs.values():
-        if value.ndim == 2 and not value.is_floating_point():
+        if _is_tokens(value):
             return value.numel()
     return len(next(iter(inputs.values()))) if inputs and next(iter(inputs.values())).ndim else 0
 
@@ -234,19 +221,6 @@ def largest_beta2(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
     """The largest decay of the second moments; None for optimizers that have none."""
     betas = [group.get("betas") for optimizer in optimizers for group in optimizer.param_groups]
     return max((float(pair[1]) for pair in betas if isinstance(pair, Sequence) and len(pair) == 2), default=None)
-
-
-def loss_scale(optimizer: torch.optim.Optimizer) -> tuple[bool, torch.Tensor | None]:
-    """Whether a GradScaler takes the step that begins, and the factor of gradients that it leaves to a fused optimizer.
-
-    A fused optimizer is called though the gradient is infinite, and leaves the step out itself.
-    """
-    return getattr(optimizer, "found_inf", None) is not None, getattr(optimizer, "grad_scale", None)
-
-
-def accumulates() -> bool:
-    """Whether accelerate is between two micro-batches of a step: its optimizers leave out their steps then."""
-    return not GradientState().sync_gradients
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
@@ -425,11 +399,6 @@ class Instruments:
             self._gains = gains_of(structure)
         self._found()
 
-    def _without_forward(self) -> None:
-        """Look for the layers with made-up tokens: no forward pass of the model itself was seen (a compiled one)."""
-        device = local_part(next(self.model.parameters())).device
-        self._follow(self.model, {main_input(self.model): torch.arange(1, 9, device=device)[None]})
-
     def _before_clipping(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Before torch clips gradients: another model's say nothing of this one's, which may not be complete."""
         own = {id(parameter) for parameter in self.model.parameters()}
@@ -440,15 +409,14 @@ class Instruments:
     @torch.no_grad()
     def _measure_gradients(self) -> None:
         """Once a step, at the first sign that the gradients are complete: clipping, or the optimizer's step."""
-        if self._current is not None or not self._complete():
+        if self._current is not None or all(parameter.grad is None for parameter in self.model.parameters()):
             return
         if self.followed is None:
-            self._without_forward()
+            # No forward pass of the model itself was seen (a compiled one): look for the layers with made-up tokens.
+            device = local_part(next(self.model.parameters())).device
+            self._follow(self.model, {main_input(self.model): torch.arange(1, 9, device=device)[None]})
         assert self._norms is not None
         self._current = self._norms.squares()
-
-    def _complete(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.model.parameters())
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
@@ -461,8 +429,9 @@ class Instruments:
     def _with_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         first = not self._began
         self._began.add(id(optimizer))
-        scaled, factor = loss_scale(optimizer)
-        self.scales_losses |= scaled
+        self.scales_losses |= getattr(optimizer, "found_inf", None) is not None
+        # A fused optimizer is called though the gradient is infinite; it unscales it and leaves the step out itself.
+        factor: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
         if self._current is None:
             self._measure_gradients()
             if self._current is not None and factor is not None:
@@ -489,7 +458,7 @@ class Instruments:
     @property
     def accumulates(self) -> bool:
         """Whether only a micro-batch of a step has ended. A step that a loss scaler skips has ended."""
-        return not self._began and accumulates()
+        return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
         """The loss of the step so far: the sum of its shares, or what the model returned, the mean of micro-batches."""

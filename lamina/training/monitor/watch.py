@@ -212,7 +212,7 @@ class LayerMonitor(TrainerCallback):
         self.settings = WatchSettings.from_dict({"output": output, **settings})
         self.overwrite = overwrite
         self.monitor: Monitor | None = None
-        self._release: Callable[[], None] = _nothing
+        self._release: Callable[[], None] | None = None
 
     @property
     def diverged(self) -> Diverged | None:
@@ -287,16 +287,13 @@ class LayerMonitor(TrainerCallback):
         vars(trainer)["training_step"] = telling
 
     def _end(self, status: Status) -> None:
-        self._release()
-        self._release = _nothing
+        if self._release is not None:
+            self._release()
+            self._release = None
         atexit.unregister(self._end)
         _OPEN.pop(Path(self.settings.output).resolve(), None)
         if self.monitor is not None:
             self.monitor.close(status, "" if status is Status.FINISHED else f"ended at step {self.monitor.step}")
-
-
-def _nothing() -> None:
-    """Nothing to undo."""
 
 
 def _calling_trainer() -> Trainer | None:
