@@ -236,7 +236,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
     from lamina.data.packed import prepare_blocks
     from lamina.jobs.files import finite
-    from lamina.preflights.preflight import burn_in_of
+    from lamina.preflights.planned_runs import burn_in_of
     from lamina.preflights.verdict import Features, features
 
     def open_question(numbers: Features) -> bool:  # wider than what any fitted rule would go on for

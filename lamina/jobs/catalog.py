@@ -185,7 +185,7 @@ JOBS: dict[str, JobRow] = {
   lamina preflight --backbone llama-71m --placement my_placement.yaml --corpus books/ --tokenizer bpe:8192 --json
 """,
             settings="lamina.preflights.settings:PreflightSettings",
-            run="lamina.preflights.preflight:preflight",
+            run="lamina.preflights.planned_runs:preflight",
             returns=(
                 "Returns one row per planned run: its verdict, the reason, what to change, and the numbers behind "
                 "them (docs/preflight.md). With ``output``, it also writes a folder: preflight.csv, layers.parquet, "

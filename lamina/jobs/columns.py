@@ -135,7 +135,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column(name="tokens_per_second", title="tokens/s", format=",.0f", aggregate="mean", in_ranking=110),
     Column(name="parameters", title="parameters", format=",.0f", aggregate="max"),
     Column(name="flops", title="FLOPs", format=".3g", aggregate="max"),
-    # Of the trials of `lamina max-lr` only: ``lamina.training.monitor.max_rate`` adds them.
+    # Of the trials of `lamina max-lr` only: ``lamina.training.monitor.max_rate_rules`` adds them.
     Column(name="max_learning_rate", title="largest learning rate", format=".3g", measured=False, optional=True),
     Column(name="stop_rule", title="stopped by", measured=False, optional=True),
     Column(name="loss_at_stop", title="loss there", format=".3f", measured=False, optional=True),

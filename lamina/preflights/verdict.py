@@ -279,7 +279,8 @@ def judge(numbers: Features, case: Case, stopped: str = "") -> PreflightVerdict:
     sure, kind = chance(numbers, fitted), kind_of(numbers, fitted)
     deciding = max(case.step_at(deciding_share(numbers, fitted)), case.burn_in + 1) if kind == "undecided" else 0
     if not numbers.finite:
-        reason, change = f"{stopped or 'the loss was not finite'} of the burn-in", _calmer(case)
+        reason = f"{stopped or 'the loss was not finite'} of the burn-in"
+        change = f"a lower learning rate ({case.learning_rate / 10:.1g}), gradient clipping, a longer warm-up"
     elif collapsed(numbers, fitted):
         reason, change = _collapse(numbers, case), _reconnect(case)
     elif kind == "fine":
@@ -376,10 +377,6 @@ def _longer(numbers: Features, case: Case, deciding: int) -> str:
 
 def _by(deciding: int, case: Case) -> str:
     return f"by step {deciding}" if deciding < case.steps else "only toward the end or not at all"
-
-
-def _calmer(case: Case) -> str:
-    return f"a lower learning rate ({case.learning_rate / 10:.1g}), gradient clipping, a longer warm-up"
 
 
 def _reconnect(case: Case) -> str:

@@ -466,7 +466,11 @@ def diagnose(folder: Path) -> tuple[list[str], Path]:
 def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
     """What left first, in which layer and step, how early it could be seen, and what to change."""
     first, rose = evidence.first, evidence.rose
-    texts = [_loss_sentence(evidence)]
+    status = f"(status: {evidence.status})"
+    if rose is None:
+        texts = [f"The loss did not rise and stay up in {evidence.steps} steps {status}."]
+    else:
+        texts = [f"The loss rose at step {rose} of {evidence.steps} {status}."]
     if first is None or cause is None:
         texts.append("No layer left its usual range in the records.")
         if rose is not None:
@@ -474,8 +478,10 @@ def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
         return texts
     name = evidence.names.get(first.layer)
     texts.append(f"What left first: {describe(first)}{f', {name}' if name else ''}.")
-    if evidence.lead is not None:
-        texts.append(_lead_sentence(evidence.lead))
+    if (lead := evidence.lead) is not None:
+        early = f"It could have been seen {lead} step{'s' * (lead > 1)} before the loss rose."
+        late = "in the step in which the loss rose" if lead == 0 else "only after the loss rose"
+        texts.append(early if lead > 0 else f"It was seen {late}.")
     then = _followers(evidence, first)
     if then:
         texts.append(f"Then: {'; '.join(describe(alarm) for alarm in then)}.")
@@ -485,18 +491,6 @@ def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
     texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
     texts += [f"Lamina's own study: {line}" for line in studied(cause)]
     return texts
-
-
-def _loss_sentence(evidence: Evidence) -> str:
-    if evidence.rose is None:
-        return f"The loss did not rise and stay up in {evidence.steps} steps (status: {evidence.status})."
-    return f"The loss rose at step {evidence.rose} of {evidence.steps} (status: {evidence.status})."
-
-
-def _lead_sentence(lead: int) -> str:
-    if lead > 0:
-        return f"It could have been seen {lead} step{'s' * (lead > 1)} before the loss rose."
-    return "It was seen in the step in which the loss rose." if lead == 0 else "It was seen only after the loss rose."
 
 
 def _jump_sentence(jump: Jump) -> str:

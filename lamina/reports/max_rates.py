@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lamina.jobs.status import Status
 from lamina.reports.notices import listed
 from lamina.reports.records import Frame, complete, rows_of
-from lamina.training.monitor.max_rate import NONE
+from lamina.training.monitor.max_rate_rules import NONE
 
 
 @dataclass(frozen=True, kw_only=True)

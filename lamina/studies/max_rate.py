@@ -1,7 +1,7 @@
 """`lamina max-lr`: how high a learning rate each placement tolerates, by Keel's protocol (arXiv 2601.19895).
 
 A trial is one run with one linear warm-up from 0, all else as in `lamina pretrain`. It ends where a rule of
-``lamina.training.monitor.max_rate`` holds; its result is the rate just before.
+``lamina.training.monitor.max_rate_rules`` holds; its result is the rate just before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lamina.studies.max_rate_settings import MaxRateSettings, MaxRateStudySettin
 from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
 from lamina.training.execution.devices import decided
 from lamina.training.monitor.guard import DivergenceGuard
-from lamina.training.monitor.max_rate import MaxRateGuard
+from lamina.training.monitor.max_rate_rules import MaxRateGuard
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
 from lamina.training.setting_groups import GuardSettings

@@ -14,7 +14,7 @@ from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, WorkerSettings
 from lamina.jobs.settings import above, at_least, changed, not_below, setting
 from lamina.studies.settings import SeedsSettings, slug
-from lamina.training.monitor.max_rate import MaxRateRules
+from lamina.training.monitor.max_rate_rules import MaxRateRules
 from lamina.training.setting_groups import PlacementSettings, StreamSettings, in_steps
 from lamina.training.settings import ParallelSettings, PlacementsSettings, PretrainSettings, RunSettings
 

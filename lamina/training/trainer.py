@@ -22,7 +22,7 @@ from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.recorder import MonitoredTrainer
-from lamina.training.monitor.rows import Evaluation
+from lamina.training.monitor.rows import LastEvaluation
 from lamina.training.monitor.step_series import StepSeries
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.objectives.objective import Collate
@@ -156,7 +156,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         tasks = None
         if self.measure_tasks is not None and self.processes.first:
             tasks = self.measure_tasks(self.bare_model() if self.average is None else self.average.model)
-        self.evaluation = Evaluation(second=second, tasks=tasks)
+        self.evaluation = LastEvaluation(second=second, tasks=tasks)
         alone = self.processes.size == 1 and self.scores is None and self.average is None
         if alone or any(args) or any(kwargs.values()):
             with torch.random.fork_rng(devices=[]):  # its data loader draws a seed: training's numbers stay as they are

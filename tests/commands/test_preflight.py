@@ -9,7 +9,7 @@ from training.tiny_runs import flags, write_corpus
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.preflights.preflight import burn_in_steps
+from lamina.preflights.planned_runs import burn_in_steps
 from lamina.preflights.settings import PreflightSettings
 
 TINY = {

@@ -11,7 +11,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 import lamina
 from lamina.errors import UserError
 from lamina.preflights.burn_in import BurningIn, build_model, choose, rates_until, unigram_losses, warmup_steps
-from lamina.preflights.preflight import burn_in_steps, ffn_share
+from lamina.preflights.planned_runs import burn_in_steps, ffn_share
 from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import features
 from lamina.training.objectives.text import read_text

@@ -17,7 +17,7 @@ from lamina.reports.max_rates import spread, summarize
 from lamina.studies.max_rate import run_max_rate
 from lamina.studies.max_rate_settings import MaxRateSettings, MaxRateStudySettings
 from lamina.studies.task import load
-from lamina.training.monitor.max_rate import find_stop
+from lamina.training.monitor.max_rate_rules import find_stop
 from lamina.training.monitor.recorder import RunRecorder
 
 FAST = {"precision": "fp32", "compile": "off"}

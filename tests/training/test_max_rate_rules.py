@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lamina.training.monitor.max_rate import MaxRateRules, find_stop, no_stop, smoothed
+from lamina.training.monitor.max_rate_rules import MaxRateRules, find_stop, no_stop, smoothed
 
 STEPS, ENTROPY = 400, 3.0
 

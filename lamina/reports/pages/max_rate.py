@@ -22,7 +22,7 @@ from lamina.reports.records import Frame, Study, Trial, read_study, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import log_ticks, polish, thin, to_html
 from lamina.reports.table import Field, Row, Table, chip, in_form, named, number, text
-from lamina.training.monitor.max_rate import NON_FINITE, NONE, PLATEAU, SPIKE, STUCK, smoothed
+from lamina.training.monitor.max_rate_rules import NON_FINITE, NONE, PLATEAU, SPIKE, STUCK, smoothed
 
 _POINTS = 400  # of a line
 _MARKERS = {

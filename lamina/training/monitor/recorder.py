@@ -32,7 +32,7 @@ from lamina.training.monitor.alarms import Alarms, AlarmsFile, describe_worst
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows, is_recorded
-from lamina.training.monitor.rows import Evaluation, Row
+from lamina.training.monitor.rows import LastEvaluation, Row
 from lamina.training.monitor.step_series import StepSeries
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.trackers import Trackers
@@ -57,7 +57,7 @@ class MonitoredTrainer(_Trainer):
     gradient_norms: GradientNorms | None
     series: StepSeries
     experts: ExpertBalance | None = None
-    evaluation: Evaluation = Evaluation()  # the last one; the recorder sets step and loss
+    evaluation: LastEvaluation = LastEvaluation()  # the last one; the recorder sets step and loss
     overflows: int = 0
     overflows_in_a_row: int = 0
 
@@ -229,7 +229,7 @@ class RunRecorder(TrainerCallback):
         self.guard.see_loss(step, loss)
 
     @property
-    def evaluation(self) -> Evaluation:
+    def evaluation(self) -> LastEvaluation:
         """The last evaluation."""
         return self.trainer.evaluation
 

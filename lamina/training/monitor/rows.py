@@ -15,7 +15,7 @@ LOSS, NORM = "step_loss", "step_gradient_norm"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class LastEvaluation:
     """What the last evaluation measured.
 
     Attributes:

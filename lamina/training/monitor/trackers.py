@@ -76,13 +76,10 @@ class Trackers:
         if (writer := self.writer()) is not None:
             for name, value in values.items():
                 writer.add_scalar(name, value, step)
-        for library in self._opened():
-            library.log({**values, STEP: step})
-
-    def _opened(self) -> list[Library]:
         if self._runs is None:
             self._runs = [self._open(name) for name in self.names if name != "tensorboard"]
-        return self._runs
+        for library in self._runs:
+            library.log({**values, STEP: step})
 
     def _open(self, name: str) -> Library:
         library: Library = importlib.import_module(name)

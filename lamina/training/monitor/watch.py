@@ -230,7 +230,8 @@ class LayerMonitor(TrainerCallback):
     ) -> None:
         assert model is not None
         assert optimizer is not None
-        _end_stale(self.settings.output)
+        if (stale := _OPEN.get(Path(self.settings.output).resolve())) is not None:
+            stale._end(Status.INTERRUPTED)  # its training failed, else it would have ended it
         resume: Resume = "auto" if state.global_step else False
         overwrite = self.overwrite and not resume
         self.monitor = open_monitor(
@@ -308,9 +309,3 @@ def _calling_trainer() -> Trainer | None:
 
 _OPEN: dict[Path, LayerMonitor] = {}
 """Those whose training has not ended, by resolved folder."""
-
-
-def _end_stale(output: str) -> None:
-    """End this process' monitor in a folder if there is one: its training failed, else it would have ended it."""
-    if (stale := _OPEN.get(Path(output).resolve())) is not None:
-        stale._end(Status.INTERRUPTED)

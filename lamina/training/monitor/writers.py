@@ -16,7 +16,7 @@ from lamina.jobs.manifest import sync
 from lamina.jobs.names import METRICS
 from lamina.jobs.run_folder import RunFolder
 from lamina.training.checkpointing.checkpoints import RunState
-from lamina.training.monitor.rows import Evaluation
+from lamina.training.monitor.rows import LastEvaluation
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, rollbacks: Iterable[Mapping[str, Any]] = ()):
         self.path, self.rollbacks = folder / METRICS, tuple(rollbacks)
         self.best_eval = math.inf
-        self.evaluation = Evaluation()  # the last one of an earlier process
+        self.evaluation = LastEvaluation()  # the last one of an earlier process
         self.tokens_before = 0  # in the records of an earlier process
         self._unsynced = 0
 
@@ -68,13 +68,13 @@ class MetricsWriter:
         self._unsynced = 0
 
 
-def _evaluations(records: list[Json]) -> tuple[Evaluation, float]:
+def _evaluations(records: list[Json]) -> tuple[LastEvaluation, float]:
     """The last evaluation that records hold, and the best loss."""
     evaluated = [record for record in records if "eval_loss" in record]
     best = min((record["eval_loss"] for record in evaluated if record["eval_loss"] is not None), default=math.inf)
     last: Json = evaluated[-1] if evaluated else {"step": -1, "eval_loss": math.inf}
     later = {name: value for record in records for name, value in record.items() if value is not None}
-    evaluation = Evaluation(
+    evaluation = LastEvaluation(
         step=last["step"],
         loss=math.nan if last["eval_loss"] is None else last["eval_loss"],
         second=later.get("eval_corpus_loss"),
@@ -94,7 +94,7 @@ class NoWriter:
     """Replaces the writers in every process but the first."""
 
     best_eval = math.inf
-    evaluation = Evaluation()
+    evaluation = LastEvaluation()
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
