@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -141,6 +141,20 @@ def reference(figure: go.Figure, x: Sequence[float], y: float, name: str) -> Non
     )
 
 
+def against(
+    x: str, y: str, lines: Iterable[Line], height: int = 340, *, log: bool = False, unified: bool = False
+) -> go.Figure | None:
+    """Draw lines against ``x``; None if there are none. ``unified``: one text for all values at an x."""
+    figure = go.Figure()
+    for line in lines:
+        line.draw(figure)
+    if not figure.data:
+        return None
+    figure.update_xaxes(title=x, rangemode="tozero" if x == "tokens" else None).update_yaxes(title=y)
+    polish(figure.update_layout(hovermode="x unified" if unified else None), height)
+    return log_axis(figure) if log else figure
+
+
 def log_axis(figure: go.Figure) -> go.Figure:
     """Logarithmic y axes with ticks that can be read, over at least a decade of what is drawn."""
     return figure.update_yaxes(patch={"type": "log", **ticks_of(figure)})
@@ -160,7 +174,9 @@ def ticks_of(figure: go.Figure) -> dict[str, object]:
     return {"range": [low - pad, high + pad], "tickvals": [10**e for e in exponents], "ticktext": texts}
 
 
-def heat_maps(maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, upwards: str) -> go.Figure | None:
+def heat_maps(
+    maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, upwards: str, rightwards: str = "step"
+) -> go.Figure | None:
     """Tables as maps on one color scale: their rows upwards, their columns to the right.
 
     Args:
@@ -168,6 +184,7 @@ def heat_maps(maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, up
         quantity: what the color is of.
         log: whether the color is of the logarithm.
         upwards: what the rows are.
+        rightwards: what the columns are.
     """
     drawn = [(title, cells) for title, table in maps if (cells := _cells(table, log)).shape[1] > 1]
     drawn = [(title, cells) for title, cells in drawn if cells.notna().to_numpy().any()]
@@ -195,12 +212,12 @@ def heat_maps(maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, up
             z=cells.to_numpy(dtype=np.float32),
             coloraxis="coloraxis",
             meta={"log10": log},
-            hovertemplate=f"{title}<br>step %{{x}}, {upwards} %{{y}}: {number_form}",
+            hovertemplate=f"{title}<br>{rightwards} %{{x}}, {upwards} %{{y}}: {number_form}",
             row=row,
             col=col,
         )
         if grid.lowest(number):
-            figure.update_xaxes(title="step", showticklabels=True, row=row, col=col)
+            figure.update_xaxes(title=rightwards, showticklabels=True, row=row, col=col)
     for row in range(grid.down):
         figure.update_yaxes(title=upwards, row=row + 1, col=1)
     polish(figure, height)

@@ -1,97 +1,100 @@
-"""Figures by layer: gradient norm and hidden variance from the first block to the last, at both ends of training."""
+"""A quantity by layer and step, and its figures: both ends of training, a line for each of a few steps, and maps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
+from plotly.subplots import make_subplots
 
 from lamina.reports import charts
-from lamina.reports.charts import Line
+from lamina.reports.charts import Grid, Line
 from lamina.reports.records import Frame, Trial
 from lamina.reports.style import Shown, polish
 
-Table = Callable[[Trial], Frame]
+_LINES = 7  # steps per panel
 
 
-def gradients(trial: Trial) -> Frame:
-    """The gradient norm of each block: one row per block, one column per step."""
-    return trial.gradients
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """A quantity by depth and step.
+
+    Attributes:
+        label: its name on the axes.
+        table: a trial's values: one row per layer, one column per step; empty where it has none.
+        by: what the depth counts.
+        log: whether its scale is logarithmic.
+    """
+
+    label: str
+    table: Callable[[Trial], Frame]
+    by: str = "layer"
+    log: bool = True
 
 
-def variances(trial: Trial) -> Frame:
-    """The variance of each block's output: one row per block (0: the embedding), one column per step."""
-    return trial.variances
-
-
-def over_seeds(item: Shown, table: Table, *, log: bool = True) -> Frame:
-    """The geometric mean over a placement's seeds (else the mean), for the steps that all of them logged."""
-    tables = [t for trial in item.trials if not (t := table(trial)).empty]
-    if len(tables) < 2:
+def over_seeds(item: Shown, quantity: Quantity) -> Frame:
+    """Return the mean over a placement's seeds (geometric on a logarithmic scale) at the steps that all logged."""
+    tables = _tables(item, quantity)
+    if len(tables) < 2 or any(not table.columns.equals(tables[0].columns) for table in tables):
         return tables[0] if tables else pd.DataFrame()
-    if (steps := _common_steps(tables)).empty:
-        return tables[0]
-    if not log:
-        return sum((t[steps] for t in tables[1:]), start=tables[0][steps]) / len(tables)
+    if not quantity.log:
+        return sum(tables[1:], start=tables[0]) / len(tables)
     with np.errstate(divide="ignore"):
-        logs = [np.log(t[steps].where(t[steps] > 0)) for t in tables]
+        logs = [np.log(table.where(table > 0)) for table in tables]
     return np.exp(sum(logs[1:], start=logs[0]) / len(logs))
 
 
-def ends(items: Sequence[Shown], table: Table, quantity: str) -> go.Figure | None:
-    """``quantity`` against the layer at the first and at the last logged step, side by side on one logarithmic scale.
+def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
+    """Return the seeds' tables at the steps that all of them have; at all of their steps where there is none."""
+    tables = [table for trial in item.trials if not (table := quantity.table(trial)).empty]
+    steps = [step for step in (tables[0] if tables else ()) if all(step in table for table in tables)]
+    return [table[steps] for table in tables] if steps else tables
 
-    With several seeds: their geometric mean, and the range from the lowest seed to the highest as a band.
+
+def ends(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
+    """Draw a quantity against the depth at the first and at the last logged step, side by side on one scale.
+
+    With several seeds: their (geometric) mean, and the range from the lowest seed to the highest as a band.
     """
-    drawn = [(item, [t for trial in item.trials if not (t := table(trial)).empty]) for item in items]
-    drawn = [(item, _of_common_steps(tables)) for item, tables in drawn if tables]
-    if not drawn:
+    tables = [(item, found) for item in items if (found := _tables(item, quantity))]
+    if not tables:
         return None
     captions = []
     for end, ordinal, column in (("start", "first", 0), ("end", "last", -1)):
-        steps = {table.columns[column] for _, tables in drawn for table in tables}
+        steps = {table.columns[column] for _, seeds in tables for table in seeds}
         captions.append(
             f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's {ordinal} logged step"
         )
     figure = charts.side_by_side(captions)
-    for item, tables in drawn:
+    for item, seeds in tables:
         for panel, column in ((1, 0), (2, -1)):
-            _mean_with_range(item, [t.iloc[:, column] for t in tables], legend=panel == 1).draw(figure, 1, panel)
-    first = min(int(t.index.min()) for _, tables in drawn for t in tables)
-    figure.update_xaxes(title="layer (0: the embedding)" if first == 0 else "layer")
-    figure.update_yaxes(type="log")
-    figure.update_yaxes(title=quantity, row=1, col=1)
+            values: Frame = pd.concat([table.iloc[:, column] for table in seeds], axis=1)
+            _mean_with_range(item, values, log=quantity.log, legend=panel == 1).draw(figure, 1, panel)
+    first = min(int(table.index.min()) for _, seeds in tables for table in seeds)
+    figure.update_xaxes(title=f"{quantity.by} (0: the embedding)" if first == 0 else quantity.by)
+    figure.update_yaxes(title=quantity.label, row=1, col=1)
     figure.update_layout(hovermode="x unified")
-    charts.log_axis(polish(figure, 430))
-    figure.update_layout(margin_t=84, legend_y=1.1)
-    return charts.titles_above(figure)
+    polish(figure, 430)
+    if quantity.log:
+        charts.log_axis(figure)
+    return charts.titles_above(figure.update_layout(margin_t=84, legend_y=1.1))
 
 
-def _of_common_steps(tables: list[Frame]) -> list[Frame]:
-    """The seeds' tables at the steps that all of them have; as they are where there is none."""
-    steps = _common_steps(tables)
-    return tables if steps.empty else [table[steps] for table in tables]
-
-
-def _common_steps(tables: Sequence[Frame]) -> pd.Index:
-    first = tables[0].columns
-    return first[[all(step in table.columns for table in tables) for step in first]]
-
-
-def _mean_with_range(item: Shown, seeds: Sequence[Frame], *, legend: bool) -> Line:
-    """The geometric mean over the seeds, and from two on their range as a band."""
-    values: Frame = pd.concat(seeds, axis=1)
-    values = values.where(np.isfinite(values) & (values > 0))
-    mean, band = np.exp(np.log(values).mean(axis=1)), values.dropna()
-    several = len(seeds) > 1
+def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> Line:
+    """Return the mean over the seeds, which are the columns of ``values``, and from two on their range as a band."""
+    values = values.where(np.isfinite(values) & (values > 0)) if log else values.where(np.isfinite(values))
+    mean = np.exp(np.log(values).mean(axis=1)) if log else values.mean(axis=1)
+    band = values.dropna() if values.shape[1] > 1 else None
     return Line(
         x=mean.index,
         y=mean.to_numpy(dtype=np.float32),
-        band_x=band.index if several else None,
-        low=band.min(axis=1) if several else None,
-        high=band.max(axis=1) if several else None,
+        band_x=None if band is None else band.index,
+        low=None if band is None else band.min(axis=1),
+        high=None if band is None else band.max(axis=1),
         color=item.color,
         dash=item.dash,
         name=item.label,
@@ -104,9 +107,51 @@ def _mean_with_range(item: Shown, seeds: Sequence[Frame], *, legend: bool) -> Li
     )
 
 
-def heat_maps(
-    items: Sequence[Shown], table: Table, quantity: str, *, log: bool = True, upwards: str = "layer"
-) -> go.Figure | None:
-    """``quantity`` by layer (upwards) and step (to the right): one map per placement, one color scale for all."""
-    maps = [(item.label, over_seeds(item, table, log=log)) for item in items]
-    return charts.heat_maps(maps, quantity, log=log, upwards=upwards)
+def heat_maps(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
+    """Draw a quantity by depth (upwards) and step (to the right): a map per placement, one color scale for all."""
+    maps = [(item.label, over_seeds(item, quantity)) for item in items]
+    return charts.heat_maps(maps, quantity.label, log=quantity.log, upwards=quantity.by)
+
+
+def by_steps(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
+    """Draw a quantity against the depth, a line for each of a few steps (Peri-LN Fig 1, 6): a panel per placement."""
+    tables = [(item, table) for item in items if not (table := over_seeds(item, quantity)).empty]
+    if not tables:
+        return None
+    every = sorted({step for _, table in tables for step in table.columns})
+    steps = [every[i] for i in sorted({round(i) for i in np.linspace(0, len(every) - 1, min(len(every), _LINES))})]
+    shades = sample_colorscale("Viridis", [0.92 * (1 - i / max(1, len(steps) - 1)) for i in range(len(steps))])
+    grid = Grid(len(tables))
+    figure = make_subplots(
+        rows=grid.down,
+        cols=grid.across,
+        shared_yaxes="all",  # pyright: ignore[reportArgumentType]
+        shared_xaxes=True,
+        horizontal_spacing=0.03,
+        vertical_spacing=0.16 / grid.down,
+        subplot_titles=[item.label for item, _ in tables] if len(items) > 1 else None,
+    )
+    for number, (_, table) in enumerate(tables):
+        row, col = grid.place(number)
+        for step, shade in zip(steps, shades, strict=True):
+            if step in table:
+                Line(
+                    x=table.index.to_numpy(),
+                    y=table[step].to_numpy(dtype=np.float32),
+                    color=str(shade),
+                    name=f"step {step:g}",
+                    group=str(step),
+                    legend=number == 0,
+                    markers=len(table) <= 16,
+                    marker=5,
+                    hover=f"step {step:g}, {quantity.by} %{{x}}: %{{y:.4g}}",
+                ).draw(figure, row, col)
+        figure.update_yaxes(title=quantity.label if col == 1 else None, row=row, col=col)
+        if grid.lowest(number):
+            figure.update_xaxes(title=quantity.by, showticklabels=True, row=row, col=col)
+    polish(figure, 400 if grid.down == 1 else 220 * grid.down + 90)
+    if quantity.log:
+        charts.log_axis(figure)
+    legend_y = 1.06 if grid.down == 1 else 1 + 0.13 / grid.down
+    figure.update_layout(margin_t=72 if len(items) > 1 else 52, legend_y=legend_y)
+    return charts.titles_above(figure)

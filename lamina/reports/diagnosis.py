@@ -24,7 +24,7 @@ from lamina.reports.charts import Line
 from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, figure, sentence, write_page
 from lamina.reports.records import Frame, Trial, read_run
-from lamina.reports.style import polish, to_html
+from lamina.reports.style import polish
 from lamina.training.monitor.alarms import FACTORS, Alarm, describe, read_alarms
 from lamina.training.monitor.watched import check_version, read_about
 
@@ -522,7 +522,7 @@ def write(folder: Path, evidence: Evidence, cause: Cause | None) -> Path:
             f"{sentence(METRICS[evidence.first.metric].quantity)} of the sub-layer that left first, and of the same "
             "sub-layers of the other layers (gray)."
         )
-    html = "".join(figure(to_html(p), escape(c)) for p, c in zip(pictures, captions, strict=True) if p is not None)
+    html = "".join(figure(p, escape(c)) for p, c in zip(pictures, captions, strict=True))
     listed = "".join(f"<li>{escape(describe(alarm))}</li>" for alarm in evidence.alarms[:_SHOWN])
     more = len(evidence.alarms) - _SHOWN
     listed += f"<li>and {more} more</li>" if more > 0 else ""

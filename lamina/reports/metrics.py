@@ -1,9 +1,20 @@
-"""The metrics that the layer monitor records: how the pages call, scale and explain each of them."""
+"""The metrics that the layer monitor records: one row for each says where and how the pages draw and explain it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+SECTIONS = {
+    "Gradients": "Gradient norm by layer",
+    "Variances": "Hidden variance by layer",
+    "Updates": "Update-to-weight ratio by layer",
+    "Magnitudes": "Magnitudes of the stream",
+    "Attention": "Largest attention logit",
+    "Norm gains": "Norms' gains by layer",
+    "Experts": "Load of the experts",
+    "Every step": "Loss and gradient norm of every step",
+}
+"""The titles of the sections that draw the metrics."""
 OVER_STEPS = "The same at every record: layers upward, steps to the right."
 
 
@@ -13,19 +24,27 @@ class Metric:
 
     Attributes:
         name: in the table's column ``metric``.
+        section: the section of the page that draws it, a key of ``SECTIONS``.
         title: above its charts.
         quantity: on their axes.
         caption: how to read them.
         over_steps: how to read its maps over the steps.
         log: whether its scale is logarithmic.
+        folded: whether its charts start folded; then those of whole blocks are left out.
+        by_index: whether it is recorded for every expert: the charts show each layer's largest value over the mean.
+        limit: a level that its chart marks, with the level's name.
     """
 
     name: str
+    section: str
     title: str
     quantity: str
     caption: str
     over_steps: str = OVER_STEPS
     log: bool = True
+    folded: bool = False
+    by_index: bool = False
+    limit: tuple[float, str] | None = None
 
 
 METRICS = {
@@ -33,6 +52,7 @@ METRICS = {
     for metric in (
         Metric(
             name="gradient_norm",
+            section="Gradients",
             title="Gradient norm by layer",
             quantity="gradient norm",
             caption=(
@@ -47,10 +67,11 @@ METRICS = {
         ),
         Metric(
             name="hidden_variance",
+            section="Variances",
             title="Hidden variance by layer",
             quantity="hidden variance",
             caption=(
-                "Variance of the stream behind each block. Where it climbs through depth, each further block changes "
+                "Variance of the stream after each block. Where it climbs through depth, each further block changes "
                 "the stream by a smaller share and deep layers matter less; where a norm stands on the stream it "
                 "stays level."
             ),
@@ -61,6 +82,7 @@ METRICS = {
         ),
         Metric(
             name="update_ratio",
+            section="Updates",
             title="Update-to-weight ratio by layer",
             quantity="|update| / |weights|",
             caption=(
@@ -75,8 +97,10 @@ METRICS = {
         ),
         Metric(
             name="update_norm",
+            section="Updates",
             title="Update norms",
             quantity="|update|",
+            folded=True,
             caption=(
                 "Norm of what the optimizer's step changed in each sub-layer's weights, from the first record (light) "
                 "to the last (dark). It follows the learning rate."
@@ -84,14 +108,18 @@ METRICS = {
         ),
         Metric(
             name="weight_norm",
+            section="Updates",
             title="Weight norms",
             quantity="|weights|",
+            folded=True,
             caption="Norm of each sub-layer's weights, from the first record (light) to the last (dark).",
         ),
         Metric(
             name="first_moment",
+            section="Updates",
             title="First moments",
             quantity="|m|",
+            folded=True,
             caption=(
                 "Norm of Adam's first moment, the running mean of the gradient. Where it rises and the second moment "
                 "does not, gradients of successive steps point the same way: in a 32B run it rose before its loss "
@@ -100,55 +128,64 @@ METRICS = {
         ),
         Metric(
             name="second_moment",
+            section="Updates",
             title="Second moments",
             quantity="|sqrt(v)|",
+            folded=True,
             caption=(
                 "Norm of the root of Adam's second moment, the usual size of a gradient. It forgets slowly: after a "
                 "calm time, a burst of gradients makes large updates."
             ),
         ),
         Metric(
-            name="hidden_abs_max",
-            title="Largest |x| by layer",
-            quantity="largest |x|",
-            caption=(
-                "Largest magnitude of the stream behind each block. A step up at one layer that all later layers "
-                "keep is a massive activation: it came from that layer."
-            ),
-        ),
-        Metric(
-            name="hidden_abs_mean",
-            title="Mean |x| by layer",
-            quantity="mean |x|",
-            caption=(
-                "Mean magnitude of the stream behind each block. Far below the largest one, few channels hold the "
-                "stream."
-            ),
-        ),
-        Metric(
-            name="hidden_mean",
-            title="Mean of all elements",
-            quantity="mean",
-            log=False,
-            caption=(
-                "Mean of all elements of the stream behind the sub-layer, from the first record (light) to the last "
-                "(dark). LayerNorm takes each token's mean away and RMSNorm leaves it; far from zero against the "
-                "mean |x|, the two differ."
-            ),
-        ),
-        Metric(
             name="hidden_top_abs",
+            section="Magnitudes",
             title="The 100 largest magnitudes against FP16's limit",
             quantity="the 100 largest |x|",
+            limit=(65504, "FP16's limit, 65,504"),
             caption=(
-                "The 100 largest |x| among all elements of the embedded tokens and of the streams behind every "
+                "The 100 largest |x| among all elements of the embedded tokens and of the streams after every "
                 "sub-layer together, for the monitor's held-out blocks (Peri-LN, Figure 11): the line is the "
                 "largest, the band reaches down to the 100th. Measured in float32, so that a value above the dashed "
                 "line is seen; in FP16 it would be infinite, in BF16 it still has a number."
             ),
         ),
         Metric(
+            name="hidden_abs_max",
+            section="Magnitudes",
+            title="Largest |x| by layer",
+            quantity="largest |x|",
+            caption=(
+                "Largest magnitude of the stream after each block. A step up at one layer that all later layers "
+                "keep is a massive activation: it came from that layer."
+            ),
+        ),
+        Metric(
+            name="hidden_abs_mean",
+            section="Magnitudes",
+            title="Mean |x| by layer",
+            quantity="mean |x|",
+            caption=(
+                "Mean magnitude of the stream after each block. Far below the largest one, few channels hold the "
+                "stream."
+            ),
+        ),
+        Metric(
+            name="hidden_mean",
+            section="Magnitudes",
+            title="Mean of all elements",
+            quantity="mean",
+            folded=True,
+            log=False,
+            caption=(
+                "Mean of all elements of the stream after the sub-layer, from the first record (light) to the last "
+                "(dark). LayerNorm takes each token's mean away and RMSNorm leaves it; far from zero against the "
+                "mean |x|, the two differ."
+            ),
+        ),
+        Metric(
             name="attention_logit",
+            section="Attention",
             title="Largest attention logit",
             quantity="largest logit",
             caption=(
@@ -157,13 +194,8 @@ METRICS = {
             ),
         ),
         Metric(
-            name="learning_rate",
-            title="Learning rate",
-            quantity="learning rate",
-            caption="Learning rate at each record, the largest of the optimizer's groups.",
-        ),
-        Metric(
             name="gain_mean",
+            section="Norm gains",
             title="Norms' gains by layer",
             quantity="mean gain",
             log=False,
@@ -175,40 +207,55 @@ METRICS = {
         ),
         Metric(
             name="gain_abs_max",
+            section="Norm gains",
             title="Largest gains",
             quantity="largest |gain|",
+            folded=True,
             log=False,
             caption="Largest magnitude of each norm's gain: far above the mean, the norm blows up few channels.",
         ),
         Metric(
             name="expert_load",
+            section="Experts",
             title="Load of the experts",
             quantity="busiest expert's load / balanced load",
+            by_index=True,
             log=False,
             caption=(
-                "Load of each layer's busiest expert over that of a balanced one, from the first record (light) to "
-                "the last (dark): 1 is perfect balance, the number of experts over those chosen is a router that "
-                "always takes the same ones."
+                "Load of each layer's busiest expert over that of a balanced one: 1 is perfect balance, the number of "
+                "experts over those chosen is a router that always takes the same ones."
             ),
         ),
         Metric(
             name="step_loss",
+            section="Every step",
             title="Loss of every step",
             quantity="loss (nats per token)",
+            folded=True,
             log=False,
             caption=(
-                "Training loss of every step, recorded or not. Where there are too many steps to draw, the largest "
-                "of each few."
+                "Training loss of every step, recorded or not; with several seeds, from the lowest to the highest. If "
+                "there are too many steps to draw, the line is the largest of each few."
             ),
         ),
         Metric(
             name="step_gradient_norm",
+            section="Every step",
             title="Gradient norm of every step",
             quantity="gradient norm",
+            folded=True,
             caption=(
                 "Norm of the gradient of all parameters together, before clipping, at every step. Its spikes are "
                 "those that the tables count."
             ),
+        ),
+        Metric(
+            name="learning_rate",
+            section="Every step",
+            title="Learning rate",
+            quantity="learning rate",
+            folded=True,
+            caption="Learning rate at each record, the largest of the optimizer's groups.",
         ),
     )
 }

@@ -15,12 +15,13 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, Template, select_autoescape
 from markupsafe import Markup
 
 from lamina.jobs.manifest import sync
 from lamina.reports.records import faults
-from lamina.reports.style import FONT
+from lamina.reports.style import FONT, to_html
 
 logger = logging.getLogger(__name__)
 
@@ -81,15 +82,17 @@ def callouts(texts: Iterable[str]) -> str:
     return "".join(f'<p class="notice">{text}</p>' for text in marked)
 
 
-def figure(html: str, caption: str, heading: str = "") -> str:
-    """A figure with its caption below."""
+def figure(chart: go.Figure | None, caption: str, heading: str = "") -> str:
+    """Return a figure with its caption below, empty without a chart."""
+    if chart is None:
+        return ""
     top = f"<h3>{escape(heading)}</h3>" if heading else ""
-    return f"<figure>{top}{html}<figcaption>{escape(caption)}</figcaption></figure>"
+    return f"<figure>{top}{to_html(chart)}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def details(summary: str, html: str) -> str:
-    """A part that starts folded."""
-    return f"<details><summary>{escape(summary)}</summary>{html}</details>"
+    """Return a part that starts folded, empty without content."""
+    return f"<details><summary>{escape(summary)}</summary>{html}</details>" if html else ""
 
 
 def moment(created: object) -> str:
@@ -106,6 +109,11 @@ def moment(created: object) -> str:
 def sentence(text: str) -> str:
     """A text with its first letter in upper case."""
     return text[:1].upper() + text[1:]
+
+
+def words(name: str) -> str:
+    """A name in records as words of prose."""
+    return name.replace("feed_forward", "feed-forward").replace("_", " ")
 
 
 @lru_cache(maxsize=1)

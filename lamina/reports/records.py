@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import pandas as pd
 import yaml
 
@@ -107,29 +107,10 @@ class Trial:
             )
         return frames
 
-    @cached_property
-    def gradients(self) -> Frame:
-        """Gradient norm of each block's parameters: one row per block (counted from 1), one column per step."""
-        rows = self.layers
-        rows = rows[(rows["metric"] == "gradient_norm") & (rows["layer"] >= 0) & (rows["role"] == "all")]
-        whole = rows[rows["sublayer"] == "block"]
-        if whole.empty and not rows.empty:
-            squares = rows.assign(value=rows["value"].astype(float) ** 2)
-            whole = squares.groupby(["step", "layer"], as_index=False)["value"].sum(min_count=1)
-            whole["value"] = np.sqrt(whole["value"])
-        return by_depth(whole)
-
-    @cached_property
-    def variances(self) -> Frame:
-        """Variance of each block's output: one row per block (from 1; 0 is the embedding), one column per step."""
-        return self.streams("hidden_variance")
-
-    def streams(self, metric: str) -> Frame:
-        """A metric of each block's output: one row per block (from 1; 0 is the embedding), one column per step."""
-        rows = self.layers[self.layers["metric"] == metric]
-        outputs = rows["sublayer"].isin(["feed_forward", "block"]) & rows["layer"].ge(0)
-        embedding = rows["sublayer"].eq("block") & rows["layer"].eq(-1)
-        return by_depth(rows[outputs | embedding])
+    def blocks(self, metric: str) -> Frame:
+        """Return a metric of whole blocks: one row per block (from 1; 0 is the embedding), one column per step."""
+        rows = select(self.layers, {"metric": metric, "role": "all"})
+        return by_depth(rows[rows["sublayer"].isin(whole_of(metric))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +227,20 @@ def flatten(mapping: Json, prefix: str = "") -> Json:
 def read_parquet(path: Path) -> Frame:
     """A table's rows; pyarrow and pandas take a relative path with a colon for a URI. Raises OSError, ValueError."""
     return pd.read_parquet(path.absolute())
+
+
+def whole_of(metric: str) -> tuple[str, ...]:
+    """Return the sub-layers whose rows are a metric of whole blocks: the stream leaves a block after its last one."""
+    return ("feed_forward", "block") if metric.startswith("hidden_") else ("block",)
+
+
+def select(rows: Frame, columns: Mapping[str, object]) -> Frame:
+    """Return the rows in which these columns have these values; a missing value matches what is missing."""
+    for column, value in columns.items():
+        if column not in rows:
+            return rows.iloc[:0]
+        rows = rows[rows[column].isna() if value is None or value != value else rows[column] == value]
+    return rows
 
 
 def by_depth(rows: Frame) -> Frame:

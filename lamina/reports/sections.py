@@ -12,7 +12,7 @@ import pandas as pd
 from lamina import placements
 from lamina.placements import Plan, diagram
 from lamina.placements.resolution import parse_spec
-from lamina.reports import depth, figures, quantities, tables
+from lamina.reports import depth, figures, layers, tables
 from lamina.reports.metrics import METRICS
 from lamina.reports.notices import notices
 from lamina.reports.page import Section, callouts, details, figure, moment, prose
@@ -20,7 +20,7 @@ from lamina.reports.palette import colors
 from lamina.reports.ranking import summarize
 from lamina.reports.records import Frame, Study, rows_of
 from lamina.reports.sentences import Guess, sentences
-from lamina.reports.style import Shown, to_html
+from lamina.reports.style import Shown
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
@@ -45,10 +45,11 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
 
 
 def what_happened(study: Study, summary: Frame, items: list[Shown], color: dict[str, str]) -> Section:
+    gradients, variances = (layers.blocks(METRICS[name]) for name in ("gradient_norm", "hidden_variance"))
     texts = sentences(
         summary,
-        gradients={item.placement: depth.over_seeds(item, depth.gradients) for item in items},
-        variances={item.placement: depth.over_seeds(item, depth.variances) for item in items},
+        gradients={item.placement: depth.over_seeds(item, gradients) for item in items},
+        variances={item.placement: depth.over_seeds(item, variances) for item in items},
     )
     own = {item.placement: t.plan.initialization for item in items for t in item.trials if t.plan is not None}
     recommended = {placement: name or "normal" for placement, name in own.items()}
@@ -65,24 +66,10 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
     caption = _LOSS.format(guess.target) + (_SEEDS if study.results["seed"].nunique() > 1 else "")
     caption += _BIGRAM if len(bigram) else ""
     caption += " Each placement is shown at its best learning rate." if several else ""
-    html = figure(to_html(drawn), caption) if drawn else ""
-    if (second := figures.second_losses(items, guess)) is not None:
-        html += figure(to_html(second), _SECOND, "On the second corpus")
-    if (scores := figures.task_scores(items)) is not None:
-        html += figure(to_html(scores), _TASKS, "On tasks")
+    html = figure(drawn, caption)
+    html += figure(figures.second_losses(items, guess), _SECOND, "On the second corpus")
+    html += figure(figures.task_scores(items), _TASKS, "On tasks")
     return Section(name="Loss", title="Loss against tokens", html=html)
-
-
-def by_depth(items: list[Shown]) -> list[Section]:
-    """The gradients and the variances by layer."""
-    missing = '<p class="notice">This folder has no records by layer.</p>'
-    return [
-        Section(name=name, title=metric.title, html=quantities.by_layer(items, metric, table) or missing)
-        for name, metric, table in (
-            ("Gradients", METRICS["gradient_norm"], depth.gradients),
-            ("Variances", METRICS["hidden_variance"], depth.variances),
-        )
-    ]
 
 
 def diagrams(study: Study, items: list[Shown]) -> Section:

@@ -177,6 +177,6 @@ def _layers(step, steps, num_layers, slope, growth, broken, rng, experts=False) 
     rows += [(step, -1, "model", "all", rank, "hidden_top_abs", (step + 1) * 7e4 / (rank + 1)) for rank in range(100)]
     rows.append((step, -1, "block", "final_norm", 0, "gain_mean", 1.0))
     rows.append((step, -1, "block", "embedding", 0, "gradient_norm", 0.3))
-    rows.append((step, num_layers, "block", "readout", 0, "gradient_norm", 0.9))
+    rows.append((step, -1, "block", "readout", 0, "gradient_norm", 0.9))
     rows.append((step, -1, "block", "all", 0, "hidden_variance", 0.9 + 0.1 * trained))
     return pd.DataFrame(rows, columns=["step", "layer", "sublayer", "role", "index", "metric", "value"])

@@ -48,10 +48,10 @@ def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
     ids = re.findall(r'<section id="([^"]+)"', page)
     assert ids == [
         *("what-happened", "ranking", "loss", "gradients", "variances", "updates"),
-        *("magnitudes", "sub-layers", "norm-gains", "experts", "placements", "settings"),
+        *("magnitudes", "norm-gains", "experts", "placements", "settings"),
     ]
     assert "confounded" in page
-    assert len(re.findall(r'class="plotly-graph-div"', page)) == 26
+    assert len(re.findall(r'class="plotly-graph-div"', page)) == 28
     body = readable(page)
     assert body.count("<svg") == 7
     assert "Keel (arXiv 2601.19895)" in body
@@ -60,7 +60,7 @@ def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
 
 def test_a_placement_has_one_color_in_every_figure(page):
     figures = [part for part in readable(page).split("plotly-graph-div")[1:] if '"name":"keel"' in part]
-    assert len(figures) == 7
+    assert len(figures) == 8
     assert all("#e69f00" in part for part in figures)
     given = colors([*COURSES, "mine", "keel(alpha=3)", "yours.yaml"])
     assert len(set(given.values())) == len(given)
@@ -131,7 +131,7 @@ def test_a_placement_of_the_users_own_shows_its_plan_and_is_not_loaded(tmp_path)
 def test_a_single_run_has_a_page_of_its_own(study):
     run = study / "trials" / "keel-0.003-0"
     page = report(run).read_text(encoding="utf-8")
-    assert page.count("<section") == 13
+    assert page.count("<section") == 12
     assert "Learning rate and gradient norm" in page
     assert "A run with keel" in page
     assert "2.13.0" in page

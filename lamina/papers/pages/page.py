@@ -17,7 +17,6 @@ from lamina.reports.palette import colors
 from lamina.reports.records import rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.sections import scale_note
-from lamina.reports.style import to_html
 from lamina.reports.table import NONE, Field, Row, Table, chip, in_form, number, swatch, text
 
 
@@ -89,7 +88,7 @@ def _margin(row: Row) -> str:
 
 def _figures(study: StudyFolder) -> list[Section]:
     shown, left_out = chosen(study)
-    html = "".join(figure(to_html(plot(drawn)), drawn.caption, drawn.title) for drawn in shown)
+    html = "".join(figure(plot(drawn), drawn.caption, drawn.title) for drawn in shown)
     note = "For a paper: <code>lamina report FOLDER --figures</code> writes them as SVG and PDF"
     names = ", ".join(escape(drawn.title) for drawn in left_out)
     note = f'<p class="source">{note}{f", and those not drawn here: {names}" if names else ""}.</p>'

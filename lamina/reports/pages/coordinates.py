@@ -18,7 +18,7 @@ from lamina.reports.page import Section, callouts, details, figure, moment, pros
 from lamina.reports.palette import PALETTE
 from lamina.reports.records import Frame, read_parquet, study_header
 from lamina.reports.registry import report_of
-from lamina.reports.style import polish, to_html
+from lamina.reports.style import polish
 from lamina.reports.table import Field, Row, Table, chip, number, text
 
 _FIGURE = (
@@ -61,7 +61,7 @@ def coordinates_report(folder: Path) -> Path:
         command=str(header.get("command") or ""),
         sections=[
             Section(name="Verdict", title="Verdict", html=_verdict(result)),
-            Section(name="Sizes", title="Size of the outputs against the width", html=figure(to_html(drawn), _FIGURE)),
+            Section(name="Sizes", title="Size of the outputs against the width", html=figure(drawn, _FIGURE)),
             Section(name="Exponents", title="Exponents of the width", html=_table(slopes)),
             Section(name="Settings", title="Settings", html=details("Settings", tables.settings_table(settings))),
         ],

@@ -19,7 +19,7 @@ from lamina.reports.page import Section, callouts, details, figure, moment, writ
 from lamina.reports.palette import colors
 from lamina.reports.records import rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import polish, to_html
+from lamina.reports.style import polish
 from lamina.reports.table import NONE, Field, Row, Table, chip, named, number, text
 
 
@@ -49,7 +49,7 @@ def _page(folder: Path, known: Json, rows: list[Json]) -> Path:
             title="Scores",
             html=callouts(unfinished) + _scores(printed, color) + f'<p class="source">{escape(_SCORES)}</p>',
         ),
-        Section(name="Figure", title="Side by side", html=figure(to_html(drawn), _BARS) if drawn else ""),
+        Section(name="Figure", title="Side by side", html=figure(drawn, _BARS)),
         Section(name="Models", title="Models", html=_models(models)),
         Section(name="Notes", title="Notes", html=_notes(known["units"])),
         Section(name="Numbers", title="All numbers", html=details("All numbers", _numbers(rows)) if rows else ""),

@@ -20,7 +20,7 @@ from lamina.reports.page import Section, callouts, figure, prose, write_page
 from lamina.reports.palette import colors, look
 from lamina.reports.records import Frame, Study, Trial, read_study, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import log_ticks, polish, thin, to_html
+from lamina.reports.style import log_ticks, polish, thin
 from lamina.reports.table import Field, Row, Table, chip, in_form, named, number, text
 from lamina.training.monitor.max_rate_rules import NON_FINITE, NONE, PLATEAU, SPIKE, STUCK, smoothed
 
@@ -57,7 +57,7 @@ def max_rate_report(folder: Path) -> Path:
             Section(
                 name="Loss by rate",
                 title="Loss against learning rate",
-                html="" if drawn is None else figure(to_html(drawn), _FIGURE),
+                html=figure(drawn, _FIGURE),
             ),
             Section(name="Trials", title="Every trial", html=trials),
             Section(name="Rules", title="The rules", html=prose(rules(study.settings), {})),

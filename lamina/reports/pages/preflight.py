@@ -23,7 +23,7 @@ from lamina.reports.page import Section, figure, sentence, write_page
 from lamina.reports.palette import colors
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import GREY, polish, to_html
+from lamina.reports.style import GREY, polish
 from lamina.reports.table import Field, Row, Table, chip, number, swatch, text
 
 _FIGURES = (
@@ -74,14 +74,12 @@ def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], 
     sections = [Section(name="Verdict", title="Will it train?", html=_verdicts(records, labels, color))]
     for metric, title, quantity, caption in _FIGURES:
         drawn = _by_layer(rows, layers, metric, quantity, color)
-        sections.append(
-            Section(name=sentence(title.split(":")[-1].strip()), title=title, html=figure(to_html(drawn), caption))
-        )
+        sections.append(Section(name=sentence(title.split(":")[-1].strip()), title=title, html=figure(drawn, caption)))
     sections.append(
         Section(
             name="Burn-in",
             title="Loss in the burn-in",
-            html=figure(to_html(_losses(losses, first["unigram_loss"], color)), _BURN_IN),
+            html=figure(_losses(losses, first["unigram_loss"], color), _BURN_IN),
         )
     )
     sections.append(Section(name="Numbers", title="All numbers", html=_numbers(records, labels)))

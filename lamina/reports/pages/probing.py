@@ -20,7 +20,7 @@ from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, sentence, write_page
 from lamina.reports.records import Frame, read_parquet, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import polish_own, to_html
+from lamina.reports.style import polish_own
 from lamina.reports.table import Field, Row, Table, in_form
 
 MOST_ROWS = 60  # of a table of main numbers
@@ -131,7 +131,7 @@ def _probe(folder: Path, name: str, result: Json) -> Section:
             pictures += callouts([f"A figure is missing: {error}"])
             continue
         heading = str(drawn.get("title") or "")
-        pictures += figure(to_html(polish_own(compact(picture)[0])), str(drawn.get("caption") or ""), heading)
+        pictures += figure(polish_own(compact(picture)[0]), str(drawn.get("caption") or ""), heading)
     several = " several" if len(result.get("figures") or ()) > 1 else ""
     html += f'<div class="drawn{several}">{pictures}</div>' if pictures else ""
     html += _numbers(folder, name)

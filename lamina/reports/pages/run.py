@@ -6,11 +6,10 @@ from pathlib import Path
 
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE
-from lamina.reports import evolution, figures, monitored, sections, tables, updates
+from lamina.reports import figures, layers, scheduled_probes, sections, tables
 from lamina.reports.page import Section, figure, write_page
 from lamina.reports.records import read_run, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import to_html
 
 
 @report_of(Kind.RUN)
@@ -36,12 +35,10 @@ def run_report(folder: Path) -> Path:
             Section(
                 name="Course",
                 title="Learning rate and gradient norm",
-                html="" if course is None else figure(to_html(course), _COURSE),
+                html=figure(course, _COURSE),
             ),
-            *sections.by_depth(items),
-            *updates.sections(items),
-            *monitored.sections(items),
-            *evolution.sections(items),
+            *layers.sections(items),
+            *scheduled_probes.sections(items),
             sections.diagrams(study, items),
             sections.settings(study),
         ],

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE
-from lamina.reports import evolution, monitored, sections, sweeps, tables, updates
+from lamina.reports import layers, scheduled_probes, sections, sweeps, tables
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import Section, details, figure, write_page
 from lamina.reports.records import Frame, read_study
 from lamina.reports.registry import report_of
-from lamina.reports.style import to_html
 
 
 @report_of(Kind.COMPARE)
@@ -42,12 +41,10 @@ def study_report(folder: Path) -> Path:
             Section(
                 name="Learning rates",
                 title="Learning rates",
-                html="" if rates is None else figure(to_html(rates), _RATES),
+                html=figure(rates, _RATES),
             ),
-            *sections.by_depth(items),
-            *updates.sections(items),
-            *monitored.sections(items),
-            *evolution.sections(items),
+            *layers.sections(items),
+            *scheduled_probes.sections(items),
             sections.diagrams(study, items),
             sections.settings(study),
         ],

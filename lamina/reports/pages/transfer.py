@@ -15,7 +15,6 @@ from lamina.reports.pages.study import study_report
 from lamina.reports.palette import PALETTE
 from lamina.reports.records import Frame, read_study
 from lamina.reports.registry import report_of
-from lamina.reports.style import to_html
 from lamina.reports.table import Field, Row, Table, chip, in_form, text
 from lamina.studies.record import has_study
 
@@ -61,7 +60,7 @@ def transfer_report(folder: Path) -> Path:
             Section(
                 name="Learning rates",
                 title="Learning rates",
-                html=("" if curves is None else figure(to_html(curves), _FIGURE)) + _rates(summary) + trials,
+                html=figure(curves, _FIGURE) + _rates(summary) + trials,
             ),
             Section(name="Verified", title="The same rates at another width", html=_verified(summary)),
             Section(

@@ -15,13 +15,13 @@ from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE
 from lamina.jobs.run_folder import RunFolder
-from lamina.reports import monitored, sections, updates
+from lamina.reports import layers, sections
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, callouts, details, figure, write_page
 from lamina.reports.palette import PALETTE
 from lamina.reports.records import Study, read_run
 from lamina.reports.registry import report_of
-from lamina.reports.style import polish, to_html
+from lamina.reports.style import polish
 from lamina.reports.table import Field, Table, chip, text
 
 Point = tuple[float, float]
@@ -157,9 +157,7 @@ def _write(folder: Path, title: str) -> Path:
             ),
             Section(name="Curves", title="Over the steps", html="".join(_curve(curve, records) for curve in CURVES)),
             Section(name="Frontier", title="Reward against KL", html=_frontier(records)),
-            *sections.by_depth(items),
-            *updates.sections(items),
-            *monitored.sections(items),
+            *layers.sections(items),
             sections.diagrams(study, items),
             sections.settings(study),
         ],
@@ -214,9 +212,7 @@ def _curve(curve: Curve, records: Sequence[Json]) -> str:
             Line(x=x, y=y, color=color, name=name, legend=True, markers=markers, width=1.4).draw(drawn)
     drawn.update_xaxes(title="step")
     drawn.update_yaxes(title=curve.quantity)
-    return figure(
-        to_html(polish(drawn, 340)), curve.caption if held_out or not curve.alone else curve.alone, curve.title
-    )
+    return figure(polish(drawn, 340), curve.caption if held_out or not curve.alone else curve.alone, curve.title)
 
 
 def _frontier(records: Sequence[Json]) -> str:
@@ -236,4 +232,4 @@ def _frontier(records: Sequence[Json]) -> str:
     )
     drawn.update_xaxes(title="KL (nats per answer)")
     drawn.update_yaxes(title="held-out reward")
-    return figure(to_html(polish(drawn, 380)), _FRONTIER)
+    return figure(polish(drawn, 380), _FRONTIER)

@@ -9,11 +9,10 @@ from lamina.core.json_types import Json
 from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE
-from lamina.reports import evolution, figures, monitored, sections, updates
+from lamina.reports import figures, layers, scheduled_probes, sections
 from lamina.reports.page import Section, callouts, figure, write_page
 from lamina.reports.records import Study, read_run
 from lamina.reports.registry import report_of
-from lamina.reports.style import to_html
 from lamina.training.monitor.alarms import read_alarms
 from lamina.training.monitor.watched import check_version, read_about
 
@@ -38,12 +37,10 @@ def watched_report(folder: Path) -> Path:
             Section(
                 name="Course",
                 title="Learning rate and gradient norm",
-                html="" if course is None else figure(to_html(course), "The gradient norm is the one before clipping."),
+                html=figure(course, "The gradient norm is the one before clipping."),
             ),
-            *sections.by_depth(items),
-            *updates.sections(items),
-            *monitored.sections(items),
-            *evolution.sections(items),
+            *layers.sections(items),
+            *scheduled_probes.sections(items),
             sections.settings(study),
         ],
     )

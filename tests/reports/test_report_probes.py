@@ -10,8 +10,10 @@ from readable import readable
 from synthetic_study import write_study
 
 from lamina.reports import report
-from lamina.reports.evolution import Quantity, by_steps, quantities, sections
+from lamina.reports.depth import by_steps
 from lamina.reports.records import Trial
+from lamina.reports.scheduled_probes import quantities, sections
+from lamina.reports.scheduled_probes import table as table_of
 from lamina.reports.style import Shown
 
 STEPS, LAYERS = (0, 10, 20, 30), 5
@@ -68,7 +70,7 @@ def test_a_run_without_probes_has_no_such_section(study):
 def test_the_lines_are_the_values_by_layer_at_the_probed_steps(run):
     frame = Trial(name="t", placement="p", folder=run).probes["tiny_states"]
     quantity = quantities("tiny_states", frame)[0]
-    assert dict(quantity.fixed) == {"metric": "variance", "sublayer": "block"}
+    assert quantity.label == "variance"
     figure = by_steps(shown(run), quantity)
     assert [trace.name for trace in figure.data] == [f"step {step}" for step in STEPS]
     for trace, step in zip(figure.data, STEPS, strict=True):
@@ -78,11 +80,11 @@ def test_the_lines_are_the_values_by_layer_at_the_probed_steps(run):
 def test_pairs_are_averaged_over_their_start(run):
     trial = Trial(name="t", placement="p", folder=run)
     (quantity,) = quantities("tiny_pairs", trial.probes["tiny_pairs"])
-    table = quantity.table(trial)
+    values = quantity.table(trial)
     assert quantity.by == "size"
     for size in range(1, LAYERS):
         expected = np.mean([0.1 * size + 0.001 * start for start in range(LAYERS - size)])
-        assert table.loc[size, 10] == pytest.approx(expected)
+        assert values.loc[size, 10] == pytest.approx(expected)
 
 
 def test_placements_stand_side_by_side_on_one_scale(run, tmp_path):
@@ -97,8 +99,8 @@ def test_placements_stand_side_by_side_on_one_scale(run, tmp_path):
 
 def test_only_the_metrics_that_a_probe_names_are_drawn():
     frame = pd.DataFrame({"step": 0, "layer": [0, 1] * 2, "metric": ["a", "a", "b", "b"], "value": 1.0})
-    assert [dict(q.fixed)["metric"] for q in quantities("x", frame, ("b",))] == ["b"]
-    assert [dict(q.fixed)["metric"] for q in quantities("x", frame)] == ["a", "b"]
+    assert [q.label for q in quantities("x", frame, ("b",))] == ["b"]
+    assert [q.label for q in quantities("x", frame)] == ["a", "b"]
 
 
 def test_values_that_are_not_positive_get_a_linear_scale():
@@ -121,7 +123,8 @@ def test_a_torn_part_is_left_out_and_notes_are_shown(run):
 
 def test_a_quantity_of_another_probe_is_empty(run):
     trial = Trial(name="t", placement="p", folder=run)
-    assert Quantity(probe="none", by="layer", fixed=(("metric", "x"),), log=True).table(trial).empty
+    assert table_of("none", "layer", {"metric": "x"}, trial).empty
+    assert table_of("tiny_states", "layer", {"no column": "x"}, trial).empty
 
 
 def test_each_of_several_norms_is_a_quantity_and_heads_are_one():

@@ -3,63 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from lamina.core.json_types import Json
 from lamina.jobs.names import ABOUT, NOTES
-from lamina.reports import charts, depth
-from lamina.reports.charts import Grid, Line
+from lamina.reports import depth
+from lamina.reports.charts import Line
+from lamina.reports.depth import Quantity
 from lamina.reports.page import Section, callouts, figure, sentence
-from lamina.reports.records import Frame, Trial
-from lamina.reports.style import Shown, polish, to_html
+from lamina.reports.records import Frame, Trial, select
+from lamina.reports.style import Shown, polish
 
 _BY_DEPTH = ("layer", "size", "distance")  # possible x axes; the first that a frame has is used
 _TEXTS = ("metric", "sublayer", "role", "format", "meaning")  # columns that tell measurements apart
 _WHOLE = ("model", "block", "state", "all", "jacobian", "", None)  # values for a whole layer
-_LINES, _QUANTITIES = 7, 6  # steps per panel, quantities per probe
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantity:
-    """One of a probe's measurements as a table by depth and step: the rows in which these columns have these values."""
-
-    probe: str
-    by: str
-    fixed: tuple[tuple[str, Any], ...]
-    log: bool
-
-    @property
-    def label(self) -> str:
-        """Its name on the axes."""
-        values = {k: str(v).replace("_", " ") for k, v in self.fixed}
-        silent = ("all", "model", "block", "", "None", "nan")
-        rest = [v for k, v in values.items() if k not in ("metric", "index") and v not in silent]
-        if rest and (number := float(values.get("index", 0))) > 0:
-            rest[-1] += f" {number + 1:g}"  # the second of several norms
-        name = values.get("metric", self.probe.replace("_", " "))
-        return name + (f" ({', '.join(rest)})" if rest else "")
-
-    def table(self, trial: Trial) -> Frame:
-        """One row per layer (or distance), one column per step; several values of one place are averaged."""
-        rows = trial.probes.get(self.probe, pd.DataFrame())
-        for column, value in self.fixed:
-            if column not in rows:
-                return pd.DataFrame()
-            rows = rows[rows[column].isna() if pd.isna(value) else rows[column] == value]
-        if rows.empty or self.by not in rows:
-            return pd.DataFrame()
-        rows = rows[rows[self.by] >= 0]
-        return rows.pivot_table(index=self.by, columns="step", values="value", aggfunc="mean").astype(float)
+_QUANTITIES = 6  # per probe
 
 
 def sections(items: Sequence[Shown]) -> list[Section]:
@@ -68,8 +35,8 @@ def sections(items: Sequence[Shown]) -> list[Section]:
     return [section for name in names if (section := _section(name, items)).html]
 
 
-def quantities(name: str, frame: Frame, chosen: Sequence[str] = ()) -> list[Quantity]:
-    """The quantities of a frame that can be drawn by depth: all metrics, or those ``chosen``; whole layers first."""
+def quantities(name: str, frame: Frame, metrics: Sequence[str] = ()) -> list[Quantity]:
+    """Return the quantities of a frame that can be drawn by depth: all metrics or ``metrics``; whole layers first."""
     by = next((column for column in _BY_DEPTH if column in frame), None)
     if by is None or frame.empty:
         return []
@@ -78,85 +45,40 @@ def quantities(name: str, frame: Frame, chosen: Sequence[str] = ()) -> list[Quan
     ranked = []
     for key, rows in frame[frame[by] >= 0].groupby(keys, sort=False, dropna=False) if keys else [((), frame)]:
         along = "start" if by == "size" and rows[by].nunique() < 2 and "start" in rows else by
-        if rows[along].nunique() < 2:
-            continue
         fixed = dict(zip(keys, key if isinstance(key, tuple) else (key,), strict=True))
+        metric = fixed.get("metric")
+        if rows[along].nunique() < 2 or (metrics and metric not in metrics):
+            continue
         if "index" in rows and rows["index"].nunique() > 1:  # the largest of top-k
             fixed["index"] = rows["index"].min()
             rows = rows[rows["index"] == fixed["index"]]
         values: Frame = pd.to_numeric(rows["value"], errors="coerce")
         values = values[np.isfinite(values)]
         log = bool(len(values)) and values.min() > 0 and values.max() > 8 * values.min()
-        metric = fixed.get("metric")
-        if chosen and metric not in chosen:
-            continue
         whole = fixed.get("sublayer") in _WHOLE and fixed.get("role") in _WHOLE
-        rank = (not whole, chosen.index(metric) if chosen else 0)
-        ranked.append((rank, Quantity(probe=name, by=along, fixed=tuple(fixed.items()), log=log)))
+        quantity = Quantity(label=_label(name, fixed), table=partial(table, name, along, fixed), by=along, log=log)
+        ranked.append(((not whole, metrics.index(metric) if metrics else 0), quantity))
     return [quantity for _, quantity in sorted(ranked, key=lambda pair: pair[0])]
 
 
-class Drawable(Protocol):
-    """A quantity to draw against depth: its name on the axes, what depth counts, whether logarithmic, and its table."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def by(self) -> str: ...
-    @property
-    def log(self) -> bool: ...
-    def table(self, trial: Trial) -> Frame: ...
+def table(probe: str, by: str, fixed: Mapping[str, Any], trial: Trial) -> Frame:
+    """Return a probe's values: one row per layer (or distance), one column per step; those of one place averaged."""
+    rows = select(trial.probes.get(probe, pd.DataFrame()), fixed)
+    if rows.empty or by not in rows:
+        return pd.DataFrame()
+    rows = rows[rows[by] >= 0]
+    return rows.pivot_table(index=by, columns="step", values="value", aggfunc="mean").astype(float)
 
 
-def by_steps(items: Sequence[Shown], quantity: Drawable) -> go.Figure | None:
-    """``quantity`` against depth, one line for each of a few steps (Peri-LN Fig 1, 6): one panel per placement."""
-    drawn = [(item, depth.over_seeds(item, quantity.table, log=quantity.log)) for item in items]
-    drawn = [(item, table) for item, table in drawn if not table.empty]
-    if not drawn:
-        return None
-    every = sorted({step for _, table in drawn for step in table.columns})
-    steps = [every[i] for i in sorted({round(i) for i in np.linspace(0, len(every) - 1, min(len(every), _LINES))})]
-    shades = sample_colorscale("Viridis", [0.92 * (1 - i / max(1, len(steps) - 1)) for i in range(len(steps))])
-    grid = Grid(len(drawn))
-    picture = make_subplots(
-        rows=grid.down,
-        cols=grid.across,
-        shared_yaxes="all",  # pyright: ignore[reportArgumentType]
-        shared_xaxes=True,
-        horizontal_spacing=0.03,
-        vertical_spacing=0.16 / grid.down,
-        subplot_titles=[item.label for item, _ in drawn] if len(items) > 1 else None,
-    )
-    for number, (_, table) in enumerate(drawn):
-        row, col = grid.place(number)
-        for step, shade in zip(steps, shades, strict=True):
-            if step in table:
-                _at_step(table, step, str(shade), quantity.by, legend=number == 0).draw(picture, row, col)
-        picture.update_yaxes(title=quantity.label if col == 1 else None, row=row, col=col)
-        if grid.lowest(number):
-            picture.update_xaxes(title=quantity.by, showticklabels=True, row=row, col=col)
-    if quantity.log:
-        picture.update_yaxes(type="log")
-    polish(picture, 400 if grid.down == 1 else 220 * grid.down + 90)
-    picture = charts.log_axis(picture) if quantity.log else picture
-    legend_y = 1.06 if grid.down == 1 else 1 + 0.13 / grid.down
-    picture.update_layout(margin_t=72 if len(items) > 1 else 52, legend_y=legend_y)
-    return charts.titles_above(picture)
-
-
-def _at_step(table: Frame, step: float, shade: str, by: str, *, legend: bool) -> Line:
-    """One step's values against the depth."""
-    return Line(
-        x=table.index.to_numpy(),
-        y=table[step].to_numpy(dtype=np.float32),
-        color=shade,
-        name=f"step {step:g}",
-        group=str(step),
-        legend=legend,
-        markers=len(table) <= 16,
-        marker=5,
-        hover=f"step {step:g}, {by} %{{x}}: %{{y:.4g}}",
-    )
+def _label(probe: str, fixed: Mapping[str, Any]) -> str:
+    """Return a quantity's name on the axes."""
+    values = {k: str(v).replace("_", " ") for k, v in fixed.items()}
+    silent = ("all", "model", "block", "", "None", "nan")
+    rest = [v for k, v in values.items() if k not in ("metric", "index") and v not in silent]
+    if rest and (number := float(values.get("index", 0))) > 0:
+        rest[-1] += f" {number + 1:g}"  # the second of several norms
+    name = values.get("metric", probe.replace("_", " "))
+    return name + (f" ({', '.join(rest)})" if rest else "")
 
 
 def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> go.Figure | None:
@@ -172,8 +94,9 @@ def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
             if group["step"].nunique() > 1:
                 columns = dict(zip(keys, key if isinstance(key, tuple) else (key,), strict=True))
                 columns.pop("index", None)
-                label = Quantity(probe=name, by="step", fixed=tuple(columns.items()), log=False).label
-                numbers.setdefault(label, []).append((item, group.groupby("step", as_index=False)["value"].mean()))
+                numbers.setdefault(_label(name, columns), []).append(
+                    (item, group.groupby("step", as_index=False)["value"].mean())
+                )
     if not numbers:
         return None
     labels = sorted(numbers, key=lambda label: "(" in label)[:_QUANTITIES]  # the whole model's before its parts
@@ -209,23 +132,17 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
     html = callouts(_notes(name, items))
     if frames:
         everything: Frame = pd.concat(frames.values(), ignore_index=True)
-        found = quantities(name, everything, tuple(facts.get("over_steps") or ()))
-        drawn = found[:_QUANTITIES]
-        for quantity in drawn:
-            lines, maps = by_steps(items, quantity), None
+        every = quantities(name, everything, tuple(facts.get("over_steps") or ()))
+        for quantity in every[:_QUANTITIES]:
+            html += figure(depth.by_steps(items, quantity), _LINES_CAPTION, quantity.label.capitalize())
             if everything["step"].nunique() > 2:
-                maps = depth.heat_maps(items, quantity.table, quantity.label, log=quantity.log, upwards=quantity.by)
-            if lines is not None:
-                html += figure(to_html(lines), _LINES_CAPTION, quantity.label.capitalize())
-            if maps is not None:
-                html += figure(to_html(maps), _MAPS_CAPTION.format(by=quantity.by))
-        if len(found) > len(drawn):
-            left = ", ".join(quantity.label for quantity in found[len(drawn) :])
-            html += callouts([f"{len(drawn)} of {len(found)} quantities are drawn. In the folder only: {left}."])
+                html += figure(depth.heat_maps(items, quantity), _MAPS_CAPTION.format(by=quantity.by))
+        if len(every) > _QUANTITIES:
+            left = ", ".join(quantity.label for quantity in every[_QUANTITIES:])
+            html += callouts([f"{_QUANTITIES} of {len(every)} quantities are drawn. In the folder only: {left}."])
         numbers = over_steps(items, frames, name)
-        if numbers is not None:
-            html += figure(to_html(numbers), "Numbers for the whole model, against the step.", "The whole model")
-        if not (drawn or numbers):
+        html += figure(numbers, "Numbers for the whole model, against the step.", "The whole model")
+        if not (every or numbers):
             html += callouts(["Nothing here is measured by layer or over the steps; the numbers are in the folder."])
     lead = f'<p class="lead">{escape(sentence(str(facts["summary"])))}</p>' if facts.get("summary") else ""
     source = f'<p class="source">Source: {escape(str(facts["source"]))}</p>' if facts.get("source") else ""

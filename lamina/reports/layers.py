@@ -1,0 +1,152 @@
+"""The sections of what the layer monitor records: one builder over the table of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from lamina.reports import charts, depth
+from lamina.reports.charts import Line
+from lamina.reports.depth import Quantity
+from lamina.reports.metrics import METRICS, SECTIONS, Metric
+from lamina.reports.page import Section, details, figure, sentence, words
+from lamina.reports.records import Frame, Trial, by_depth, select, whole_of
+from lamina.reports.style import Shown
+
+_POINTS = 350  # of a line over the steps
+_DASHES = ("solid", "dot", "dash", "dashdot")
+_PARTS = "The same for each sub-layer, from the first record (light) to the last (dark)."
+_OUTSIDE = "The same for what is outside the blocks, against the step."
+_EXPERTS = (
+    "Each expert's share of its layer's tokens at the last step over a balanced share: 1 is balance, 0 an expert never "
+    "chosen."
+)
+_MISSING = '<p class="none">This folder has no records by layer.</p>'
+
+
+def sections(items: Sequence[Shown]) -> list[Section]:
+    """Return the sections of the metrics that these trials recorded."""
+    html = dict.fromkeys(SECTIONS, "")
+    for metric in METRICS.values():
+        html[metric.section] += _charts(items, metric, "" if not html[metric.section] else metric.title)
+    made = [Section(name=name, title=SECTIONS[name], html=html) for name, html in html.items() if html]
+    return made or [Section(name="Gradients", title=SECTIONS["Gradients"], html=_MISSING)]
+
+
+def blocks(metric: Metric) -> Quantity:
+    """Return a metric of whole blocks as a quantity by layer (from 1; 0: the embedding) and step."""
+    return Quantity(
+        label=metric.quantity, table=partial(_busiest if metric.by_index else _whole, metric), log=metric.log
+    )
+
+
+def _whole(metric: Metric, trial: Trial) -> Frame:
+    return trial.blocks(metric.name)
+
+
+def _busiest(metric: Metric, trial: Trial) -> Frame:
+    """Return each layer's largest value over the mean of its values by index."""
+    rows = trial.layers[trial.layers["metric"] == metric.name]
+    values = rows.groupby(["step", "layer"], as_index=False)["value"].agg(["max", "mean"])
+    return by_depth(values.assign(value=values["max"] / values["mean"]))
+
+
+def _part(fixed: Mapping[str, object], trial: Trial) -> Frame:
+    return by_depth(select(trial.layers[trial.layers["layer"] >= 0], fixed))
+
+
+def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> str:
+    """Draw what was recorded of a metric: for whole blocks, for each part of them, and outside of them."""
+    tables = [trial.layers[trial.layers["metric"] == metric.name] for item in items for trial in item.trials]
+    rows = pd.concat(tables) if tables else pd.DataFrame()
+    if rows.empty:
+        return ""
+    whole = ""
+    if not metric.folded:
+        whole = figure(depth.ends(items, blocks(metric)), metric.caption, heading)
+        maps = depth.heat_maps(items, blocks(metric))
+        whole += figure(maps, metric.over_steps, "" if heading else "Over the steps")
+    if metric.by_index:
+        return whole + details("Every expert", figure(_by_index(items, metric), _EXPERTS))
+    parts = _parts(items, metric, rows, _PARTS if whole else metric.caption)
+    inside = bool(whole or parts)
+    outside = figure(_outside(items, metric), _OUTSIDE if inside else metric.caption, "" if inside else heading)
+    if metric.folded:
+        return details(metric.title, parts + outside)
+    parts = details("Attention and feed-forward", parts) if whole else parts
+    return whole + parts + (details("Outside the blocks", outside) if inside else outside)
+
+
+def _parts(items: Sequence[Shown], metric: Metric, rows: Frame, caption: str) -> str:
+    """Draw a metric of each sub-layer or norm by layer, at a few steps; the caption stands below the last."""
+    rows = rows[rows["layer"] >= 0]
+    whole = {"block"} if metric.folded else whole_of(metric.name)
+    rows = rows[~(rows["sublayer"].isin(whole) & rows["role"].eq("all"))]
+    pictures = []
+    for role, sublayer, index in sorted(set(rows[["role", "sublayer", "index"]].itertuples(index=False, name=None))):
+        name = f"{metric.quantity}, {words(role)}" if role != "all" else metric.quantity
+        label = f"{name}{f' {index + 1:g}' if index else ''} ({words(sublayer)})"
+        fixed = {"metric": metric.name, "role": role, "sublayer": sublayer, "index": index}
+        quantity = Quantity(label=label, table=partial(_part, fixed), log=metric.log)
+        if (chart := depth.by_steps(items, quantity)) is not None:
+            pictures.append((chart, label))
+    last = len(pictures) - 1
+    return "".join(figure(chart, caption * (i == last), sentence(label)) for i, (chart, label) in enumerate(pictures))
+
+
+def _outside(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
+    """Draw a metric outside the blocks against the step.
+
+    The line is the largest value of a step. If there are several (seeds, or the 100 largest elements), a band reaches
+    down to the lowest.
+    """
+    lines, steps = [], []
+    for item in items:
+        rows = pd.concat([select(trial.layers, {"metric": metric.name}) for trial in item.trials])
+        rows = rows[rows["layer"].lt(0) & np.isfinite(rows["value"].astype(float))]
+        rows = rows[~(rows["sublayer"].eq("block") & rows["role"].eq("all"))]  # the embedding, layer 0 of the blocks
+        for number, (role, values) in enumerate(rows.groupby("role", sort=False)):
+            ends = values.groupby("step")["value"].agg(["min", "max"]).reset_index()
+            ends = ends.groupby(np.arange(len(ends)) // max(1, len(ends) // _POINTS))
+            ends = ends.agg({"step": "first", "min": "min", "max": "max"})
+            several = bool((ends["min"] < ends["max"]).any())
+            name = ", ".join([item.label] * (len(items) > 1 or role == "all") + [words(str(role))] * (role != "all"))
+            low, high = (ends[end].to_numpy(dtype=np.float32) for end in ("min", "max"))
+            lines.append(
+                Line(
+                    x=ends["step"].to_numpy(),
+                    y=high,
+                    band_x=ends["step"].to_numpy() if several else None,
+                    low=low,
+                    high=high,
+                    opacity=0.22,
+                    color=item.color,
+                    width=1.6,
+                    dash=item.dash if role == "all" else _DASHES[number % len(_DASHES)],
+                    name=name,
+                    group=name,
+                    legend=len(items) > 1 or role != "all" or metric.limit is not None,
+                    customdata=low,
+                    hover=f"{name}: %{{y:.4g}}" + (" (down to %{customdata:.4g})" if several else ""),
+                )
+            )
+            steps += [ends["step"].min(), ends["step"].max()]
+    chart = charts.against("step", metric.quantity, lines, unified=True)
+    if chart is not None and metric.limit is not None:
+        charts.reference(chart, [min(steps), max(steps)], *metric.limit)
+    return charts.log_axis(chart) if chart is not None and metric.log else chart
+
+
+def _by_index(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
+    """Draw every expert's load at the last step over the mean of its layer: a map per placement, layers upward."""
+    maps = []
+    for item in items:
+        rows = select(item.trials[0].layers, {"metric": metric.name})
+        last = rows[rows["step"] == rows["step"].max()].assign(layer=rows["layer"] + 1)
+        table = last.pivot_table(index="layer", columns="index", values="value")
+        maps.append((item.label, table.div(table.mean(axis=1), axis=0)))
+    return charts.heat_maps(maps, "load / balanced load", log=False, upwards="layer", rightwards="expert")

@@ -1,0 +1,136 @@
+"""What the layer monitor records is drawn, every metric of it, and folders without such records are pages, too."""
+
+from html import escape
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from readable import readable
+from synthetic_study import write_study
+from training.tiny_experts import moe
+
+from lamina.reports import layers, report
+from lamina.reports.metrics import METRICS, Metric
+from lamina.reports.records import Trial, read_study
+from lamina.reports.sections import prepare
+from lamina.reports.style import Shown
+from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows
+from lamina.training.monitor.rows import LOSS, NORM
+from lamina.training.monitor.stream_measures import hidden_state_rows
+from lamina.training.monitor.writers import LAYER_COLUMNS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_study(tmp_path_factory.mktemp("monitored") / "study", num_layers=4, logged=5, seeds=(0, 1))
+
+
+@pytest.fixture(scope="module")
+def shown(folder):
+    return prepare(read_study(folder))[1]
+
+
+@pytest.fixture(scope="module")
+def body(folder):
+    return readable(report(folder).read_text(encoding="utf-8"))
+
+
+def recorded() -> pd.DataFrame:
+    model, ids = moe(), torch.randint(0, 61, (2, 8))
+    rows, ratios = [], UpdateRatios(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in (1, 2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        norms = GradientNorms(model)
+        ratios.before_step()
+        optimizer.step()
+        ratios.after_step([optimizer])
+        rows += ratios.rows(step)
+        rows += [*norms.rows(step, norms.squares()), *hidden_state_rows(model, ids, step), *gain_rows(model, step)]
+        rows += [(step, 1, "feed_forward", "expert", expert, "expert_load", 0.1 + expert) for expert in range(8)]
+        rows += [(step, -1, "model", "all", 0, name, 3.0 - step) for name in (LOSS, NORM, "learning_rate")]
+        rows += [(step, layer, "attention", "all", 0, "attention_logit", 1.0 + step) for layer in range(2)]
+    return pd.DataFrame(rows, columns=list(LAYER_COLUMNS))
+
+
+def write_rows(folder, rows) -> Shown:
+    """A run with these rows of the monitor."""
+    (folder / "layers").mkdir(parents=True)
+    rows.to_parquet(folder / "layers" / "part-00000.parquet")
+    return Shown(placement="pre_ln", color="#000000", trials=(Trial(name="t", placement="pre_ln", folder=folder),))
+
+
+def test_every_recorded_metric_is_in_the_table_and_drawn(tmp_path):
+    rows = recorded()
+    assert set(rows["metric"]) == set(METRICS)
+    html = "".join(section.html for section in layers.sections([write_rows(tmp_path, rows)]))
+    for name, metric in METRICS.items():
+        assert f"<figcaption>{escape(metric.caption)}</figcaption>" in html, name
+
+
+def test_a_new_metric_is_drawn_by_its_row_alone(tmp_path, monkeypatch):
+    row = Metric(name="entropy", section="Variances", title="<Entropy>", quantity="nats", caption="<Of> each block.")
+    monkeypatch.setitem(METRICS, "entropy", row)
+    rows = pd.DataFrame(
+        [(step, layer, "block", "all", 0, "entropy", 1.0 + layer) for step in (1, 2) for layer in range(3)],
+        columns=list(LAYER_COLUMNS),
+    )
+    (section,) = layers.sections([write_rows(tmp_path, rows)])
+    assert section.name == "Variances"
+    assert section.html.count("plotly-graph-div") == 2
+    assert "<figcaption>&lt;Of&gt; each block.</figcaption>" in section.html
+
+
+def test_the_band_goes_from_the_100th_largest_to_the_largest_and_the_limit_is_drawn(shown):
+    drawn = {trace.name: trace for trace in layers._outside(shown, METRICS["hidden_top_abs"]).data if trace.name}
+    steps = drawn["keel"].x
+    assert list(drawn["keel"].y) == pytest.approx([(step + 1) * 7e4 for step in steps])
+    assert list(drawn["keel"].customdata) == pytest.approx([(step + 1) * 700 for step in steps])
+    assert list(drawn["FP16's limit, 65,504"].y) == [65504, 65504]
+
+
+def test_a_series_with_too_many_steps_keeps_its_spikes(tmp_path):
+    values = np.ones(2000)
+    values[1234] = 9.0
+    rows = [(step, -1, "model", "all", 0, "step_loss", value) for step, value in enumerate(values)]
+    item = write_rows(tmp_path, pd.DataFrame(rows, columns=list(LAYER_COLUMNS)))
+    line = layers._outside([item], METRICS["step_loss"]).data[-1]
+    assert len(line.y) < 500
+    assert max(line.y) == 9.0
+
+
+def test_everything_that_is_recorded_is_drawn(body):
+    for quantity in (
+        *("the 100 largest |x|", "largest |x|", "mean |x|", "mean (attention)", "gradient norm (feed-forward)"),
+        *("hidden variance (attention)", "mean gain, pre norm (attention)", "largest |gain|, pre norm (attention)"),
+        *("final norm", "embedding", "readout", "busiest expert's load / balanced load", "load / balanced load"),
+    ):
+        assert quantity in body.replace("\\u002f", "/"), quantity
+
+
+def test_the_busiest_experts_load_is_over_the_balanced_one(shown):
+    keel = next(item for item in shown if item.placement == "keel")
+    table = layers.blocks(METRICS["expert_load"]).table(keel.trials[0])
+    assert table.to_numpy() == pytest.approx(0.8 / (2 / 3))
+    assert list(table.index) == [1, 2, 3, 4]
+
+
+def test_spikes_stand_in_both_tables_with_their_definition(body):
+    assert body.count('<th scope="col" class="number">loss spikes</th>') == 2
+    assert '3.5 <span class="spread">2.9 %</span>' in body  # the mean of two seeds: 3 and 4 of 120 steps
+    assert "OLMo 2" in body
+
+
+def test_a_folder_without_these_records_is_a_page_without_their_sections(tmp_path):
+    folder = write_study(tmp_path / "study", num_layers=4, logged=3)
+    results = pd.read_csv(folder / "results.csv")
+    results.drop(columns=[name for name in results if "spike" in name]).to_csv(folder / "results.csv", index=False)
+    for part in folder.glob("trials/*/layers/*.parquet"):
+        table = pd.read_parquet(part)
+        old = table[table.metric.isin(["gradient_norm", "hidden_variance"]) & table.sublayer.eq("block")]
+        old.to_parquet(part)
+    for page in (report(folder), report(folder / "trials" / "keel-0.003-0")):
+        body = readable(page.read_text(encoding="utf-8"))
+        assert "spikes" not in body
+        assert not any(f'<section id="{name}"' in body for name in ("magnitudes", "norm-gains", "experts"))
