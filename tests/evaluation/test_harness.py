@@ -62,8 +62,19 @@ def test_examples_before_a_question_are_part_of_a_name():
         columns_of(["arc_easy@x"])
 
 
+@pytest.fixture
+def own(data_dir):
+    """A folder with the task file as the harness reads it without Lamina."""
+    place = data_dir / "toy/quiz/default"
+    files = {"data_files": {split: str(place / f"{split}.jsonl") for split in ("train", "test")}}
+    folder = data_dir.parent / "own"
+    folder.mkdir()
+    (folder / "quiz.yaml").write_text(yaml.safe_dump({**QUIZ, "dataset_path": "json", "dataset_kwargs": files}))
+    return folder
+
+
 @pytest.mark.parametrize("shots", [None, 2])
-def test_items_equal_the_harness_s_own(model, data_dir, shots):
+def test_items_equal_the_harness_s_own(model, data_dir, own, shots):
     """Its own command's path: it loads the model by its name, and reads the task file without us."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -71,11 +82,6 @@ def test_items_equal_the_harness_s_own(model, data_dir, shots):
     network, tokenizer = loaded(model)
     tasks = Tasks.find(str(data_dir))
     ours, notes = Runner(model=network, tokenizer=tokenizer, batch_size=4).run(tasks.build("quiz"), shots)
-    place = data_dir / "toy/quiz/default"
-    files = {"data_files": {split: str(place / f"{split}.jsonl") for split in ("train", "test")}}
-    own = data_dir.parent / "own"
-    own.mkdir()
-    (own / "quiz.yaml").write_text(yaml.safe_dump({**QUIZ, "dataset_path": "json", "dataset_kwargs": files}))
     theirs = simple_evaluate(
         model="hf",
         model_args={"pretrained": str(model), "backend": "causal", "dtype": "float32", "max_length": 256},
@@ -162,13 +168,8 @@ def test_items_hold_what_the_harness_logged():
 
 
 @pytest.mark.slow
-def test_the_harness_s_own_command_loads_our_checkpoints(model, data_dir, tmp_path):
+def test_the_harness_s_own_command_loads_our_checkpoints(model, data_dir, own, tmp_path):
     """In a process that never imports lamina: the code beside the weights is all it needs."""
-    place = data_dir / "toy/quiz/default"
-    files = {"data_files": {split: str(place / f"{split}.jsonl") for split in ("train", "test")}}
-    (tmp_path / "own").mkdir()
-    config = {**QUIZ, "dataset_path": "json", "dataset_kwargs": files}
-    (tmp_path / "own/quiz.yaml").write_text(yaml.safe_dump(config))
     script = (
         "import sys, json; sys.modules['lamina'] = None\n"
         "import lm_eval.tasks; whole = lm_eval.tasks.TaskManager\n"
@@ -177,7 +178,7 @@ def test_the_harness_s_own_command_loads_our_checkpoints(model, data_dir, tmp_pa
         "from lm_eval.__main__ import cli_evaluate; cli_evaluate()\n"
     )
     argv = ["run", "--model", "hf", "--model_args", f"pretrained={model},trust_remote_code=True,dtype=float32"]
-    argv += ["--tasks", "quiz", "--include_path", str(tmp_path / "own"), "--device", "cpu", "--batch_size", "4"]
+    argv += ["--tasks", "quiz", "--include_path", str(own), "--device", "cpu", "--batch_size", "4"]
     argv += ["--output_path", str(tmp_path / "out"), "--log_samples"]
     environment = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

@@ -2,15 +2,18 @@
 
 import csv
 import io
+import json
 import math
 from dataclasses import replace
 
 import pytest
 
 from lamina.evaluation.candidates import Candidate
-from lamina.evaluation.scores import Score, number_of
+from lamina.evaluation.job import rows
+from lamina.evaluation.scores import Score, from_rows, number_of, to_rows
 from lamina.evaluation.tables import table
 from lamina.evaluation.task_sets import Wanted
+from lamina.jobs.files import write_json
 
 PPL = Wanted(task="wikitext", metric="word_perplexity", heading="Wiki. ppl")
 ARC = Wanted(task="arc_easy", heading="ARC-e")
@@ -87,3 +90,15 @@ def test_a_group_without_a_number_of_its_own_is_the_mean_of_its_tasks():
     found = number_of(Wanted(task="group"), scores)
     assert (found.value, found.items) == (pytest.approx(0.5), 30)
     assert number_of(Wanted(task="group", metric="f1"), scores) is None
+
+
+def test_infinite_scores_come_back_as_they_were(tmp_path):
+    """A text without spaces has an infinite perplexity per word; JSON has no number for it."""
+    scores = [Score(task="perplexity", metric="word_perplexity", value=value) for value in (math.inf, math.nan, 2.5)]
+    write_json(tmp_path / "scores.json", to_rows(scores))
+    stored = json.loads((tmp_path / "scores.json").read_text())
+    assert repr(from_rows(stored)) == repr(from_rows(to_rows(scores))) == repr(scores)
+    candidate = Candidate(name="m", path="-", arm="m", seed=0)
+    tables = [rows([{"model": "m", "scores": each}], [candidate]).to_csv() for each in (to_rows(scores), stored)]
+    assert tables[0] == tables[1], "a resumed evaluation writes the same results.csv"
+    assert ",inf," in tables[1]
