@@ -15,8 +15,7 @@ from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.step_series import StepSeries
 from lamina.training.run import TrainingRun
-from lamina.training.trainers.checkpointed import CheckpointedTrainer
-from lamina.training.trainers.ordered import OrderedTrainer
+from lamina.training.trainer import CheckpointedTrainer, OrderedTrainer
 
 _Trainer = Trainer if TYPE_CHECKING else object
 Passed: TypeAlias = Any

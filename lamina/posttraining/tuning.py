@@ -40,8 +40,8 @@ from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.recorder import RunRecorder
+from lamina.training.optimization.optimizer import schedule_of
 from lamina.training.optimization.order import TrainOrder
-from lamina.training.optimization.schedule import schedule_of
 from lamina.training.run import TrainingRun, TrainingStage, train
 
 if TYPE_CHECKING:

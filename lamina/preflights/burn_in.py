@@ -27,9 +27,8 @@ from lamina.probes.structure.sites import Point
 from lamina.training.monitor.parameter_measures import GradientNorms
 from lamina.training.monitor.rows import Row
 from lamina.training.monitor.stream_measures import STATE_METRICS, state_statistics
-from lamina.training.objectives.causal_lm import CausalLM
-from lamina.training.optimization.optimizer import rate_factors, width_scaling_of
-from lamina.training.optimization.schedule import planned_shares, with_shorter_warmup
+from lamina.training.objectives.text import CausalLM
+from lamina.training.optimization.optimizer import planned_shares, rate_factors, width_scaling_of, with_shorter_warmup
 from lamina.training.resolve import backbone_config
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings

@@ -25,9 +25,8 @@ from lamina.preflights.burn_in import BurnIn, BurningIn, Snapshot, choose, warmu
 from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import Case, Features, PreflightVerdict, calibration, features, judge, kind_of
 from lamina.training.monitor.writers import LAYER_COLUMNS
-from lamina.training.objectives.causal_lm import CausalLM
 from lamina.training.objectives.objective import objective_of
-from lamina.training.objectives.text import read_text
+from lamina.training.objectives.text import CausalLM, read_text
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 

@@ -38,8 +38,8 @@ from lamina.jobs.resume import ResumePolicy
 from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.width_settings import CoordCheckSettings
-from lamina.training.objectives.causal_lm import CausalLM
 from lamina.training.objectives.objective import objective_of
+from lamina.training.objectives.text import CausalLM
 from lamina.training.optimization.optimizer import rate_factors, width_scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings

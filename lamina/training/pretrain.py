@@ -24,6 +24,7 @@ from lamina.modeling.building import recommended
 from lamina.modeling.parts import drop_branches
 from lamina.training import source
 from lamina.training.arguments import training_arguments
+from lamina.training.branches import Branches
 from lamina.training.checkpointing.checkpoints import RunState, Stateful
 from lamina.training.checkpointing.resuming import RunIdentity, is_good
 from lamina.training.checkpointing.saved_model import ModelCard
@@ -38,14 +39,12 @@ from lamina.training.monitor.scheduled_probes import ScheduledProbes, undisturbe
 from lamina.training.monitor.step_series import spike_columns
 from lamina.training.objectives.bigram import entropy_of
 from lamina.training.objectives.objective import Processor
-from lamina.training.optimization.averaging import WeightAverage
+from lamina.training.optimization.optimizer import WeightAverage, schedule_of
 from lamina.training.optimization.order import TrainOrder, order_of
-from lamina.training.optimization.schedule import schedule_of
 from lamina.training.resolve import POLICY, ResolvedRun, initial_model, resolve_run, training_flops
 from lamina.training.run import TrainingRun, TrainingStage, train
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
-from lamina.training.trainers.branches import Branches
 
 
 def pretrain(

@@ -52,7 +52,7 @@ from lamina.training.monitor.recorder import RunRecorder, stop_signals
 from lamina.training.monitor.trackers import Trackers, tensorboard
 from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter, keep_abandoned
 from lamina.training.objectives.objective import Processor
-from lamina.training.optimization.averaging import WeightAverage
+from lamina.training.optimization.optimizer import WeightAverage
 from lamina.training.optimization.order import TrainOrder
 
 logger = logging.getLogger(__name__)

@@ -6,17 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
 from lamina.training.checkpointing import sharding
-from lamina.training.checkpointing.checkpoints import Stateful
+from lamina.training.checkpointing import state as saving
+from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, Stateful, collected
 from lamina.training.execution.compiling import uncompiled
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance
@@ -26,11 +29,138 @@ from lamina.training.monitor.rows import LastEvaluation
 from lamina.training.monitor.step_series import StepSeries
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.objectives.objective import Collate
-from lamina.training.optimization.averaging import WeightAverage
-from lamina.training.optimization.optimizer import parameter_groups
+from lamina.training.optimization.optimizer import WeightAverage, parameter_groups
 from lamina.training.optimization.order import TrainOrder
-from lamina.training.trainers.checkpointed import CheckpointedTrainer
-from lamina.training.trainers.ordered import OrderedTrainer
+
+_Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
+
+
+class CheckpointedTrainer(_Trainer):
+    """A mixin for Trainer and TRL's trainers: writes and reads Lamina's checkpoints in place of Trainer's.
+
+    Attributes:
+        processes: this process and the run's others.
+        guard: its observations are part of a checkpoint; on a GPU it checks the losses when one is written.
+        states: further objects in a checkpoint's run state, resumed with the trainer.
+        keep_also: whether an older checkpoint is not pruned, by its run state.
+        rate_factor: the rollbacks' factor on all learning rates.
+        average: of the weights; a checkpoint holds it, too.
+    """
+
+    processes: Processes
+    guard: DivergenceGuard
+    states: Sequence[Stateful] = ()
+    keep_also: Callable[[Json], bool] | None = None
+    rate_factor: float = 1.0
+    average: WeightAverage | None = None
+    overflows: int
+    overflows_in_a_row: int
+    _resumed: RunState = MappingProxyType({})
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint, whole or not at all, then prune the old ones."""
+        step, checkpoints = self.state.global_step, Checkpoints(Path(str(self.args.output_dir)))
+        own = self.state_dict()
+        if not math.isfinite(loss := sum(own["losses"])):  # on a GPU, not every step's loss is checked
+            self.guard.see_loss(step, loss)
+        self.store_flos()
+        state = {**own, **collected((*self.states, self.guard))}  # the recorder shows the guard its last steps
+        with checkpoints.save(step, self.processes) as path:
+            saving.write(self, self.processes, path, state)
+            if self.average is not None:
+                self.processes.by_first(partial(self.average.write, path))
+        keep = self.args.save_total_limit or 1
+        self.processes.by_first(lambda: checkpoints.prune(step, keep, self.keep_also))
+
+    def state_dict(self) -> Json:
+        """Its part of a checkpoint's run state: the losses since the last record, the rate factor, fp16's overflows."""
+        return {
+            "step": self.state.global_step,
+            "losses": self.processes.everyones(float(self._tr_loss)),
+            "logged_step": self._globalstep_last_logged,
+            "learning_rate_factor": self.rate_factor,
+            "overflows": [self.overflows, self.overflows_in_a_row],
+        }
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume with a checkpoint's run state: the guard and ``states`` now, the trainer when training begins."""
+        self._resumed = state
+        self.overflows, self.overflows_in_a_row = state.get("overflows", [0, 0])
+        for stateful in (self.guard, *self.states):
+            stateful.load_state_dict(state)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        saving.read_model(self, self.processes, Path(resume_from_checkpoint))
+        if self.average is not None:
+            self.average.read(Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            saving.read_optimizer(self, Path(checkpoint))
+            saving.renew_random_state(self, self.processes, Path(checkpoint), int(self._resumed.get("step", 0)))
+            saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Trainer's schedule; after a rollback to the start, where no checkpoint is read, at the rates it asks for."""
+        schedule = super().create_scheduler(num_training_steps, optimizer)
+        if self._resumed.get("step", -1) < 0 and self.rate_factor != 1:
+            saving.scale_learning_rate(self, self.rate_factor)
+        return schedule
+
+    def continue_records(self) -> None:
+        """Restore the loss collected since the last record before the checkpoint; call when training begins."""
+        losses = self._resumed.get("losses")
+        if losses is None or self._resumed["step"] != self.state.global_step:
+            return
+        same = len(losses) == self.processes.size
+        self._tr_loss += losses[self.processes.rank] if same else sum(losses) / len(losses)
+        self._globalstep_last_logged = self._resumed["logged_step"]
+
+
+_Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
+
+
+class OrderedTrainer(_Trainer):
+    """A mixin for Trainer and TRL's trainers: Lamina's training order, weight decay and schedules.
+
+    Attributes:
+        order: which examples each step trains on; None for the trainer's own sampler.
+        schedule: the share of the peak learning rate by steps done; None for the arguments' own schedule.
+    """
+
+    order: TrainOrder | None = None
+    schedule: Callable[[int], float] | None = None
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The blocks of the training order, loaded as the arguments say."""
+        if self.order is None:
+            return super().get_train_dataloader()
+        workers = self.args.dataloader_num_workers
+        return DataLoader(
+            self.train_dataset,  # type: ignore[arg-type]
+            batch_sampler=self.order,
+            collate_fn=self.data_collator,
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            persistent_workers=self.args.dataloader_persistent_workers and workers > 0,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            generator=torch.Generator().manual_seed(self.args.seed),  # else it draws from the model's random state
+        )
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Matrices decay; gains, biases and learned scales do not, whatever their names."""
+        return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Trainer's schedule, or the run's own."""
+        if self.lr_scheduler is None and self.schedule is not None:
+            chosen: Any = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.schedule)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
 
 Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 """Takes logits and labels; returns a number for each item, [batch], by the score's name."""
@@ -97,10 +227,6 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
             self.add_callback(experts)
         self.layer_rows = []
         self.gradient_norms = None
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not sharding.is_sharded(model):
-            super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's optimizer; with width scaling, with one group per role's learning rate."""

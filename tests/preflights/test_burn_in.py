@@ -15,7 +15,7 @@ from lamina.preflights.planned_runs import burn_in_steps, ffn_share
 from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import features
 from lamina.training.objectives.text import read_text
-from lamina.training.optimization.schedule import planned_shares, with_shorter_warmup
+from lamina.training.optimization.optimizer import planned_shares, with_shorter_warmup
 from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
 

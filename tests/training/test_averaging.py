@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lamina.training.optimization.averaging import WeightAverage
+from lamina.training.optimization.optimizer import WeightAverage
 
 
 def test_the_average_is_on_the_trained_model_s_device_without_a_step():

@@ -10,8 +10,8 @@ from training.tiny_runs import SMALL, flags
 from lamina.cli import main
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.trainer import MonitoredTrainer
-from lamina.training.trainers.checkpointed import CheckpointedTrainer
+from lamina.training.monitor.step_series import StepSeries
+from lamina.training.trainer import CheckpointedTrainer, MonitoredTrainer
 
 PATIENCE = 3
 
@@ -43,7 +43,7 @@ class Scaled(MonitoredTrainer, Base):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         self.accelerator = SimpleNamespace(scaler=scaler, optimizer_step_was_skipped=False, unwrap_model=lambda m: m)
         self.state, self.args = SimpleNamespace(global_step=0), SimpleNamespace(logging_steps=1)
-        self.gradient_norms = Norms(self.model)
+        self.gradient_norms, self.series = Norms(self.model), StepSeries(Processes())
 
     def step(self, x):
         scaler = self.accelerator.scaler

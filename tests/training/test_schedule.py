@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from training.tiny_runs import layers, records
 
 from lamina.errors import UserError
-from lamina.training.optimization.schedule import schedule_of
+from lamina.training.optimization.optimizer import schedule_of
 from lamina.training.resolve import POLICY
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer

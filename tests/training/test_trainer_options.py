@@ -7,9 +7,8 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames, SchedulerType
 
 from lamina.errors import UserError
-from lamina.training.arguments import _FIXED, _OURS, training_arguments
+from lamina.training.arguments import _FIXED, _OURS, OPTIONS, SCHEDULES, training_arguments
 from lamina.training.settings import PretrainSettings
-from lamina.training.trainer_options import OPTIONS, SCHEDULES
 
 VALUES = [
     *(None, True, False, 0, 1, 2, -1, 3.5, 0.5, 1e30, float("nan"), 10**400),

@@ -111,12 +111,11 @@ def scale_learning_rate(trainer: Trainer, factor: float) -> None:
     schedule._last_lr = [rate * factor for rate in schedule._last_lr]
 
 
-def read_random_state(trainer: Trainer, processes: Processes, checkpoint: Path) -> None:
-    """Restore this process's random state; if the number of processes has changed, seed a new one by seed and step."""
+def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path, step: int) -> None:
+    """Seed by seed and step if the number of processes has changed; otherwise Trainer restores the random state."""
     name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == processes.size and (checkpoint / name).is_file():
-        Trainer._load_rng_state(trainer, str(checkpoint))
         return
     if processes.first:
         logger.warning(
@@ -124,7 +123,7 @@ def read_random_state(trainer: Trainer, processes: Processes, checkpoint: Path) 
             "of training (dropout) start anew",
             checkpoint, written, processes.size,
         )  # fmt: skip
-    seed = trainer.args.seed + 1_000_003 * (trainer.state.global_step + 1)
+    seed = trainer.args.seed + 1_000_003 * (step + 1)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.modeling.width import SCHEMES, WidthScaling, scaled_weights
+from lamina.training.setting_groups import in_steps
 from lamina.training.settings import RunSettings
 
 
@@ -56,3 +73,105 @@ def check_optimizer(arguments: TrainingArguments) -> None:
             f"width_scaling: its exponents ({', '.join(SCHEMES)}) are Adam's, trainer.optim is {name!r} (allowed: one "
             "of the adamw kind, or --width-scaling none)"
         )
+
+
+def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
+    """The share of the peak rate by steps done, for ``wsd``; None for ``cosine``, which is Trainer's own."""
+    if settings.schedule == "cosine":
+        return None
+    return partial(
+        warmup_stable_decay,
+        warmup=in_steps(settings.warmup, settings.steps),
+        decay=in_steps(settings.decay, settings.steps),
+        steps=settings.steps,
+        low=settings.min_learning_rate,
+        shape=settings.decay_shape,
+    )
+
+
+def planned_shares(settings: RunSettings) -> Callable[[int], float]:
+    """The share of the peak rate by steps done, for Trainer's schedule and for Lamina's own."""
+    schedule = schedule_of(settings)
+    if schedule is not None:
+        return schedule
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    warmup = in_steps(settings.warmup, settings.steps)
+    return get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, warmup, settings.steps, min_lr_rate=settings.min_learning_rate
+    ).lr_lambdas[0]
+
+
+def with_shorter_warmup(shares: Callable[[int], float], done: int, *, warmup: int, planned_warmup: int) -> float:
+    """The share of the peak rate after ``done`` steps of a schedule with a warm-up shorter than planned."""
+    return done / warmup if done < warmup else shares(done - warmup + planned_warmup)
+
+
+def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: float, shape: str) -> float:
+    """The share of the peak rate after ``done`` steps: up from 0, constant, down to ``low`` over the last ``decay``.
+
+    With u, the completed share of the decay, the rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or
+    (1 + cos(pi u)) / 2 (cosine), scaled to end at ``low``. MiniCPM (arXiv 2404.06395) named the schedule; 1-sqrt is
+    Hägele et al.'s (arXiv 2405.18392).
+    """
+    if done < warmup:
+        return done / warmup
+    over = min(1.0, max(0.0, (done - (steps - decay)) / max(1, decay)))
+    share = {
+        "linear": 1.0 - over,
+        "1-sqrt": 1.0 - math.sqrt(over),
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * over)),
+    }
+    return low + (1.0 - low) * share[shape]
+
+
+AVERAGE = "average.safetensors"
+_STEPS = "steps"
+
+
+class WeightAverage(TrainerCallback):
+    """The average after step t: decay * average + (1 - decay) * weights; after the first step, the weights.
+
+    Args:
+        model: before its first step; it is copied.
+        decay: below 1.
+    """
+
+    def __init__(self, model: PreTrainedModel, decay: float):
+        self.trained, self.averaged = model, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model with the averaged weights, on the trained model's device."""
+        self._follow()
+        return cast(PreTrainedModel, self.averaged.module)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Average the weights of the step."""
+        self._follow()
+        self.averaged.update_parameters(self.trained)
+
+    def _follow(self) -> None:
+        """Move to the trained model's device: Trainer moves that model after it was copied, also without a step."""
+        device = next(self.trained.parameters()).device
+        if next(self.averaged.parameters()).device != device:
+            torch.nn.Module.to(self.averaged, device)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.model.named_parameters()), _STEPS: self.averaged.n_averaged}
+
+    def write(self, folder: Path) -> None:
+        """Write the average into a checkpoint."""
+        save_file({name: tensor.detach().contiguous() for name, tensor in self._tensors().items()}, folder / AVERAGE)
+
+    def read(self, folder: Path) -> None:
+        """Go on with a checkpoint's average. Raises UserError for a checkpoint without one."""
+        if not (folder / AVERAGE).is_file():
+            raise UserError(f"ema_decay: {str(folder)!r} holds no averaged weights (allowed: 0)")
+        stored = load_file(folder / AVERAGE)
+        with torch.no_grad():
+            for name, tensor in self._tensors().items():
+                tensor.copy_(stored[name])
+            for own, trained in zip(self.model.buffers(), self.trained.buffers(), strict=True):
+                own.copy_(trained)  # such as an experts' bias: it is not averaged

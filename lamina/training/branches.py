@@ -23,8 +23,8 @@ from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import find_routers
 from lamina.training.monitor.recorder import RunRecorder
 from lamina.training.objectives.bigram import entropy_of
+from lamina.training.optimization.optimizer import warmup_stable_decay
 from lamina.training.optimization.order import TrainOrder, order_of
-from lamina.training.optimization.schedule import warmup_stable_decay
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings
 

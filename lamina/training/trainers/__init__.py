@@ -1,1 +1,0 @@
-"""What Lamina adds to transformers' Trainer and to TRL's trainers alike."""
