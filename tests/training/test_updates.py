@@ -8,7 +8,6 @@ from training.tiny_runs import layers, settings
 
 from lamina import build
 from lamina.modeling.backbones import resolve_backbone
-from lamina.reports import report
 from lamina.training import pretrain as pretraining
 from lamina.training.monitor.parameter_measures import UpdateRatios
 from lamina.training.trainer import LaminaTrainer
@@ -16,15 +15,8 @@ from lamina.training.trainer import LaminaTrainer
 
 @pytest.fixture
 def tiny(corpus, tmp_path):
-    def make(name="run", **changed):
-        given = {"steps": 6, "logging_steps": 3, "precision": "fp32", "compile": "off", **changed}
-        return settings(corpus, tmp_path / name, **given)
-
-    return make
-
-
-def backbone():
-    return resolve_backbone("llama-nano", num_layers=1, hidden_size=16, num_heads=2, vocab_size=61)
+    given = {"steps": 6, "logging_steps": 3, "precision": "fp32", "compile": "off"}
+    return lambda name="run", **changed: settings(corpus, tmp_path / name, **{**given, **changed})
 
 
 def naive(before, after, sublayers):
@@ -96,17 +88,9 @@ def test_measuring_leaves_no_trace_in_training(tiny, tmp_path, monkeypatch):
     assert weights[0] == weights[1]
 
 
-def test_an_older_run_without_ratios_has_its_page(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(UpdateRatios, "on_pre_optimizer_step", lambda self, *args, **kwargs: None)
-    pretraining.pretrain(tiny(), bar=False)
-    assert "Update-to-weight" not in report(tmp_path / "run").read_text(encoding="utf-8")
-    monkeypatch.undo()
-    pretraining.pretrain(tiny("new"), bar=False)
-    assert "Update-to-weight" in report(tmp_path / "new").read_text(encoding="utf-8")
-
-
 def test_a_step_that_the_scaler_skipped_has_no_ratio():
-    ratios = UpdateRatios(build(backbone(), "pre_ln", head="causal_lm"))
+    backbone = resolve_backbone("llama-nano", num_layers=1, hidden_size=16, num_heads=2, vocab_size=61)
+    ratios = UpdateRatios(build(backbone, "pre_ln", head="causal_lm"))
     ratios.before_step()
     ratios.after_step()
     assert ratios.rows(1) == []

@@ -43,25 +43,12 @@ class Watch:
         diverged: the guard's verdict, once it has one.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers,
-        settings: WatchSettings,
-        *,
-        resume: Resume = False,
-        overwrite: bool = False,
-        step: int = 0,
-    ):
-        self.optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        self.model, self.settings, self._first_step = model, settings, step
-        self._modes: Json = {"resume": resume, "overwrite": overwrite}
-        self._open = False
+    def __init__(self, begin: Callable[[], Monitor | None]):
+        self._begin, self._open = begin, False
         self.monitor: Monitor | None = None
 
     def __enter__(self) -> Self:
-        self.monitor = open_monitor(self.model, self.optimizers, self.settings, step=self._first_step, **self._modes)
-        self._open = True
+        self.monitor, self._open = self._begin(), True
         return self
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
@@ -141,7 +128,9 @@ def watch(
     record = WatchSettings.from_dict({"output": output, **settings})
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UserError(f"step: {step!r} (allowed: a whole number, 0 or more)")
-    return Watch(model, optimizer, record, resume=resume, overwrite=overwrite, step=step)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    modes: Json = {"resume": resume, "overwrite": overwrite, "step": step}
+    return Watch(functools.partial(open_monitor, model, optimizers, record, **modes))
 
 
 def open_monitor(
