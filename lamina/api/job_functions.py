@@ -98,7 +98,8 @@ def _refuse(
     """Raise UserError, before torch is loaded, for an output folder in use and for what the settings can check."""
     if folder is not None:
         for name in row.inputs:
-            for model in given.get(name) if isinstance(given.get(name), list | tuple) else [given.get(name)]:
+            models = given.get(name)
+            for model in models if isinstance(models, list | tuple) else [models]:
                 if isinstance(model, str):
                     refuse_as_output(str(folder), model)
         resume = modes.get("resume", False)

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -125,7 +125,7 @@ class Parser(ArgumentParser):
             return typed, options
         return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parse a command line. Raises UserError for what it does not know."""
         options, unknown = self.parse_known_args(self._in_our_words(sys.argv[1:] if args is None else args), namespace)
         for word in unknown:
@@ -148,7 +148,7 @@ class Parser(ArgumentParser):
         action = next(action for action in self._actions if action.dest == dest)
         return _named(action)[0]
 
-    def _in_our_words(self, words: Sequence[str]) -> list[str]:
+    def _in_our_words(self, words: Iterable[str]) -> list[str]:
         """The words with Lamina's names of settings, hyphens for underscores, and ``--flag=key=value`` of a mapping."""
         left, ours, names = list(words), [], dict[str, str]()
         while left:

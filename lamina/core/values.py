@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 from lamina.errors import UserError, nearest, nearest_file, shortened
 
@@ -51,7 +51,7 @@ def takes(kind: object) -> Callable[[C], C]:
     return note
 
 
-def taken(check: object) -> object | None:
+def taken(check: object) -> Any:
     """What Python may give a setting with this check; None if the setting's type says it all."""
     return getattr(check.func if isinstance(check, partial) else check, "takes", None)
 

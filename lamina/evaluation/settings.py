@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from typing import Literal
 
 from lamina.core.values import Names, comma_separated, corpus_name, path, place, takes
@@ -22,11 +21,8 @@ def model_names(name: str, value: object) -> str:
     return comma_separated(name, value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PerplexitySettings(Settings):
+class PerplexitySettings(Settings, group="data"):
     """The text to compute a perplexity on, and the windows that the model reads it in."""
-
-    group = "data"
 
     corpus: str | None = setting(
         None,
@@ -42,7 +38,6 @@ class PerplexitySettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSettings, OutputSettings):
     """Which models, on which tasks and which text."""
 

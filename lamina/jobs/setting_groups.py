@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from lamina.core.values import comma_separated, corpus_name, path, place, seed_number
 from lamina.jobs.settings import Settings, at_least, setting
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextSettings(Settings):
+class TextSettings(Settings, group="data"):
     """The text, and how it is cut into blocks of tokens."""
-
-    group = "data"
 
     corpus: str = setting(
         "embedded",
@@ -28,29 +23,20 @@ class TextSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSettings(Settings):
+class BatchSettings(Settings, group="steps and learning rate"):
     """How many blocks are processed at a time."""
-
-    group = "steps and learning rate"
 
     batch_size: int = setting(4, "blocks per forward pass", at_least(1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SequencesSettings(Settings):
+class SequencesSettings(Settings, group="data"):
     """How many blocks are measured."""
-
-    group = "data"
 
     sequences: int | None = setting(None, "maximum number of blocks", at_least(1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbesSettings(Settings):
+class ProbesSettings(Settings, group="records"):
     """The probes to run."""
-
-    group = "records"
 
     probes: str = setting(
         "all",
@@ -61,38 +47,26 @@ class ProbesSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeedSettings(Settings):
+class SeedSettings(Settings, group="steps and learning rate"):
     """The seed of everything that is random."""
-
-    group = "steps and learning rate"
 
     seed: int = setting(0, "seed of everything that is random", seed_number)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceSettings(Settings):
+class DeviceSettings(Settings, group="machine"):
     """The device of the tensors."""
-
-    group = "machine"
 
     device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest one available)", decides=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThreadSettings(Settings):
+class ThreadSettings(Settings, group="machine"):
     """The number of CPU threads."""
-
-    group = "machine"
 
     threads: int | None = setting(None, "CPU threads (default: PyTorch's)", at_least(1), decides=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerSettings(Settings):
+class WorkerSettings(Settings, group="machine"):
     """The number of parallel processes."""
-
-    group = "machine"
 
     workers: int | None = setting(
         None,
@@ -102,10 +76,7 @@ class WorkerSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputSettings(Settings):
+class OutputSettings(Settings, group="output"):
     """The folder that a job writes."""
-
-    group = "output"
 
     output: str | None = setting(None, "output folder", path, decides=False)

@@ -3,13 +3,13 @@
 A record declares a field once, and everything else is derived from that: the command-line flag with its help text, the
 key in YAML and in config.yaml, the check of a value, and the command line that reproduces the settings:
 
-    @dataclass(frozen=True, kw_only=True)
-    class StepSettings(Settings):
+    class StepSettings(Settings, group="steps"):
         steps: int = setting(100, "optimizer steps", at_least(1))
         precision: Literal["auto", "fp32"] = setting("auto", "of the computation")
 
-Records are composed from smaller ones by inheritance. A record overrides an inherited default or help text with
-``changed``, and lists inherited fields that it does not offer in ``without``.
+Each is a frozen dataclass of keywords, without a decorator. Records are composed from smaller ones by inheritance. A
+record overrides an inherited default or help text with ``changed``, and lists inherited fields that it does not offer
+in ``without``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from lamina.core.json_types import Json
 from lamina.core.values import mapping, number, one_of, switch, text, whole_number
@@ -46,10 +57,10 @@ def changed(default: T, *, help: str | None = None, check: Check | None = None, 
     return _field(default, {"help": help, "check": check, "decides": decides, "changed": True})
 
 
-def _field(default: T, metadata: Mapping[str, object]) -> T:
+def _field(default: Any, metadata: Mapping[str, object]) -> Any:
     if isinstance(default, dict):
-        return cast(T, field(default_factory=default.copy, metadata=metadata))
-    return cast(T, field(default=default, metadata=metadata))
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def at_least(low: int) -> Check:
@@ -72,15 +83,16 @@ def not_below(low: float) -> Check:
     return partial(number, low=low)
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The base of all settings records.
 
     ``command_name`` is the record's ``lamina`` command. ``without`` names the inherited fields that the record does
     not offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
-    files and help texts; the others follow base by base, the record's own last. ``group`` is the heading of a group's
-    flags in ``--help all``; a command's own record has none. ``main`` names the ten settings that ``--help`` shows.
-    ``needed`` are those without which the job can't begin.
+    files and help texts; the others follow base by base, the record's own last. ``group``, given beside the bases, is
+    the heading of a group's flags in ``--help all``; a command's own record has none. ``main`` names the ten settings
+    that ``--help`` shows. ``needed`` are those without which the job can't begin.
     """
 
     command_name: ClassVar[str] = ""
@@ -89,6 +101,12 @@ class Settings:
     needed: ClassVar[tuple[str, ...]] = ()
     without: ClassVar[frozenset[str]] = frozenset()
     order: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, *, group: str = "") -> None:
+        """Make a frozen dataclass of every record."""
+        super().__init_subclass__()
+        cls.group = group
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         """Check every field, then the record as a whole. Raises UserError that names the field."""
@@ -157,7 +175,7 @@ class Settings:
     def group_of(cls, name: str) -> str:
         """The heading under which a field's flag stands; empty for one of the command's own."""
         declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
-        return str(declaring[-1].__dict__.get("group", ""))
+        return declaring[-1].group
 
     def to_dict(self) -> Json:
         """The settings as config.yaml holds them."""

@@ -94,11 +94,8 @@ PRESETS: dict[str, Recipe] = {
 """By name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataSettings(Settings):
+class DataSettings(Settings, group="data"):
     """The examples, and how they become text."""
-
-    group = "data"
 
     data: str | None = setting(
         None,
@@ -130,11 +127,8 @@ class DataSettings(Settings):
                 existing_file(name, source)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings(Settings):
+class LoraSettings(Settings, group="LoRA"):
     """LoRA, in place of training all weights."""
-
-    group = "LoRA"
 
     lora_rank: int = setting(0, "train LoRA matrices of this rank, not all weights (0: all weights)", at_least(0))
     lora_alpha: float | None = setting(None, "LoRA's scale times the rank (default: twice the rank)", above(0.0))
@@ -145,7 +139,6 @@ class LoraSettings(Settings):
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
 class TuningSettings(
     SourceSettings,
     DataSettings,
@@ -209,7 +202,6 @@ class TuningSettings(
         return PretrainSettings.from_dict(shared)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SftSettings(TuningSettings):
     """One fine-tuning run."""
 
@@ -249,7 +241,6 @@ def with_preset(given: Mapping[str, object]) -> Json:
     return {**PRESETS[str(name)].settings, **given}
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardSettings(TuningSettings):
     """One reward model."""
 
@@ -263,7 +254,6 @@ class RewardSettings(TuningSettings):
     output: str = changed("runs/reward")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DpoSettings(TuningSettings):
     """One run of direct preference optimization."""
 
@@ -281,7 +271,6 @@ class DpoSettings(TuningSettings):
 Algorithm = Literal["remax", "rloo", "grpo"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class RlhfSettings(TuningSettings):
     """One policy."""
 

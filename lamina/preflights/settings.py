@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from lamina.core.values import numbers
@@ -23,7 +22,6 @@ from lamina.training.setting_groups import (
 from lamina.training.settings import PlacementsSettings, PretrainSettings, RatesSettings
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreflightSettings(
     PlacementsSettings,
     RatesSettings,

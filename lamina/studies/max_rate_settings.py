@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from lamina.training.setting_groups import PlacementSettings, StreamSettings, in
 from lamina.training.settings import ParallelSettings, PlacementsSettings, PretrainSettings, RunSettings
 
 
-@dataclass(frozen=True, kw_only=True)
 class RisingSettings(RunSettings):
     """How far the learning rate rises, and the rules that say where it failed."""
 
@@ -79,7 +77,6 @@ class RisingSettings(RunSettings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class MaxRateSettings(
     RisingSettings, PlacementSettings, OutputSettings, SeedSettings, ParallelSettings, StreamSettings
 ):
@@ -96,7 +93,6 @@ class MaxRateSettings(
         return PretrainSettings(**shared, learning_rate=self.max_learning_rate, warmup=float(self.steps))
 
 
-@dataclass(frozen=True, kw_only=True)
 class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, OutputSettings, WorkerSettings):
     """The largest learning rate of several placements: every placement and seed is a trial."""
 

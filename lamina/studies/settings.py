@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -27,11 +26,8 @@ def seed_list(name: str, value: object) -> str:
     return listed
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeedsSettings(Settings):
+class SeedsSettings(Settings, group="steps and learning rate"):
     """The seeds to try."""
-
-    group = "steps and learning rate"
 
     seeds: str | int | tuple[int | str, ...] = setting("0", "comma-separated seeds", seed_list, decides=False)
 
@@ -50,7 +46,6 @@ def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
     return {str(placement): comma_separated(name, rates) for placement, rates in value.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
 class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSettings, OutputSettings, WorkerSettings):
     """A comparison: every placement at every learning rate and seed is a trial."""
 

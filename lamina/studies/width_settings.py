@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from lamina.core.values import Numbers, comma_separated, numbers, takes
@@ -32,7 +31,6 @@ def width_list(name: str, value: object) -> str:
     return listed
 
 
-@dataclass(frozen=True, kw_only=True)
 class CoordCheckSettings(
     PlacementSettings,
     ModelSettings,
@@ -108,7 +106,6 @@ def rates_or_none(name: str, value: object) -> str:
     return rate_list(name, listed) if listed else listed
 
 
-@dataclass(frozen=True, kw_only=True)
 class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSettings, OutputSettings, WorkerSettings):
     """A transfer: learning rates are tried on a narrow proxy and carried over to a wide target."""
 

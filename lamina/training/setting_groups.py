@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Literal
 
 from lamina.core import initializers
@@ -29,11 +28,8 @@ WIDTH_SCALINGS = ("none", *SCHEMES)
 COMPILED_FROM = 300  # steps that win back the seconds that compiling takes
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacementSettings(Settings):
+class PlacementSettings(Settings, group="model"):
     """Where the norms sit."""
-
-    group = "model"
 
     placement: str = setting(
         "pre_ln",
@@ -42,11 +38,8 @@ class PlacementSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings(Settings):
+class ModelSettings(Settings, group="model"):
     """The backbone and its sizes."""
-
-    group = "model"
 
     backbone: str = setting(
         "llama-nano", "a preset (see `lamina backbones`), a folder with a config.json, or OWNER/NAME on the hub", place
@@ -78,11 +71,8 @@ class ModelSettings(Settings):
             get_preset(self.backbone)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockSettings(TextSettings):
+class BlockSettings(TextSettings, group="data"):
     """The text that a run trains on and is evaluated on."""
-
-    group = "data"
 
     corpus: str = changed(
         "embedded",
@@ -105,11 +95,8 @@ class BlockSettings(TextSettings):
         validate_spec(self.tokenizer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamSettings(Settings):
+class StreamSettings(Settings, group="data"):
     """Whether the text is read before the run or during it."""
-
-    group = "data"
 
     streaming: bool = setting(
         False, "read, tokenize and pack the corpus during training, not before; for very large corpora"
@@ -119,11 +106,8 @@ class StreamSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveSettings(Settings):
+class ObjectiveSettings(Settings, group="objective"):
     """What the model is trained to predict."""
-
-    group = "objective"
 
     objective: ObjectiveName = setting(
         "auto",
@@ -135,11 +119,8 @@ class ObjectiveSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSettings(Settings):
+class ImageSettings(Settings, group="images"):
     """The images of a classifier, and how those of the training are changed."""
-
-    group = "images"
 
     image_size: int | None = setting(None, "side of the images in pixels (default: the backbone's)", at_least(1))
     patch_size: int | None = setting(None, "side of a patch in pixels (default: the backbone's)", at_least(1))
@@ -166,11 +147,8 @@ class ImageSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RegularizationSettings(Settings):
+class RegularizationSettings(Settings, group="optimizer"):
     """What keeps a long training from overfitting."""
-
-    group = "optimizer"
 
     drop_path: float = setting(
         0.0,
@@ -185,11 +163,8 @@ class RegularizationSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSettings(BatchSettings):
+class StepSettings(BatchSettings, group="steps and learning rate"):
     """The number of steps, and the size of a step."""
-
-    group = "steps and learning rate"
 
     order = ("steps",)
 
@@ -198,20 +173,14 @@ class StepSettings(BatchSettings):
     gradient_accumulation: int = setting(1, "micro-batches per optimizer step", at_least(1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LearningRateSettings(Settings):
+class LearningRateSettings(Settings, group="steps and learning rate"):
     """The learning rate's peak."""
-
-    group = "steps and learning rate"
 
     learning_rate: float = setting(3e-3, "peak learning rate", above(0.0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleSettings(StepSettings):
+class ScheduleSettings(StepSettings, group="steps and learning rate"):
     """The learning rate's course over the steps."""
-
-    group = "steps and learning rate"
 
     schedule: Schedule = setting(
         "cosine",
@@ -248,11 +217,8 @@ class ScheduleSettings(StepSettings):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings(Settings):
+class OptimizerSettings(Settings, group="optimizer"):
     """AdamW's numbers, and clipping."""
-
-    group = "optimizer"
 
     weight_decay: float = setting(0.1, "AdamW's, on weight matrices only", not_below(0.0))
     beta1: float = setting(0.9, "AdamW's first beta", between(0.0, 1.0, open_high=True))
@@ -266,11 +232,8 @@ def width_scheme(name: str, value: object) -> str:
     return one_of(name, value, WIDTH_SCALINGS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WidthSettings(Settings):
+class WidthSettings(Settings, group="width scaling"):
     """Width scaling."""
-
-    group = "width scaling"
 
     width_scaling: str = setting(
         "none",
@@ -306,11 +269,8 @@ class WidthSettings(Settings):
                 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordSettings(Settings):
+class RecordSettings(Settings, group="records"):
     """What a run records, and when."""
-
-    group = "records"
 
     logging_steps: int | None = setting(
         None, "steps between two records of the metrics and the layers (default: about 20 per run)", at_least(1)
@@ -347,11 +307,8 @@ class RecordSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuardSettings(Settings):
+class GuardSettings(Settings, group="divergence"):
     """When a run counts as diverged or stuck."""
-
-    group = "divergence"
 
     divergence_margin: float = setting(1.0, "nats above its best at which a loss counts as diverging", not_below(0.0))
     divergence_patience: int = setting(20, "steps that the loss must stay there", at_least(1))
@@ -362,11 +319,8 @@ class GuardSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertSettings(Settings):
+class ExpertSettings(Settings, group="experts"):
     """How the load of a mixture's experts is balanced."""
-
-    group = "experts"
 
     expert_balance: Balance = setting(
         "auto", "for a backbone with experts: auto (bias if its routers have one, else loss), none, bias, loss"
@@ -376,11 +330,8 @@ class ExpertSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeedSettings(Settings):
+class SpeedSettings(Settings, group="machine"):
     """Trade-offs of time, memory and precision."""
-
-    group = "machine"
 
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     precision: Precision = setting(
@@ -400,11 +351,8 @@ def trackers(name: str, value: object) -> str:
     return listed
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerSettings(Settings):
+class TrainerSettings(Settings, group="trackers and the Trainer"):
     """Options that go to transformers' Trainer unchanged."""
-
-    group = "trackers and the Trainer"
 
     report_to: str = setting(
         "none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers, decides=False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Literal
 
 from lamina.core.values import Names, Numbers, comma_separated, numbers, place, steps_or_share, takes
@@ -35,7 +34,6 @@ Parallel = Literal["auto", "ddp", "fsdp2"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunSettings(
     ModelSettings,
     BlockSettings,
@@ -78,11 +76,8 @@ class RunSettings(
         return self.eval_steps or max(1, round(self.steps / 5))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceSettings(Settings):
+class SourceSettings(Settings, group="model"):
     """The model that a run starts from."""
-
-    group = "model"
 
     from_model: str | None = setting(
         None,
@@ -92,11 +87,8 @@ class SourceSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelSettings(DeviceSettings):
+class ParallelSettings(DeviceSettings, group="machine"):
     """Where a run computes, and how several processes share it."""
-
-    group = "machine"
 
     order = ("parallel",)
 
@@ -109,11 +101,8 @@ class ParallelSettings(DeviceSettings):
     device: Device = changed("auto", help="auto, cpu, cuda or mps")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RollbackSettings(Settings):
+class RollbackSettings(Settings, group="divergence"):
     """What happens after a divergence."""
-
-    group = "divergence"
 
     rollback: int = setting(
         0,
@@ -142,11 +131,8 @@ def shares_or_steps(name: str, value: object) -> str | None:
     return listed
 
 
-@dataclass(frozen=True, kw_only=True)
-class BranchSettings(Settings):
+class BranchSettings(Settings, group="steps and learning rate"):
     """Shorter runs that leave this one."""
-
-    group = "steps and learning rate"
 
     branches: str | float | tuple[float, ...] | None = setting(
         None,
@@ -156,11 +142,8 @@ class BranchSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PauseSettings(Settings):
+class PauseSettings(Settings, group="output"):
     """Where a run pauses."""
-
-    group = "output"
 
     pause_step: int | None = setting(
         None,
@@ -170,11 +153,8 @@ class PauseSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubSettings(Settings):
+class HubSettings(Settings, group="output"):
     """Where the trained model goes besides the run's folder."""
-
-    group = "output"
 
     push_to_hub: str | None = setting(
         None,
@@ -184,7 +164,6 @@ class HubSettings(Settings):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class PretrainSettings(
     RunSettings,
     PlacementSettings,
@@ -279,11 +258,8 @@ def placement_list(name: str, value: object) -> str:
     return listed
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacementsSettings(Settings):
+class PlacementsSettings(Settings, group="model"):
     """The placements to try."""
-
-    group = "model"
 
     placements: str | tuple[str, ...] = setting(
         "pre_ln",
@@ -308,11 +284,8 @@ def rate_list(name: str, value: object) -> str:
     return listed
 
 
-@dataclass(frozen=True, kw_only=True)
-class RatesSettings(Settings):
+class RatesSettings(Settings, group="steps and learning rate"):
     """The learning rates to try."""
-
-    group = "steps and learning rate"
 
     learning_rates: str | float | tuple[float | str, ...] = setting(
         "5e-3", "comma-separated peak learning rates", rate_list, decides=False

@@ -1,7 +1,5 @@
 """A job is four places: settings, a function, a page and a row; its flags, help, Python function and page are made."""
 
-from dataclasses import dataclass
-
 import pytest
 
 import lamina
@@ -16,7 +14,6 @@ from lamina.reports import registry
 HERE = __name__
 
 
-@dataclass(frozen=True, kw_only=True)
 class ToySettings(SeedSettings, OutputSettings, Settings):
     command_name = "toy"
     main = ("count", "output")

@@ -88,7 +88,7 @@ def test_a_launchers_number_without_meaning(refused, tiny, command, monkeypatch)
 
 @pytest.mark.parametrize("given", [{"backbone": 300 * "x"}, {"backbone": "no\0where"}])
 def test_a_name_that_no_file_can_have_is_refused_early(refused, given):
-    assert "unknown backbone '" in refused("transfer", "--proxy-width", "16", *(f"--{k}={v}" for k, v in given.items()))
+    assert "backbone: '" in refused("transfer", "--proxy-width", "16", *(f"--{k}={v}" for k, v in given.items()))
 
 
 @pytest.mark.parametrize("command", ["pretrain", "compare"])

@@ -1,7 +1,6 @@
 """A job's folder: locked, claimed, of a kind; resumed under one policy."""
 
 import json
-from dataclasses import dataclass
 
 import pytest
 
@@ -17,7 +16,6 @@ from lamina.jobs.status import ENDED, Status, severity
 POLICY = ResumePolicy(what="job", free={"output", "threads"})
 
 
-@dataclass(frozen=True, kw_only=True)
 class JobSettings(Settings):
     output: str = setting("unused", "the folder")
     steps: int = setting(10, "steps", at_least(1))

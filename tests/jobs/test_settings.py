@@ -6,7 +6,7 @@ import math
 import pkgutil
 import subprocess
 import sys
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from typing import Literal, get_args
 
 import pytest
@@ -75,14 +75,12 @@ def test_an_unknown_name_is_refused_with_the_nearest(record):
         record.from_dict({"sequence_lenght": 3})
 
 
-@dataclass(frozen=True, kw_only=True)
 class Steps(Settings):
     steps: int = setting(100, "steps", at_least(1))
     mode: Literal["slow", "fast"] = setting("slow", "slow or fast")
     extra: bool = setting(False, "a switch")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Job(Steps):
     command_name = "job"
     without = frozenset({"extra"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,6 @@ ScaleName = Literal["cpu", "gpu", "paper"]
 Engine = Literal["local", "ray"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class StoreSettings(Settings):
     """Where trials are, for all studies."""
 
@@ -38,7 +36,6 @@ class StoreSettings(Settings):
         return records_folder() if self.records is None else Path(self.records)
 
 
-@dataclass(frozen=True, kw_only=True)
 class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSettings):
     """One study at one scale."""
 

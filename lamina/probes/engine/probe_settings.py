@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from lamina.core.values import place
@@ -19,7 +18,6 @@ from lamina.jobs.setting_groups import (
 from lamina.jobs.settings import between, changed, setting
 
 
-@dataclass(frozen=True, kw_only=True)
 class ProbeSettings(
     ProbesSettings,
     TextSettings,

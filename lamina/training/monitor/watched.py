@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +15,6 @@ from lamina.training.setting_groups import trackers
 OnDivergence = Literal["note", "stop"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class WatchSettings(Settings):
     """What ``lamina.watch`` and ``lamina.LayerMonitor`` take."""
 
