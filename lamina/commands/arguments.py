@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import shutil
-import sys
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Literal, NoReturn, Union, get_args, get_origin
 
 from lamina.core.json_types import Json
 from lamina.core.specs import read_value
@@ -118,16 +117,16 @@ class Parser(ArgumentParser):
     def settings_from(self, argv: Sequence[str]) -> tuple[Json, Namespace]:
         """The settings from the command line and --config, by name, where the command line wins; and all options."""
         assert self.record is not None
-        options = self.parse_args(argv)
+        options = self.parse(argv)
         typed = {name: value for name, value in vars(options).items() if name in self.record.names() and value != []}
         typed = {name: dict(value) if self.record.kind(name) == Json else value for name, value in typed.items()}
         if options.config is None:
             return typed, options
         return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
 
-    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+    def parse(self, argv: Sequence[str]) -> Namespace:
         """Parse a command line. Raises UserError for what it does not know."""
-        options, unknown = self.parse_known_args(self._in_our_words(sys.argv[1:] if args is None else args), namespace)
+        options, unknown = self.parse_known_args(self._in_our_words(argv))
         for word in unknown:
             if not word.startswith("-"):
                 raise UserError(f"unexpected argument {shortened(repr(word), 80)} (see `{self.prog} --help`)")
@@ -148,7 +147,7 @@ class Parser(ArgumentParser):
         action = next(action for action in self._actions if action.dest == dest)
         return _named(action)[0]
 
-    def _in_our_words(self, words: Iterable[str]) -> list[str]:
+    def _in_our_words(self, words: Sequence[str]) -> list[str]:
         """The words with Lamina's names of settings, hyphens for underscores, and ``--flag=key=value`` of a mapping."""
         left, ours, names = list(words), [], dict[str, str]()
         while left:

@@ -54,7 +54,7 @@ def parser() -> Parser:
 
 def run(argv: list[str]) -> int:
     """Convert, compare the two models' logits, then move the result into place."""
-    options = parser().parse_args(argv)
+    options = parser().parse(argv)
     for name in ("source", "output"):
         path(name, getattr(options, name))
     if options.to is not None and options.to not in TARGETS:

@@ -31,7 +31,7 @@ def parser() -> Parser:
 
 def run(argv: list[str]) -> int:
     """Print the sentences and write the page."""
-    options = parser().parse_args(argv)
+    options = parser().parse(argv)
     path("run", options.run)
     from lamina.reports.diagnosis import diagnose
 

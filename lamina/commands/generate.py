@@ -33,7 +33,7 @@ def parser() -> Parser:
 
 def run(argv: list[str]) -> int:
     """Load, generate, print."""
-    options = parser().parse_args(argv)
+    options = parser().parse(argv)
     sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed", "trust_remote_code")}
     if options.chat and options.prompt is None:
         _converse(options.model, **sampling)

@@ -37,7 +37,7 @@ def parser() -> Parser:
 
 def run(argv: list[str]) -> int:
     """Print the list, or one placement."""
-    options = parser().parse_args(argv)
+    options = parser().parse(argv)
     whole_number("num_layers", options.num_layers)
     if options.svg is not None:
         path("svg", options.svg)

@@ -58,7 +58,7 @@ def parser() -> Parser:
 
 def run(argv: list[str]) -> int:
     """Write report.html again and, on request, take a screenshot of it."""
-    options = parser().parse_args(argv)
+    options = parser().parse(argv)
     whole_number("height", options.height)
     number("every", options.every, 1.0)
     for name in ("folder", "screenshot"):

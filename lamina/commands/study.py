@@ -58,7 +58,7 @@ def _list(argv: list[str]) -> int:
     parser = Parser("study list", "All studies with their claims and verdicts.", "lamina study list --json")
     parser.add_argument("--json", action="store_true", help="print a list of verdicts as JSON")
     parser.add_argument("--records", default=None, help="folder with the records (default: Lamina's own)")
-    chosen = parser.parse_args(argv)
+    chosen = parser.parse(argv)
     from pathlib import Path
 
     from lamina.papers.catalog.places import records_folder

@@ -143,7 +143,7 @@ def test_the_help_shows_ten_settings_and_help_all_the_rest_in_groups(command, ca
     assert set(record.main) <= set(record.names())
     for words in (["--help"], ["--help", "all"], ["--help=all"]):
         with pytest.raises(SystemExit):
-            parser_of(command).parse_args(words)
+            parser_of(command).parse(words)
         shown[words[-1]] = capsys.readouterr().out
     assert shown["all"] == shown["--help=all"]
     flags = {name: "--from" if name == "from_model" else f"--{name.replace('_', '-')}" for name in record.names()}
