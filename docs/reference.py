@@ -35,19 +35,25 @@ def pages() -> dict[str, str]:
 
 def python_page() -> str:
     """A section per public name; mkdocstrings fills it from signature and docstring."""
-    names = [name for name in lamina.__all__ if not name.startswith("_")]
-    jobs = [name for name in getattr(lamina.api, "__all__", vars(lamina.api)) if _is_job(name) and name not in names]
+    names = [name for name in lamina.__all__ if name not in ("__version__", "placements", "eval")]
     parts = [
         "# Python",
         "`import lamina` loads neither torch nor transformers; each name loads what it needs when it is first used. "
         "The jobs take the settings of their commands as keywords, with underscores: [Settings](settings.md) lists "
         "them.",
-        *(f"::: lamina.{name}" for name in names if name != "placements"),
-        *(f"::: lamina.api.{name}" for name in jobs),
+        *(_of_lamina(name) for name in names),
         "## lamina.placements",
         *(_of_placements(name) for name in lamina.placements.__all__),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _of_lamina(name: str) -> str:
+    """A section; mkdocstrings does not find in ``lamina`` what only the stub of ``lamina.api`` declares."""
+    if name not in lamina.api.__all__:
+        return f"::: lamina.{name}"
+    heading = "lamina.eval, lamina.evaluate" if name == "evaluate" else f"lamina.{name}"
+    return f"::: lamina.api.{name}\n    options: {{heading: '{heading}'}}"
 
 
 def _of_placements(name: str) -> str:
@@ -56,11 +62,6 @@ def _of_placements(name: str) -> str:
     if inspect.isfunction(value) or inspect.isclass(value):
         return f"::: lamina.placements.{name}\n    options: {{heading_level: 3}}"
     return f"### lamina.placements.{name}\n\n`{name}{inspect.signature(value)}`\n\n{inspect.getdoc(value)}"
-
-
-def _is_job(name: str) -> bool:
-    value = getattr(lamina.api, name)
-    return inspect.isfunction(value) and not name.startswith("_") and value.__module__.startswith("lamina.api")
 
 
 def command_line_page() -> str:

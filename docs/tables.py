@@ -42,13 +42,17 @@ def placements_table() -> str:
     return "\n".join(rows)
 
 
+_STAR = "\\*"
+
+
 def columns_table() -> str:
-    """One row per column of a run's result."""
-    rows = [
-        f"| `{column.name}`{'*' * column.optional} | {column.title or column.name.replace('_', ' ')} |"
-        for column in RESULT_COLUMNS
-    ]
-    return "\n".join(["| column | on the pages |", "|---|---|", *rows, "", "\\* where it applies"])
+    """Every column of a run's result, with its name on the pages where that is another one."""
+    columns = []
+    for column in RESULT_COLUMNS:
+        title = column.title or column.name.replace("_", " ")
+        shown = f" ({title})" if title != column.name.replace("_", " ") else ""
+        columns.append(f"`{column.name}`{_STAR * column.optional}{shown}")
+    return f"{', '.join(columns)}.\n\n\\* where it applies; in parentheses: the name on the pages, if it is another one"
 
 
 def conversions_table() -> str:
@@ -173,17 +177,18 @@ def _difference(by_seed: pd.Series) -> str:
 def reliability_table() -> str:
     """The counts of each reliability suite's record, then each suite's groups, then every fault it found."""
     records = {name: record for name in SUITES if (record := _record(name, "docs/reliability"))}
-    lines = ["| suite | cases | right | faults | seed | time |", "|---|---|---|---|---|---|"]
+    lines = ["| suite | cases | right | seed | time | date, revision |", "|---|---|---|---|---|---|"]
     for name in SUITES:
         if name not in records:
             lines.append(f"| {_title(name)} | not run yet | | | | |")
             continue
         record = records[name]
-        faults = len(record["faults"])
         lines.append(
-            f"| {_title(name)} | {record['cases']:,} | {record['cases'] - faults:,} | {faults} | {record['seed']} "
-            f"| {record['seconds'] / 60:.1f} min |"
+            f"| {_title(name)} | {record['cases']:,} | {record['cases'] - len(record['faults']):,} | {record['seed']} "
+            f"| {record['seconds'] / 60:.1f} min | {record['date']}, {record['revision']} |"
         )
+    machines = [_where(record, None).rpartition("; ")[0] for record in records.values()]
+    lines += ["", *(f"{machine}." for machine in dict.fromkeys(machines))]
     for suite, record in records.items():
         groups: dict[str, list[int]] = {}
         for group, counts in record["groups"].items():
@@ -195,7 +200,6 @@ def reliability_table() -> str:
         if record["faults"]:
             lines += ["", "Faults:", ""]
             lines += [f"- {f['outcome']}: {f['group']}: {f['name']}: {f['detail']}" for f in record["faults"]]
-        lines += ["", _where(record, None)]
     return "\n".join(lines)
 
 
@@ -260,13 +264,12 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
 
 def other_names_table() -> str:
     """A row per setting: its other names."""
-    rows = ["| setting | names that are taken | names for which it is suggested |", "|---|---|---|"]
+    rows = ["| setting | other names |", "|---|---|"]
     for setting in sorted({*aliases.TAKEN, *aliases.NEAR}):
-        taken, near = (
-            ", ".join(f"`{name}`" for name in table.get(setting, ())) for table in (aliases.TAKEN, aliases.NEAR)
-        )
-        rows.append(f"| `{setting}` | {taken} | {near} |")
-    return "\n".join(rows)
+        taken = [f"`{name}`" for name in aliases.TAKEN.get(setting, ())]
+        near = [f"`{name}`{_STAR}" for name in aliases.NEAR.get(setting, ())]
+        rows.append(f"| `{setting}` | {', '.join([*taken, *near])} |")
+    return "\n".join([*rows, "", "\\* not taken: the error suggests the setting"])
 
 
 def tables() -> dict[str, str]:

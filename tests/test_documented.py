@@ -46,7 +46,6 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
     "lamina report runs/compare --screenshot": "needs Chromium",
     "lamina eval models/smollm2 --tasks arc_easy": "needs the hub",
     "lamina study worker mix-ppl --scale gpu": "hours on a GPU: tests/studies has two workers",
-    "lamina study run mix-ppl --scale gpu --store": "hours on a GPU",
     "lamina study run mix-ppl --scale gpu --engine ray": "needs a Ray cluster with GPUs",
     "lamina study run fuse-128 --scale gpu": "needs a Ray cluster with GPUs",
     "from lamina.placements import Layer": "a file: tests/placements/test_own_placement_docs.py",
