@@ -18,7 +18,7 @@ from lamina.core.json_types import Json
 from lamina.core.python_files import guarded
 from lamina.core.values import is_finite
 from lamina.core.yaml_files import read_mapping
-from lamina.errors import UserError, nearest, shortened
+from lamina.errors import UserError, shortened, unknown
 from lamina.placements.plan import SUBLAYERS, Plan
 from lamina.placements.registry import PLACEMENTS, Placement, as_written
 
@@ -92,7 +92,7 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the file's texts that describe the placement, by field, and its equations. Raises UserError."""
     for key in data if "layers" not in data else ():  # Plan.from_dict checks those of a full plan
         if key not in _FIELDS:
-            raise UserError(f"unknown field {key!r}{nearest(str(key), _FIELDS)} (allowed: {', '.join(_FIELDS)})")
+            raise unknown("field", key, _FIELDS)
     texts = {}
     for field in _TEXTS:
         value = data.get(field, "")
@@ -125,10 +125,7 @@ def from_rules(data: Mapping[str, object], num_layers: int) -> dict[str, object]
             raise UserError(f"{where}: {rule!r} is not a mapping of fields")
         for key in rule:
             if key not in _RULE_FIELDS:
-                raise UserError(
-                    f"{where}: unknown field {key!r}{nearest(str(key), _RULE_FIELDS)} "
-                    f"(allowed: {', '.join(_RULE_FIELDS)})"
-                )
+                raise UserError(f"{where}: {unknown('field', key, _RULE_FIELDS)}")
         for index in _indices(rule.get("layers", ":"), num_layers, where):
             for sublayer in SUBLAYERS:
                 fields = rule.get(sublayer) or {}

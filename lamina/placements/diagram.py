@@ -43,16 +43,13 @@ def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
         return [([layer], indices) for layer, indices in kinds]
-    together: dict[Layer, list[int]] = {}
-    for index, layer in enumerate(plan.layers):
-        wiring = Layer(attention=_wiring(layer.attention), feed_forward=_wiring(layer.feed_forward))
-        together.setdefault(wiring, []).append(index)
-    return [([plan.layers[i] for i in indices], indices) for indices in together.values()]
 
+    def wiring(sub: Sublayer) -> Sublayer:
+        norms = {p: replace(norm, initial_gain=1.0) for p, norm in sub.norms.items()}
+        return replace(sub, skip_scale=1.0, pre_scale=1.0, weight_gain=1.0, gate_gain=1.0, **norms)
 
-def _wiring(sub: Sublayer) -> Sublayer:
-    norms = {p: replace(norm, initial_gain=1.0) for p, norm in sub.norms.items()}
-    return replace(sub, skip_scale=1.0, pre_scale=1.0, weight_gain=1.0, gate_gain=1.0, **norms)
+    wirings = (Layer(attention=wiring(x.attention), feed_forward=wiring(x.feed_forward)) for x in plan.layers)
+    return [([plan.layers[i] for i in indices], indices) for _, indices in replace(plan, layers=tuple(wirings)).kinds()]
 
 
 def sublayers(layers: Iterable[Layer]) -> list[Sublayer]:

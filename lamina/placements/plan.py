@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from lamina.core.json_types import Json
 from lamina.core.values import is_finite
-from lamina.errors import UserError, nearest
+from lamina.errors import UserError, unknown
 
 NormKind = Literal["backbone", "rms", "layer", "group"]
 Skip = Literal["stream", "block_input", "both"]
@@ -41,11 +41,6 @@ def _finite(field_name: str, value: object, more: str = "") -> None:
         raise UserError(f"{field_name}: {value!r} is not a finite number{more}")
 
 
-def _boolean(field_name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise UserError(f"{field_name}: {value!r} is not true or false")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Norm:
     """A norm at one position.
@@ -62,7 +57,8 @@ class Norm:
     def __post_init__(self) -> None:
         """Raise UserError for a kind, gain or number of groups that is invalid."""
         _one_of("kind", self.kind, NormKind)
-        _boolean("learnable_gain", self.learnable_gain)
+        if not isinstance(self.learnable_gain, bool):
+            raise UserError(f"learnable_gain: {self.learnable_gain!r} is not true or false")
         _finite("initial_gain", self.initial_gain)
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise UserError(f"groups: {self.groups!r} is not a whole number of at least 1")
@@ -123,6 +119,11 @@ class Layer:
 
     attention: Sublayer = field(default_factory=Sublayer)
     feed_forward: Sublayer = field(default_factory=Sublayer)
+
+    @classmethod
+    def of(cls, sublayer: Sublayer) -> Layer:
+        """Return the block whose two sub-layers are wired alike."""
+        return cls(attention=sublayer, feed_forward=sublayer)
 
     def __post_init__(self) -> None:
         """Raise UserError where the attention's skip asks for the block's input, which the stream is already."""
@@ -217,10 +218,7 @@ def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
     entries = {entry.name: entry for entry in fields(cls)}
     for key in data:
         if key not in entries:
-            raise UserError(
-                f"{field_name}: unknown field {key!r}{nearest(str(key), entries)} "
-                f"(allowed: {', '.join(sorted(entries))})"
-            )
+            raise UserError(f"{field_name}: {unknown('field', key, entries)}")
     for name, entry in entries.items():
         if entry.default is MISSING and entry.default_factory is MISSING and name not in data:
             raise UserError(f"{field_name}: field {name!r} is missing")

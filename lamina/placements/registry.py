@@ -1,6 +1,6 @@
 """The registry of placements: ``@placement`` adds one.
 
-A scheme is one file of ``schemes/``. Everything else (command line, docs, diagrams, tests) iterates over the registry.
+The schemes are in ``schemes/``. Everything else (command line, docs, diagrams, tests) iterates over the registry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from lamina.core.registry import Registry
 from lamina.errors import UserError
 from lamina.placements.plan import HeadNorm, NormKind, Plan
 
-SCHEMES = "lamina.placements.schemes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,10 @@ class Option:
     @property
     def type_name(self) -> str:
         """The allowed values as a person reads them: ``float | None``, ``"off" | "head"``."""
-        return " | ".join(_type_names(self.type))
+        names: list[str] = []
+        for kind in _alternatives(self.type):
+            names += map(repr, get_args(kind)) if get_origin(kind) is Literal else [getattr(kind, "__name__", "")]
+        return " | ".join(names).replace("NoneType", "None")
 
     def check(self, placement: str, value: object) -> None:
         """Raise UserError that names the option where it does not take the value."""
@@ -91,23 +93,10 @@ def _alternatives(hint: object) -> tuple[object, ...]:
 def _fits(value: object, kind: object) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
     assert isinstance(kind, type)
-    return isinstance(value, kind)
-
-
-def _type_names(hint: object) -> list[str]:
-    names: list[str] = []
-    for kind in _alternatives(hint):
-        if get_origin(kind) is Literal:
-            names += [repr(a) for a in get_args(kind)]
-        else:
-            assert isinstance(kind, type)
-            names.append("None" if kind is type(None) else kind.__name__)
-    return names
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, int | float if kind is float else kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +120,8 @@ class Placement:
 
 
 def _schemes() -> Iterator[str]:
-    package = importlib.import_module(SCHEMES)
-    return (f"{SCHEMES}.{module.name}" for module in pkgutil.iter_modules(package.__path__))
+    package = importlib.import_module("lamina.placements.schemes")  # by name: they import this module
+    return (module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
 
 
 PLACEMENTS: Registry[Placement] = Registry("placement", modules=_schemes, plugins="lamina.placements")
@@ -148,19 +137,9 @@ def placement(
     """
 
     def register(make: Callable[..., Plan]) -> Callable[..., Plan]:
-        description, options = read_options(make)
-        scheme = Placement(
-            name=name,
-            title=title,
-            equation=equation,
-            source=source,
-            initialization=initialization,
-            advice=advice,
-            description=description,
-            options=options,
-            make=make,
-        )
-        PLACEMENTS.add(name, scheme)
+        texts = {"title": title, "source": source, "initialization": initialization, "advice": advice}
+        texts["description"], options = read_options(make)
+        PLACEMENTS.add(name, Placement(name=name, equation=equation, options=options, make=make, **texts))
         return make
 
     return register
