@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from lamina.core.values import home
 from lamina.errors import UserError
 from lamina.jobs.manifest import seal, strays, sync, what_is_broken
@@ -55,7 +57,7 @@ def is_whole(folder: Path) -> bool:
     return broken is None
 
 
-def publish(folder: Path, write: Callable[[Path], None]) -> None:
+def publish(folder: Path, write: Callable[[Path], object]) -> None:
     """Create ``folder``: ``write`` fills a draft beside it, which is sealed with digests and renamed in one step.
 
     Processes may race: one of them wins, and afterwards the folder is complete for all. An error in ``write`` leaves
@@ -101,22 +103,10 @@ def _sweep(parent: Path) -> None:
             old = time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
         except OSError:
             continue
-        if old or (match["host"] == _host() and not _runs(int(match["process"]))):
+        if old or (match["host"] == _host() and not psutil.pid_exists(int(match["process"]))):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _host() -> str:
     """Return a short name of this machine (and container): process ids are only valid there."""
     return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode()}").hex[:8]
-
-
-def _runs(process: int) -> bool:
-    if os.name == "nt":  # where 0 is a signal like others
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

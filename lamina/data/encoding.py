@@ -11,16 +11,10 @@ from typing import cast
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lamina.core.json_types import Json
 from lamina.data.split import Segment
-
-
-def byte_alphabet() -> list[str]:
-    """Return the 256 printable characters that stand for the bytes in byte-level tokenizers (GPT-2's table)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    stand_ins = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
 
 
 def ids_are_bytes(tokenizer: Json) -> bool:
@@ -30,7 +24,6 @@ def ids_are_bytes(tokenizer: Json) -> bool:
     """
     model, pre_tokenizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     vocabulary = model.get("vocab") or {}
-    alphabet = byte_alphabet()
     plain_bpe = (
         model.get("type") == "BPE"
         and not model.get("merges")
@@ -42,7 +35,7 @@ def ids_are_bytes(tokenizer: Json) -> bool:
         and tokenizer["normalizer"] is None
         and pre_tokenizer.get("type") == "ByteLevel"
         and not pre_tokenizer.get("add_prefix_space")
-        and all(vocabulary.get(character) == byte for byte, character in enumerate(alphabet))
+        and all(vocabulary.get(character) == byte for byte, character in bytes_to_unicode().items())
         and all(token["special"] for token in tokenizer["added_tokens"])
     )
 

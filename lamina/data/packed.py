@@ -6,20 +6,21 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
+from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.data.blocks import ArrayBlocks, Blocks, BlockStats, mix, unigram_entropy
 from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import EMBEDDED, Corpus, SingleCorpus
 from lamina.data.encoding import TextEncoder, TokenJoiner
-from lamina.data.split import Segment, check_split, count_chars, piece_chars, split_corpus
+from lamina.data.split import Segment, check_split, count_chars, is_held_out, piece_chars, split_documents
 from lamina.data.tokenizers import BYTES, EVAL_FRACTION, is_trained, load_tokenizer
 from lamina.errors import UserError
 
@@ -92,14 +93,11 @@ def prepare_blocks(
     root = cache_root(cache_dir)
     text = Corpus.parse(corpus, text_field)
     tokenizer = load_tokenizer(tokenizer_spec, corpus=text, cache_dir=root, eval_fraction=eval_fraction)
-    packing = _Packing(
-        encoder=TextEncoder(tokenizer),
-        sequence_length=sequence_length,
-        eval_fraction=eval_fraction,
-        progress=progress,
-        trains_tokenizer=is_trained(tokenizer_spec),
-    )
-    return mix(text.parts, [packing.blocks(part.corpus, root) for part in text.parts]), tokenizer
+    packing = _Packing(encoder=TextEncoder(tokenizer), sequence_length=sequence_length, progress=progress)
+    trained = is_trained(tokenizer_spec)
+    return mix(
+        text.parts, [packing.blocks(part.corpus, root, eval_fraction, trained) for part in text.parts]
+    ), tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,67 +106,68 @@ class _Packing:
 
     encoder: TextEncoder
     sequence_length: int
-    eval_fraction: float
     progress: bool
-    trains_tokenizer: bool
 
-    def blocks(self, corpus: SingleCorpus, root: Path) -> Blocks:
-        """Return the blocks of a corpus from the cache in ``root``, packed first where the cache does not have them."""
+    def blocks(self, corpus: SingleCorpus, root: Path, eval_fraction: float, trained: bool) -> Blocks:
+        """Return the blocks of a corpus from the cache in ``root``, packed first where the cache does not have them.
+
+        ``trained``: whether the tokenizer was trained on the corpus without ``eval_fraction`` of it.
+        """
         identity = f"{_FORMAT}|{corpus.fingerprint()}|{self.encoder.content_hash()}"
-        key = hashlib.sha256(f"{identity}|{self.sequence_length}|{self.eval_fraction!r}".encode()).hexdigest()
-        folder = root / "blocks" / key[:32]
-        if not is_whole(folder):
-            publish(folder, lambda draft: self._write_meta(draft, self._pack(draft, corpus), key))
-        return _open(folder)
+        key = hashlib.sha256(f"{identity}|{self.sequence_length}|{eval_fraction!r}".encode()).hexdigest()
 
-    def _pack(self, draft: Path, corpus: SingleCorpus) -> Packed:
+        def write(draft: Path) -> Json:
+            packed, fraction = self._pack(draft, corpus, eval_fraction)
+            if fraction != eval_fraction:
+                small = "%s is small: %g of it is held out, not %g, to fill a block%s"
+                seen = "; its bpe tokenizer was trained on a part of that" if trained else ""
+                logger.warning(small, corpus.spec, fraction, eval_fraction, seen)
+            train, held_out = (
+                self._open(draft / name, file.tokens)
+                for name, file in ((_TRAIN, packed.train), (_EVAL, packed.held_out))
+            )
+            stats = BlockStats(
+                train_tokens=packed.train.tokens,
+                eval_tokens=packed.held_out.tokens,
+                train_bytes=packed.train.bytes,
+                eval_bytes=packed.held_out.bytes,
+                unigram_entropy=unigram_entropy(train.array, held_out.array, self.encoder.vocab_size),
+                vocab_size=self.encoder.vocab_size,
+                sequence_length=self.sequence_length,
+                documents=packed.documents,
+                fingerprint=key,
+            )
+            return {"dtype": self.encoder.dtype.name, "stats": dataclasses.asdict(stats)}
+
+        folder, meta = _cached(root, key, write)
+        stats = BlockStats(**meta["stats"])
+        train, held_out = self._open(folder / _TRAIN, stats.train_tokens), self._open(folder / _EVAL, stats.eval_tokens)
+        return Blocks(train=train, eval=held_out, stats=stats)
+
+    def _open(self, path: Path, tokens: int) -> PackedBlocks:
+        return PackedBlocks(path, self.encoder.dtype.name, tokens // self.sequence_length, self.sequence_length)
+
+    def _pack(self, draft: Path, corpus: SingleCorpus, fraction: float) -> tuple[Packed, float]:
+        """Pack a corpus, and hold out more of a small one: return the share that is held out, too."""
         total, length = count_chars(corpus), self.sequence_length
-        chars, fraction = piece_chars(total), self.eval_fraction
         while True:
-            segments = split_corpus(corpus, chars, fraction)
-            packed = pack(segments, self.encoder, length, draft, total_chars=total, progress=self.progress)
+            packed = pack(corpus, fraction, self.encoder, length, draft, total_chars=total, progress=self.progress)
             if packed.train.tokens and packed.held_out.tokens:
-                break
+                return packed, fraction
             if fraction >= 0.5 or packed.all_tokens < 2 * length:
                 raise UserError(
                     f"corpus: {corpus.spec!r} has {packed.all_tokens} tokens, too few for a sequence_length of "
                     f"{length}: one block to train on and one held out need at least {2 * length}"
                 )
             fraction = min(0.5, 2 * fraction)
-        if fraction != self.eval_fraction:
-            small = "%s is small: %g of it is held out, not %g, to fill a block%s"
-            seen = "; its bpe tokenizer was trained on a part of that" if self.trains_tokenizer else ""
-            logger.warning(small, corpus.spec, fraction, self.eval_fraction, seen)
-        return packed
-
-    def _write_meta(self, draft: Path, packed: Packed, key: str) -> None:
-        dtype, length = self.encoder.dtype.name, self.sequence_length
-        train, held_out = (
-            PackedBlocks(file.path, dtype, file.tokens // length, length) for file in (packed.train, packed.held_out)
-        )
-        stats = BlockStats(
-            train_tokens=packed.train.tokens,
-            eval_tokens=packed.held_out.tokens,
-            train_bytes=packed.train.bytes,
-            eval_bytes=packed.held_out.bytes,
-            unigram_entropy=unigram_entropy(train.array, held_out.array, self.encoder.vocab_size),
-            vocab_size=self.encoder.vocab_size,
-            sequence_length=length,
-            documents=packed.documents,
-            fingerprint=key,
-        )
-        meta = {"dtype": dtype, "stats": dataclasses.asdict(stats)}
-        (draft / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
-def _open(folder: Path) -> Blocks:
-    meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-    stats = BlockStats(**meta["stats"])
-    train, held_out = (
-        PackedBlocks(folder / name, meta["dtype"], tokens // stats.sequence_length, stats.sequence_length)
-        for name, tokens in ((_TRAIN, stats.train_tokens), (_EVAL, stats.eval_tokens))
-    )
-    return Blocks(train=train, eval=held_out, stats=stats)
+def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, Json]:
+    """Return a folder of the cache and what its meta.json holds; ``write`` fills it and returns that."""
+    folder = root / "blocks" / key[:32]
+    if not is_whole(folder):
+        publish(folder, lambda draft: (draft / _META).write_text(json.dumps(write(draft), indent=1), encoding="utf-8"))
+    return folder, json.loads((folder / _META).read_text(encoding="utf-8"))
 
 
 @dataclass
@@ -178,14 +177,12 @@ class SplitFile:
     ``tokens`` counts the tokens written, ``bytes`` the UTF-8 bytes of the text added.
     """
 
-    path: Path
+    file: BinaryIO
     encoder: TextEncoder
     tokens: int = 0
     bytes: int = 0
-    joiner: TokenJoiner = field(init=False)
 
     def __post_init__(self) -> None:
-        self.file = self.path.open("wb")
         self.joiner = TokenJoiner(self.encoder)
 
     def add(self, segment: Segment) -> None:
@@ -199,13 +196,13 @@ class SplitFile:
         self.file.write(ids.tobytes())
         self.tokens += len(ids)
 
-    def finish(self, sequence_length: int) -> None:
-        """Cut the file to whole blocks and close it; ``tokens`` and, in proportion, ``bytes`` shrink with it."""
-        whole = self.tokens // sequence_length * sequence_length
-        self.file.truncate(whole * self.encoder.dtype.itemsize)
-        self.file.close()
-        self.bytes = round(self.bytes * whole / max(1, self.tokens))
-        self.tokens = whole
+    def finish(self, sequence_length: int) -> int:
+        """Cut the file to whole blocks; ``tokens`` and, in proportion, ``bytes`` shrink with it. Return all tokens."""
+        self.flush()
+        every, self.tokens = self.tokens, self.tokens // sequence_length * sequence_length
+        self.file.truncate(self.tokens * self.encoder.dtype.itemsize)
+        self.bytes = round(self.bytes * self.tokens / max(1, every))
+        return every
 
 
 class Packed(NamedTuple):
@@ -218,7 +215,8 @@ class Packed(NamedTuple):
 
 
 def pack(
-    segments: Iterable[Segment],
+    corpus: SingleCorpus,
+    fraction: float,
     encoder: TextEncoder,
     sequence_length: int,
     folder: Path,
@@ -226,34 +224,31 @@ def pack(
     total_chars: int,
     progress: bool,
 ) -> Packed:
-    """Tokenize segments and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
+    """Tokenize a corpus and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
 
-    The progress bar counts characters. It appears after two seconds, and only on a terminal.
+    ``fraction`` of it is held out. The progress bar counts characters. It appears after two seconds, and only on a
+    terminal.
 
     Raises:
         OSError: the disk is full.
     """
-    train, held_out = SplitFile(folder / _TRAIN, encoder), SplitFile(folder / _EVAL, encoder)
     documents = 0
     quiet = not (progress and has_bars())
-    try:
-        with tqdm(desc="tokenizing", total=total_chars, unit="char", unit_scale=True, delay=2, disable=quiet) as bar:
-            for segment in segments:
-                (held_out if segment.held_out else train).add(segment)
-                documents = segment.document + 1
-                if (chars := train.joiner.chars + held_out.joiner.chars) >= _BATCH_CHARS:
-                    train.flush()
-                    held_out.flush()
-                    bar.update(chars)
-            bar.update(train.joiner.chars + held_out.joiner.chars)
-            train.flush()
-            held_out.flush()
-        all_tokens = train.tokens + held_out.tokens
-        train.finish(sequence_length)
-        held_out.finish(sequence_length)
-    finally:
-        train.file.close()
-        held_out.file.close()
+    with (
+        (folder / _TRAIN).open("wb") as train_file,
+        (folder / _EVAL).open("wb") as eval_file,
+        tqdm(desc="tokenizing", total=total_chars, unit="char", unit_scale=True, delay=2, disable=quiet) as bar,
+    ):
+        train, held_out = SplitFile(train_file, encoder), SplitFile(eval_file, encoder)
+        for segment in split_documents(corpus.documents(), piece_chars(total_chars)):
+            (held_out if is_held_out(segment.piece, fraction) else train).add(segment)
+            documents = segment.document + 1
+            if (chars := train.joiner.chars + held_out.joiner.chars) >= _BATCH_CHARS:
+                train.flush()
+                held_out.flush()
+                bar.update(chars)
+        bar.update(train.joiner.chars + held_out.joiner.chars)
+        all_tokens = train.finish(sequence_length) + held_out.finish(sequence_length)
     return Packed(train, held_out, all_tokens, documents)
 
 
@@ -290,21 +285,16 @@ def whole_blocks(
     """
     corpus, encoder = single_corpus_of(spec, text_field), TextEncoder(tokenizer)
     identity = f"{_WHOLE_FORMAT}|{corpus.fingerprint()}|{encoder.content_hash()}|{sequence_length}"
-    folder = cache_root() / "blocks" / hashlib.sha256(identity.encode()).hexdigest()[:32]
 
-    def write(draft: Path) -> None:
+    def write(draft: Path) -> Json:
         total = count_chars(corpus)
-        segments = split_corpus(corpus, piece_chars(total), 1.0)  # every piece is "held out"
-        packed = pack(segments, encoder, sequence_length, draft, total_chars=total, progress=progress)
+        packed = pack(corpus, 1.0, encoder, sequence_length, draft, total_chars=total, progress=progress)
         if not packed.held_out.tokens:
             raise UserError(
                 f"corpus: {spec!r} has {packed.all_tokens} tokens, too few for a block of sequence_length = "
                 f"{sequence_length}"
             )
-        meta = {"dtype": encoder.dtype.name, "blocks": packed.held_out.tokens // sequence_length}
-        (draft / _META).write_text(json.dumps(meta), encoding="utf-8")
+        return {"dtype": encoder.dtype.name, "blocks": packed.held_out.tokens // sequence_length}
 
-    if not is_whole(folder):
-        publish(folder, write)
-    meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+    folder, meta = _cached(cache_root(), hashlib.sha256(identity.encode()).hexdigest(), write)
     return PackedBlocks(folder / _EVAL, meta["dtype"], meta["blocks"], sequence_length)

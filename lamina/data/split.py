@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lamina.core.values import number, whole_number
 from lamina.data.corpus import SingleCorpus
@@ -20,13 +20,13 @@ _PIECES_AT_LEAST = 20
 class Segment:
     """A stretch of one document's text that lies in one piece.
 
-    ``document`` numbers the corpus' documents from 0. ``start`` counts characters from the beginning of the document.
+    ``document`` and ``piece`` are numbers from 0. ``start`` counts characters from the beginning of the document.
     """
 
     text: str
     document: int
     start: int
-    held_out: bool
+    piece: int
 
     @property
     def begin(self) -> tuple[int, int]:
@@ -53,18 +53,6 @@ def is_held_out(piece: int, eval_fraction: float) -> bool:
     return math.floor((piece + 1) * eval_fraction + 0.5) > math.floor(piece * eval_fraction + 0.5)
 
 
-def split_documents(documents: Iterable[Document], chars: int, eval_fraction: float) -> Iterator[Segment]:
-    """Cut documents into pieces of about ``chars`` characters and mark the held-out ones, in the corpus' order.
-
-    A piece ends at the end of a line if it can. Short documents share a piece and stay whole. The texts of all
-    segments, joined, are the corpus.
-    """
-    splitter = Splitter()
-    for document in documents:
-        for segment, piece in splitter.cut(document, chars):
-            yield replace(segment, held_out=is_held_out(piece, eval_fraction))
-
-
 @dataclass
 class Splitter:
     """Cuts documents into segments, one after the other. Its fields are all the state there is between two documents.
@@ -81,20 +69,23 @@ class Splitter:
     document: int = -1
     position: int = 0
 
-    def cut(self, document: Document, chars: int) -> Iterator[tuple[Segment, int]]:
-        """Yield the segments of the next document, each with the number of its piece."""
+    def cut(self, document: Document, chars: int) -> Iterator[Segment]:
+        """Yield the segments of the next document, in pieces of about ``chars`` characters.
+
+        A piece ends at the end of a line if it can. Short documents share a piece and stay whole.
+        """
         if not document.continues:
             self.document, self.position = self.document + 1, 0
         text, start = document.text, 0
         while start < len(text):
-            end, piece = _cut(text, start, chars - self.filled, chars), self.piece
-            segment = Segment(text=text[start:end], document=self.document, start=self.position, held_out=False)
+            end = _cut(text, start, chars - self.filled, chars)
+            segment = Segment(text=text[start:end], document=self.document, start=self.position, piece=self.piece)
             self.position += end - start
             self.filled += end - start
             if end < len(text) or 2 * self.filled >= chars:
                 self.piece, self.filled = self.piece + 1, 0
             start = end
-            yield segment, piece
+            yield segment
 
 
 def _cut(text: str, start: int, room: int, chars: int) -> int:
@@ -104,18 +95,15 @@ def _cut(text: str, start: int, room: int, chars: int) -> int:
         return len(text)
     # at least half a piece: otherwise a long line after a short one makes pieces of very different lengths
     earliest = start + max(0, room - chars // 2)
-    if (cut := text.rfind("\n", earliest, full) + 1) > start:
-        return cut
-    if (cut := text.find("\n", full, full + chars) + 1) > start:
-        return cut
-    if (cut := text.rfind(" ", earliest, full) + 1) > start:
-        return cut
-    return full
+    ends = (text.rfind("\n", earliest, full), text.find("\n", full, full + chars), text.rfind(" ", earliest, full))
+    return next((end + 1 for end in ends if end >= start), full)
 
 
-def split_corpus(corpus: SingleCorpus, chars: int, eval_fraction: float) -> Iterator[Segment]:
-    """Yield the segments of a corpus. See :func:`split_documents`."""
-    return split_documents(corpus.documents(), chars, eval_fraction)
+def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
+    """Yield the segments of a corpus' documents in its order. Their texts, joined, are the corpus."""
+    splitter = Splitter()
+    for document in documents:
+        yield from splitter.cut(document, chars)
 
 
 def count_chars(corpus: SingleCorpus) -> int:

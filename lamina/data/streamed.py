@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from lamina.data.blocks import (
 )
 from lamina.data.corpus import EMBEDDED, Corpus, Shard, Shards, SingleCorpus
 from lamina.data.encoding import TextEncoder, TokenJoiner
-from lamina.data.split import Segment, Splitter, check_split, is_held_out, piece_chars
+from lamina.data.split import Segment, Splitter, check_split, is_held_out, piece_chars, split_documents
 from lamina.data.tokenizers import BYTES, EVAL_FRACTION, is_trained, load_tokenizer
 from lamina.errors import UserError
 
@@ -91,48 +91,23 @@ def stream_blocks(
         )
     text = Corpus.parse(corpus, text_field)
     tokenizer = load_tokenizer(tokenizer_spec)
-    streaming = _Streaming(
-        encoder=TextEncoder(tokenizer),
-        sequence_length=sequence_length,
-        eval_fraction=eval_fraction,
-        eval_blocks=max(eval_blocks or _EVAL_BLOCKS, _FEWEST),
-        buffer=buffer,
-    )
-    orders = [None if buffer == 1 else (seed, number) for number in range(len(text.parts))]
-    blocks = [streaming.blocks(part.corpus, order) for part, order in zip(text.parts, orders, strict=True)]
-    return mix(text.parts, blocks), tokenizer
+    encoder = TextEncoder(tokenizer)
+    known_as = f"{encoder.content_hash()}|{sequence_length}|{eval_fraction!r}"
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Streaming:
-    """The settings with which a corpus becomes a stream of blocks."""
-
-    encoder: TextEncoder
-    sequence_length: int
-    eval_fraction: float
-    eval_blocks: int
-    buffer: int
-
-    def blocks(self, corpus: SingleCorpus, seed: tuple[int, int] | None) -> Blocks:
-        """Return the stream of a corpus' blocks, shuffled by ``seed``, and its held-out blocks."""
-        encoder, length = self.encoder, self.sequence_length
-        shards = corpus.shards()
-        apart = hold_out(
-            corpus.spec, shards, encoder, length, blocks=self.eval_blocks, eval_fraction=self.eval_fraction
-        )
-        held_out, known = apart.held_out.blocks(length), apart.known.blocks(length)
-        stream = TokenStream(
-            corpus=corpus.spec,
+    def stream(part: SingleCorpus, order: tuple[int, int] | None) -> Blocks:
+        shards, blocks = part.shards(), max(eval_blocks or _EVAL_BLOCKS, _FEWEST)
+        apart = hold_out(part.spec, shards, encoder, sequence_length, blocks=blocks, eval_fraction=eval_fraction)
+        held_out, known = apart.held_out.blocks(sequence_length), apart.known.blocks(sequence_length)
+        tokens = TokenStream(
+            corpus=part.spec,
             shards=shards.shards,
             encoder=encoder,
-            sequence_length=length,
+            sequence_length=sequence_length,
             chars=apart.chars,
             held_out=apart.limits,
             eval_fraction=apart.fraction,
-            seed=seed,
+            seed=order,
         )
-        identity = f"{_FORMAT}|{shards.fingerprint}|{encoder.content_hash()}"
-        identity = f"{identity}|{length}|{self.eval_fraction!r}|{self.eval_blocks}"
         stats = BlockStats(
             train_tokens=0,
             eval_tokens=held_out.size,
@@ -140,12 +115,17 @@ class _Streaming:
             eval_bytes=round(apart.held_out.bytes * held_out.size / apart.held_out.tokens),
             unigram_entropy=unigram_entropy(known, held_out, encoder.vocab_size),
             vocab_size=encoder.vocab_size,
-            sequence_length=length,
+            sequence_length=sequence_length,
             documents=0,
-            fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+            fingerprint=hashlib.sha256(f"{_FORMAT}|{shards.fingerprint}|{known_as}|{blocks}".encode()).hexdigest(),
         )
-        train = StreamedBlocks(stream, buffer=self.buffer, seed=seed or (0, 0), known=known)
+        train = StreamedBlocks(tokens, buffer=buffer, seed=order or (0, 0), known=known)
         return Blocks(train=train, eval=ArrayBlocks(held_out), stats=stats)
+
+    orders = (None if buffer == 1 else (seed, number) for number in range(len(text.parts)))
+    return mix(
+        text.parts, [stream(part.corpus, order) for part, order in zip(text.parts, orders, strict=True)]
+    ), tokenizer
 
 
 @dataclass
@@ -215,10 +195,10 @@ def hold_out(
     while True:
         division = Division(chars, fraction, Excerpt(encoder), Excerpt(encoder))
         held_out, known = division.held_out, division.known
-        for shard, segment, piece in _pieces(shards, division, blocks, sequence_length):
-            if is_held_out(shard + piece, fraction):
+        for shard, segment in _pieces(shards, division, blocks, sequence_length):
+            if is_held_out(shard + segment.piece, fraction):
                 held_out.add(shard, segment)
-                division.limits[shard] = piece + 1
+                division.limits[shard] = segment.piece + 1
             elif known.tokens < max(2 * held_out.tokens, sequence_length + 1):
                 known.add(shard, segment)
         if len(held_out.blocks(sequence_length)) and len(known.blocks(sequence_length)):
@@ -233,25 +213,18 @@ def hold_out(
         fraction = min(0.5, 2 * fraction)
 
 
-def _pieces(
-    shards: Shards, division: Division, blocks: int, sequence_length: int
-) -> Iterator[tuple[int, Segment, int]]:
-    """Shard, segment and piece number, until enough is held out: about as much from each of up to 64 shards."""
+def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: int) -> Iterator[tuple[int, Segment]]:
+    """Yield segments with their shards, until enough is held out: about as much from each of up to 64 shards."""
     count = len(shards.shards)
     per_shard = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
     for shard in np.random.default_rng(0).permutation(count).tolist():
         before = division.held_out.tokens
         if before > blocks * sequence_length:
             return
-        splitter = Splitter()
-        for document, _ in shards.shards[shard].read():
-            for segment, piece in splitter.cut(document, division.chars):
-                if division.held_out.tokens - before > per_shard and piece >= division.limits[shard]:
-                    break
-                yield shard, segment, piece
-            else:
-                continue
-            break
+        for segment in split_documents((document for document, _ in shards.shards[shard].read()), division.chars):
+            if division.held_out.tokens - before > per_shard and segment.piece >= division.limits[shard]:
+                break
+            yield shard, segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,14 +250,6 @@ class Place:
     last: Sequence[int] | None = None
     carry: Sequence[int] = ()
     skip: int = 0
-
-
-class _Document(TypedDict):
-    """The fields of a Place inside a shard."""
-
-    position: object
-    split: Sequence[int]
-    segments: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,11 +307,13 @@ class TokenStream:
                 order = np.random.default_rng([*self.seed, turn]).permutation(len(self.shards)).tolist()
             empty = not (first > 0 or place.position is not None or place.segments > 0)
             for index in range(first, len(order)):
-                for document, segment in self._segments(order[index], place if index == first else Place()):
+                for where, segment in self._segments(order[index], place if index == first else Place()):
                     joiner.add(segment)
                     empty = False
                     if joiner.chars >= _BATCH_CHARS:
-                        yield Place(turn=turn, shard=index, last=joiner.last, **document), joiner.encode()
+                        position, split, segments = where
+                        after = Place(turn=turn, shard=index, position=position, split=split, segments=segments)
+                        yield dataclasses.replace(after, last=joiner.last), joiner.encode()
                 joiner.jump()
             if empty:
                 raise UserError(f"corpus: {self.corpus!r} holds no text to train on (allowed: a corpus with some)")
@@ -354,15 +321,18 @@ class TokenStream:
             if joiner.chars:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()
 
-    def _segments(self, number: int, place: Place) -> Iterator[tuple[_Document, Segment]]:
-        """Yield the segments of a shard from a place on, without held-out ones, each with the place after it."""
+    def _segments(self, number: int, place: Place) -> Iterator[tuple[tuple[object, Sequence[int], int], Segment]]:
+        """Yield the segments of a shard from a place on, without held-out ones.
+
+        Before each comes the place after it: the ``position``, ``split`` and ``segments`` of a Place.
+        """
         position, split, passed = place.position, tuple(place.split), place.segments
         limit, splitter = self.held_out.get(number, 0), Splitter(*split)
         for document, after in self.shards[number].read(position):
-            for count, (segment, piece) in enumerate(splitter.cut(document, self.chars), start=1):
-                if count <= passed or (piece < limit and is_held_out(number + piece, self.eval_fraction)):
-                    continue
-                yield {"position": position, "split": split, "segments": count}, segment
+            for count, segment in enumerate(splitter.cut(document, self.chars), start=1):
+                apart = segment.piece < limit and is_held_out(number + segment.piece, self.eval_fraction)
+                if count > passed and not apart:
+                    yield (position, split, count), segment
             position, split, passed = after, dataclasses.astuple(splitter), 0
 
 

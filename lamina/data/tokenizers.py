@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from lamina.core.hub_access import local_when_unreachable
 from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import Corpus, EmbeddedCorpus
-from lamina.data.split import count_chars, piece_chars, split_corpus
+from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 from lamina.errors import UserError, nearest, one_line
 
 if TYPE_CHECKING:
@@ -92,10 +92,9 @@ def _bpe_size(spec: str) -> int:
 
 def _byte_tokenizer() -> Tokenizer:
     from tokenizers import AddedToken, Tokenizer, models
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    from lamina.data.encoding import byte_alphabet
-
-    vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
+    vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
     tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, END_OF_TEXT: 256}, merges=[]))
     _work_on_bytes(tokenizer, split_words=False)
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
@@ -154,8 +153,8 @@ def _train_bpe(size: int, corpus: Corpus, eval_fraction: float) -> Tokenizer:
 def _train_texts(corpus: Corpus, eval_fraction: float) -> Iterator[str]:
     for part in corpus.parts:  # each of them whole, whatever its share in a mix
         chars = piece_chars(count_chars(part.corpus))
-        for segment in split_corpus(part.corpus, chars, eval_fraction):
-            if not segment.held_out:
+        for segment in split_documents(part.corpus.documents(), chars):
+            if not is_held_out(segment.piece, eval_fraction):
                 yield segment.text
 
 

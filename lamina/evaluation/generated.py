@@ -15,7 +15,7 @@ import yaml
 
 from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import EmbeddedCorpus
-from lamina.data.split import count_chars, piece_chars, split_corpus
+from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 from lamina.data.tokenizers import EVAL_FRACTION
 
 # Each book's title, and how its first paragraph begins.
@@ -52,10 +52,10 @@ def passages(*, held_out: bool) -> Passages:
     corpus = EmbeddedCorpus()
     chars = piece_chars(count_chars(corpus))
     book, books = "", {title: list[str]() for title in BOOKS}
-    for segment in split_corpus(corpus, chars, EVAL_FRACTION):
+    for segment in split_documents(corpus.documents(), chars):
         for line in segment.text.splitlines():
             book = next((title for title, opening in BOOKS.items() if line.startswith(opening)), book)
-            if segment.held_out == held_out and book:
+            if is_held_out(segment.piece, EVAL_FRACTION) == held_out and book:
                 books[book] += _sentences(line)
     texts = tuple(dict.fromkeys(text for listed in books.values() for text in listed))
     return Passages(books=books, sentences=texts, words=tuple(word for text in texts for word in words_of(text)))

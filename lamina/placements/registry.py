@@ -19,7 +19,6 @@ from lamina.errors import UserError
 from lamina.placements.plan import HeadNorm, NormKind, Plan
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One keyword of a placement: its type (a class, a Literal or a union of them), its default and what it does."""

@@ -80,7 +80,7 @@ def _rows(name: str, source: str) -> Iterator[tuple[int, object]]:
             yield from enumerate(generated_rows(name, source), start=1)
         elif hub_datasets.is_hub(source):
             data = hub_datasets.load(hub_datasets.parse(source))
-            yield from enumerate((dict(row) for row in data.dataset), start=1)
+            yield from enumerate((dict(row) for row in data), start=1)
         else:
             yield from _file_rows(name, source, home(name, source))
     except NotTextError as error:

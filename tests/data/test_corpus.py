@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from lamina.data.corpus import EMBEDDED, Corpus, EmbeddedCorpus, FileCorpus, HubCorpus, Mix
-from lamina.data.sources.file_documents import read_parts
+from lamina.data.sources.file_documents import read_file
 from lamina.errors import UserError
 
 TEXT = "Ein Wal, naïve café 🐋.\r\nThe second line.\n"
@@ -115,8 +115,7 @@ def test_a_folder_is_walked_in_order_whatever_the_suffixes_and_without_hidden_or
         (folder / name).write_bytes(content)
     with caplog.at_level(logging.WARNING):
         documents = list(Corpus.parse(str(folder)).documents())
-    names = ["Makefile", "a/z.c", "a.md", "b/main.py", "rows.jsonl.gz:1"]
-    assert [document.name for document in documents] == names
+    assert [document.text for document in documents] == ["all:\n", "int z;\n", "# a\n", "print('b')\n", "row"]
     assert "3 files skipped" in caplog.text
     assert "logo.png" in caplog.text
 
@@ -124,10 +123,12 @@ def test_a_folder_is_walked_in_order_whatever_the_suffixes_and_without_hidden_or
 def test_a_large_file_comes_in_parts_that_end_at_line_ends_and_join_to_the_whole(tmp_path):
     path = tmp_path / "large.txt"
     path.write_text("".join(f"line {number}\n" for number in range(500)))
-    parts = list(read_parts(path, part_chars=100))
-    assert len(parts) > 10
-    assert all(part.endswith("\n") for part in parts)
-    assert "".join(parts) == path.read_text()
+    first, *others = (document for document, _ in read_file(path, "text", part_chars=100))
+    assert len(others) > 10
+    assert all(part.text.endswith("\n") for part in (first, *others))
+    assert "".join(part.text for part in (first, *others)) == path.read_text()
+    assert not first.continues
+    assert all(part.continues for part in others)
 
 
 def test_a_missing_corpus_is_refused_at_once_with_the_nearest_name_and_what_is_allowed(tmp_path):
@@ -289,7 +290,7 @@ def test_links_to_files_are_read_and_links_to_folders_are_named(tmp_path, caplog
     (tmp_path / "mine" / "folder").symlink_to("../other")
     (tmp_path / "mine" / "circle").symlink_to(".")
     corpus = Corpus.parse(str(tmp_path / "mine"))
-    assert [document.name for document in corpus.documents()] == ["a.txt", "file"]
+    assert [document.text for document in corpus.documents()] == ["mine/a.txt", "other/b.txt"]
     corpus.shards()
     assert caplog.text.count("links to folders are not followed (circle, folder)") == 1
 

@@ -9,7 +9,7 @@ ENCODER = TextEncoder(load_tokenizer("bytes"))
 
 
 def segment(text, document, start):
-    return Segment(text=text, document=document, start=start, held_out=False)
+    return Segment(text=text, document=document, start=start, piece=0)
 
 
 def joined(joiner, *segments):

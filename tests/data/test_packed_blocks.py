@@ -255,15 +255,13 @@ def test_a_full_disk_leaves_nothing_behind_and_comes_as_it_is(corpus, own_cache,
 
 def test_losing_a_race_takes_what_the_winner_made(corpus, own_cache, tmp_path, monkeypatch):
     winner, _ = packed(corpus, cache_dir=tmp_path / "winner")
-    from lamina.data.packed import _Packing
+    seal = cache.seal
 
-    write_meta = _Packing._write_meta
-
-    def slower(packing, draft, *arguments):
-        write_meta(packing, draft, *arguments)
+    def slower(draft):
+        seal(draft)
         shutil.copytree(winner.train.path.parent, own_cache / "blocks" / winner.train.path.parent.name)
 
-    monkeypatch.setattr(_Packing, "_write_meta", slower)
+    monkeypatch.setattr(cache, "seal", slower)
     blocks, _ = packed(corpus)
     assert blocks.stats == winner.stats
     assert [path.name for path in (own_cache / "blocks").iterdir()] == [winner.train.path.parent.name]

@@ -10,10 +10,13 @@ from lamina.data.split import is_held_out, piece_chars, split_documents
 FEW_CHARACTERS = st.text(alphabet="ab \n🐋", max_size=400)
 
 
-@given(st.lists(FEW_CHARACTERS, max_size=8), st.integers(1, 120), st.floats(0.001, 0.5))
-def test_the_segments_joined_together_are_the_corpus(texts, chars, fraction):
-    documents = [Document(name="d", text=text) for text in texts]
-    segments = list(split_documents(documents, chars, fraction))
+def segments_of(*texts, chars):
+    return list(split_documents(map(Document, texts), chars))
+
+
+@given(st.lists(FEW_CHARACTERS, max_size=8), st.integers(1, 120))
+def test_the_segments_joined_together_are_the_corpus(texts, chars):
+    segments = segments_of(*texts, chars=chars)
     for number, text in enumerate(texts):
         own = [segment for segment in segments if segment.document == number]
         assert "".join(segment.text for segment in own) == text
@@ -22,26 +25,23 @@ def test_the_segments_joined_together_are_the_corpus(texts, chars, fraction):
 
 @given(FEW_CHARACTERS, st.integers(1, 120))
 def test_no_segment_is_longer_than_two_pieces(text, chars):
-    segments = split_documents([Document(name="d", text=text)], chars, 0.1)
-    assert all(len(segment.text) <= 2 * chars for segment in segments)
+    assert all(len(segment.text) <= 2 * chars for segment in segments_of(text, chars=chars))
 
 
 def test_pieces_end_at_line_ends_where_there_are_any():
     text = "".join(f"line {number}\n" for number in range(200))
-    segments = list(split_documents([Document(name="d", text=text)], 50, 0.1))
-    assert all(segment.text.endswith("\n") for segment in segments)
+    assert all(segment.text.endswith("\n") for segment in segments_of(text, chars=50))
 
 
-def test_short_documents_stay_whole():
-    documents = [Document(name=str(number), text=f"document {number}\n" * 2) for number in range(50)]
-    segments = list(split_documents(documents, 120, 0.2))
-    assert [segment.text for segment in segments] == [document.text for document in documents]
-    assert any(segment.held_out for segment in segments)
+def test_short_documents_stay_whole_and_share_pieces():
+    texts = [f"document {number}\n" * 2 for number in range(50)]
+    segments = segments_of(*texts, chars=120)
+    assert [segment.text for segment in segments] == texts
+    assert 5 < segments[-1].piece < 20
 
 
 def test_the_parts_of_a_large_file_are_one_document():
-    parts = [Document(name="d", text="abc\n"), Document(name="d", text="def\n", continues=True)]
-    first, second = split_documents(parts, 100, 0.1)
+    first, second = split_documents([Document("abc\n"), Document("def\n", continues=True)], 100)
     assert second.begin == first.end
 
 

@@ -233,7 +233,7 @@ class Endless:
             number += 1
             self.read_so_far += 1
             self.threads.add(threading.current_thread().name)
-            yield Document(name=str(number), text=f"{number % 10} " * 20), number
+            yield Document(f"{number % 10} " * 20), number
 
 
 def blocks_of(shard, buffer=1):

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from lamina.data.corpus import Corpus
 from lamina.data.encoding import TextEncoder, ids_are_bytes
-from lamina.data.split import count_chars, piece_chars, split_corpus
+from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 from lamina.data.tokenizers import load_tokenizer, validate_spec
 from lamina.errors import UserError
 
@@ -106,7 +106,8 @@ def test_a_bpe_does_not_learn_from_the_held_out_text(tmp_path):
     path.write_text("".join(lines))
     corpus = Corpus.parse(str(path))
     chars = piece_chars(count_chars(corpus))
-    held_out = {line for s in split_corpus(corpus, chars, 0.05) if s.held_out for line in s.text.split("\n")}
+    apart = (s.text for s in split_documents(corpus.documents(), chars) if is_held_out(s.piece, 0.05))
+    held_out = {line for text in apart for line in text.split("\n")}
     path.write_text("".join(line.replace("some", "zqxj") if line.strip() in held_out else line for line in lines))
     assert "zqxj" in next(corpus.documents()).text
     vocabulary = load_tokenizer("bpe:400", corpus=corpus).get_vocab()

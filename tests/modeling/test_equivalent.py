@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.modeling.backbones.conversion_job import EQUIVALENTS, equivalent, in_pairs
+from lamina.modeling.backbones.conversion import EQUIVALENTS, in_pairs, to_transformers
 from lamina.placements import Norm, names, resolve
 
 SIZES = {**OF_TEXT, "num_hidden_layers": 4}
@@ -65,7 +65,7 @@ def difference(one, other):
 def test_the_architecture_that_computes_a_placement_is_found_and_loads(case, tmp_path):
     placement, config, options = CASES[case]
     model = built(placement, config=config, **options)
-    same = equivalent(model)
+    same = to_transformers(model)
     assert same.config.model_type == ON_A_LLAMA.get(case, case if case in EQUIVALENTS else same.config.model_type)
     assert difference(same, model) < TOLERANCE
     same.save_pretrained(tmp_path)
@@ -77,7 +77,7 @@ def test_the_architecture_that_computes_a_placement_is_found_and_loads(case, tmp
 @pytest.mark.parametrize("placement", sorted(set(names()) - set(ON_A_LLAMA)))
 def test_a_placement_that_no_architecture_has_is_refused_in_one_line(placement):
     with pytest.raises(UserError, match="no architecture computes the placement") as refusal:
-        equivalent(built(placement, 4))
+        to_transformers(built(placement, 4))
     assert "\n" not in str(refusal.value)
 
 
@@ -96,7 +96,7 @@ def test_a_placement_that_no_architecture_has_is_refused_in_one_line(placement):
 )
 def test_so_is_another_equation_under_the_name_of_pre_ln(config, options, message):
     with pytest.raises(UserError, match=message):
-        equivalent(lamina.build(config, "pre_ln", **options))
+        to_transformers(lamina.build(config, "pre_ln", **options))
 
 
 def test_pairs_are_what_the_other_rotary_embedding_turns():
@@ -116,10 +116,3 @@ def test_the_command_writes_the_architecture_that_computes_it(placement, model_t
     again = AutoModelForCausalLM.from_pretrained(out)
     assert again.config.model_type == model_type
     assert difference(again, model) < TOLERANCE
-
-
-def test_a_placement_without_an_architecture_leaves_no_folder(tmp_path, capsys):
-    built("keel").save_pretrained(tmp_path / "keel")
-    assert main(["convert", str(tmp_path / "keel"), str(tmp_path / "out"), "--to", "transformers"]) == 2
-    assert "no architecture computes the placement 'keel'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

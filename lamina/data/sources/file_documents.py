@@ -11,14 +11,15 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TextIO, cast
+from typing import IO, TextIO, TypeVar, cast
 
 from lamina.errors import UserError, nearest, unknown
 
+P = TypeVar("P")
 PART_CHARS = 16 * 1024 * 1024
 """Files longer than this many characters are read in parts to bound memory."""
 
@@ -58,9 +59,8 @@ def compression(path: Path) -> str | None:
     """
     with path.open("rb") as file:
         head = file.read(8)
-    for kind, magic in _MAGIC.items():
-        if head.startswith(magic):
-            return kind
+    if kind := next((kind for kind, magic in _MAGIC.items() if head.startswith(magic)), None):
+        return kind
     promised = _SUFFIXES.get(path.suffix.lower())
     if promised and head:
         raise NotTextError(f"ends in {path.suffix} but is not {promised}")
@@ -72,10 +72,8 @@ def _decompressed(file: IO[bytes], kind: str | None) -> IO[bytes]:
         return cast("IO[bytes]", gzip.GzipFile(fileobj=file))
     if kind == "xz":
         return lzma.LZMAFile(file)
-    return _zstd_reader(file) if kind == "zstandard" else file
-
-
-def _zstd_reader(file: IO[bytes]) -> IO[bytes]:
+    if kind is None:
+        return file
     try:
         import zstandard
     except ImportError:
@@ -115,7 +113,11 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
                 raise NotTextError("is binary or not UTF-8 (it looks like UTF-16)")
             if b"\x00" in head:
                 raise NotTextError("is binary or not UTF-8")
-            _skip(buffered, start + len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8), seekable=kind is None)
+            start += len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8)
+            if kind is None:
+                buffered.seek(start)
+            while kind is not None and start > 0 and (passed := buffered.read(min(start, 1 << 20))):
+                start -= len(passed)
             # newline="\n": neither a lone \r nor \r\n is rewritten, so that bytes are counted as in the file
             with io.TextIOWrapper(buffered, encoding="utf-8", newline="\n") as text:
                 yield text
@@ -134,25 +136,6 @@ def encodable_text(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _skip(file: IO[bytes], count: int, *, seekable: bool) -> None:
-    if seekable:
-        file.seek(count)
-        return
-    while count > 0 and (passed := file.read(min(count, 1 << 20))):
-        count -= len(passed)
-
-
-def read_parts(path: Path, part_chars: int = PART_CHARS, start: int = 0) -> Iterator[str]:
-    """Yield the text of a file in parts of about ``part_chars`` characters, each ending with a line if its end is near.
-
-    ``start`` and errors: see :func:`open_text`.
-    """
-    with open_text(path, start) as text:
-        while part := text.read(part_chars):
-            # the search for the end of the line is bounded: a file may be one line of gigabytes
-            yield part if part.endswith("\n") else part + text.readline(part_chars)
 
 
 def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
@@ -208,22 +191,20 @@ def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[Fil
     return digest.hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Document:
     """A self-contained text: a file, or a row of a .jsonl file, a .parquet file or a data set.
 
     A long file (more than 16 million characters; one million when streamed) comes as several Documents, of which all
-    but the first have ``continues``.
+    but the first have ``continues``. White space alone counts only there.
     """
 
-    name: str
     text: str
     continues: bool = False
 
 
 def read_file(
     path: Path,
-    name: str,
     text_field: str,
     start: Position = (0, 0),
     *,
@@ -234,7 +215,6 @@ def read_file(
 
     Args:
         path: of the file; its suffix says whether it holds rows.
-        name: of the file in the corpus.
         text_field: the field of a row that holds its text.
         start: where to begin.
         part_chars: plain text comes in parts of about this many characters.
@@ -246,43 +226,34 @@ def read_file(
     """
     suffix = inner_suffix(path)
     if suffix in (".jsonl", ".ndjson"):
-        return _rows(path, name, text_field, start)
+        return _rows(path, text_field, start)
     if suffix == ".parquet":
-        return _table(path, name, text_field, start)
-    return _parts(path, name, start, part_chars, lambda part: on_rows() if _begins_with_row(part, text_field) else None)
+        return _table(path, text_field, start)
+    return _parts(path, text_field, start, part_chars, on_rows)
 
 
-def rows_as_text(corpus: str, text_field: str) -> str:
-    """Return the warning where JSON rows are read as plain text."""
-    return (
-        f"{corpus}: JSON rows with the field {text_field!r} are read as plain text, braces and all, where the file's "
-        "name does not say so (rows: one per line in a .jsonl, or .parquet)"
-    )
-
-
-def has_text(document: Document) -> bool:
-    """Return whether a document counts: one of white space alone does not, unless it continues another."""
-    return bool(document.text) and (document.continues or not document.text.isspace())
-
-
-def encodable(document: Document) -> Document:
-    """Replace half surrogate pairs in a document; see :func:`encodable_text`."""
-    text = encodable_text(document.text)
-    if text is document.text:
-        return document
-    return Document(name=document.name, text=text, continues=document.continues)
+def with_text(documents: Iterable[tuple[Document, P]]) -> Iterator[tuple[Document, P]]:
+    """Leave out the documents of white space alone, and replace half surrogate pairs (see :func:`encodable_text`)."""
+    for document, position in documents:
+        if document.text and (document.continues or not document.text.isspace()):
+            text = encodable_text(document.text)
+            yield (document if text is document.text else replace(document, text=text)), position
 
 
 def _parts(
-    path: Path, name: str, start: Position, part_chars: int, first: Callable[[str], None]
+    path: Path, text_field: str, start: Position, part_chars: int, on_rows: Callable[[], None]
 ) -> Iterator[tuple[Document, Position]]:
+    """Yield parts of about ``part_chars`` characters, each ending with a line if its end is near."""
     offset, number = start
-    for part in read_parts(path, part_chars, offset):
-        if number == 0:
-            first(part)
-        offset += len(part.encode())
-        yield Document(name=name, text=part, continues=number > 0), (offset, number + 1)
-        number += 1
+    with open_text(path, offset) as text:
+        while part := text.read(part_chars):
+            # the search for the end of the line is bounded: a file may be one line of gigabytes
+            part = part if part.endswith("\n") else part + text.readline(part_chars)
+            if number == 0 and _begins_with_row(part, text_field):
+                on_rows()
+            offset += len(part.encode())
+            yield Document(part, continues=number > 0), (offset, number + 1)
+            number += 1
 
 
 def _begins_with_row(text: str, text_field: str) -> bool:
@@ -297,7 +268,7 @@ def _begins_with_row(text: str, text_field: str) -> bool:
     return isinstance(row.get(text_field), str)
 
 
-def _rows(path: Path, name: str, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
+def _rows(path: Path, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
     offset, before = start
     with open_text(path, start=offset) as lines:
         for number, line in enumerate(lines, start=before + 1):
@@ -317,10 +288,10 @@ def _rows(path: Path, name: str, text_field: str, start: Position) -> Iterator[t
             text = row[text_field]
             if not isinstance(text, str):
                 raise UserError(f"{where}: the field {text_field!r} must be a string, not {_kind(text)}")
-            yield Document(name=f"{name}:{number}", text=text), (offset, number)
+            yield Document(text), (offset, number)
 
 
-def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
+def _table(path: Path, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
     """Yield the rows of a .parquet file, one row group at a time at most; null is an empty text."""
     import pyarrow
     from pyarrow import parquet
@@ -349,7 +320,7 @@ def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[
                 skip -= min(skip, len(batch))
                 for text in texts:
                     row += 1
-                    yield Document(name=f"{name}:{row}", text=text or ""), (row, row)
+                    yield Document(text or ""), (row, row)
     except pyarrow.ArrowInvalid as error:
         raise NotTextError(f"is no parquet file that can be read ({' '.join(str(error).split())[:200]})") from None
     except PermissionError as error:

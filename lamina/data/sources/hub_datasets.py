@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -31,31 +31,6 @@ class HubSource:
     folder: Path | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubData:
-    """One split of a loaded data set."""
-
-    spec: str
-    dataset: Dataset
-
-    @property
-    def fingerprint(self) -> str:
-        """The library's own hash of the data set's origin."""
-        return self.dataset._fingerprint
-
-    def texts(self, text_field: str) -> Iterator[str]:
-        """Yield the texts of a column, row by row; null is an empty text.
-
-        Raises:
-            UserError: the column does not exist or holds something other than text.
-        """
-        if text_field not in self.dataset.column_names:
-            raise unknown(f"text_field of the corpus {self.spec!r}:", text_field, self.dataset.column_names)
-        for batch in self.dataset.select_columns([text_field]).iter(batch_size=1000):
-            for text in dict(batch)[text_field]:
-                yield _text(self.spec, text_field, text)
-
-
 def is_hub(corpus: str) -> bool:
     """Return whether a corpus is a data set for the datasets library."""
     return corpus.startswith(PREFIX)
@@ -81,13 +56,13 @@ def parse(corpus: str) -> HubSource:
     )
 
 
-def load(source: HubSource) -> HubData:
+def load(source: HubSource) -> Dataset:
     """Load one split: the requested one, else ``train``, else the only one.
 
     Raises:
         UserError: datasets is not installed, the hub is unreachable, or the data set or split does not exist.
     """
-    return HubData(spec=source.spec, dataset=cast("Dataset", _one_split(source, _loaded(source))))
+    return cast("Dataset", _one_split(source, _loaded(source)))
 
 
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
@@ -112,7 +87,7 @@ def stream(source: HubSource) -> tuple[IterableDataset, str]:
     """
     if source.folder is not None and _was_saved_to_disk(source.folder):
         saved = load(source)
-        return saved.dataset.to_iterable_dataset(), saved.fingerprint
+        return saved.to_iterable_dataset(), saved._fingerprint
     streamed = cast("IterableDataset", _one_split(source, _loaded(source, streaming=True)))
     import datasets
 
@@ -120,22 +95,19 @@ def stream(source: HubSource) -> tuple[IterableDataset, str]:
     return streamed, datasets.load_dataset_builder(name, source.config).hash or ""
 
 
-def streamed_texts(spec: str, dataset: IterableDataset, text_field: str) -> Iterator[str]:
-    """Yield the texts of a streamed data set's column, row by row; null is an empty text.
+def texts(spec: str, rows: Iterable[Mapping[str, object]], text_field: str) -> Iterator[str]:
+    """Yield the texts of a data set's column, row by row; null is an empty text.
 
     Raises:
         UserError: the column does not exist or holds something other than text.
     """
-    for row in dataset:
+    for row in rows:
         if text_field not in row:
             raise unknown(f"text_field of the corpus {spec!r}:", text_field, row)
-        yield _text(spec, text_field, row[text_field])
-
-
-def _text(spec: str, text_field: str, text: object) -> str:
-    if text is not None and not isinstance(text, str):
-        raise UserError(f"corpus: {spec!r}: the column {text_field!r} must hold strings, not {type(text).__name__}")
-    return text or ""
+        text = row[text_field]
+        if text is not None and not isinstance(text, str):
+            raise UserError(f"corpus: {spec!r}: the column {text_field!r} must hold strings, not {type(text).__name__}")
+        yield text or ""
 
 
 def _loaded(source: HubSource, *, streaming: bool = False) -> Loaded:

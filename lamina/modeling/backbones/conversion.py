@@ -1,7 +1,6 @@
 """Conversion of transformers' checkpoints to Lamina's and back, for the architectures whose placement is known.
 
-Conversion renames tensors. Nothing is trained, guessed or dropped: every tensor is used exactly once, or a UserError
-names it.
+Nothing is trained, guessed or dropped: every tensor is used exactly once, or a UserError names it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import copy
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -30,13 +29,65 @@ from lamina.core.architectures import Conversion, conversions
 from lamina.errors import UserError, unknown
 from lamina.modeling.backbones import loading
 from lamina.modeling.backbones.loading import load_weights, refuse_tensors, stored_shapes
+from lamina.modeling.backbones.presets import head_dim_of
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
-from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM
+from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM, LaminaNorm, LogitsStyle, Residual
 from lamina.placements import Norm, Plan, Sublayer, resolve
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(\w+)\.(.+)")
 _MODULES = {"self_attn": "attention.module", "mlp": "feed_forward.module"}
+# Backbones with the attention of Llama, but for biases and norms on queries and keys, and its feed-forward.
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equivalent:
+    """A model type of transformers that computes a placement.
+
+    Args:
+        placement: its placement, as ``lamina.placements.resolve`` reads it.
+        norms: the position in Lamina's block of each of a layer's norms, by transformers' name.
+        qk_norm: its norms on queries and keys: "off", "head" or "full" (the full width).
+        bias: whether queries, keys and values have biases.
+        pairs: whether its rotary embedding turns neighboring channels, not those half a head apart.
+        gate_and_up: whether one projection computes the gate and the feed-forward's input.
+        gain_offset: the number to subtract from a gain before it is stored, see ``Conversion``.
+        fields: of its configuration, beyond the sizes.
+    """
+
+    placement: str
+    norms: Mapping[str, str]
+    qk_norm: str = "off"
+    bias: bool = False
+    pairs: bool = False
+    gate_and_up: bool = False
+    gain_offset: float = 0.0
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+_PRE = conversions()["llama"].norms
+_OUT = conversions()["olmo2"].norms
+_AROUND = {
+    "input_layernorm": "attention.pre_norm",
+    "post_self_attn_layernorm": "attention.out_norm",
+    "post_attention_layernorm": "feed_forward.pre_norm",
+    "post_mlp_layernorm": "feed_forward.out_norm",
+}
+# With the attention and feed-forward of a Llama.
+EQUIVALENTS: dict[str, Equivalent] = {
+    "llama": Equivalent(placement="pre_ln", norms=_PRE),
+    "qwen2": Equivalent(placement="pre_ln", norms=_PRE, bias=True),
+    "qwen3": Equivalent(placement="pre_ln", norms=_PRE, qk_norm="head"),
+    "olmo2": Equivalent(placement="out_ln", norms=_OUT, qk_norm="full"),
+    "exaone4": Equivalent(placement="out_ln", norms=_OUT, qk_norm="head", fields={"sliding_window": None}),
+    "glm4": Equivalent(placement="sandwich_ln", norms=_AROUND, pairs=True, gate_and_up=True),
+}
+_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
+    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 
 def conversion_of(model_type: str) -> Conversion:
@@ -47,47 +98,34 @@ def conversion_of(model_type: str) -> Conversion:
     return rows[model_type]
 
 
-def lamina_name(key: str, conversion: Conversion) -> str:
-    """Return the name in Lamina's model of a tensor of transformers' model."""
+def lamina_name(key: str, norms: Mapping[str, str]) -> str:
+    """Return the name in Lamina's model of a tensor of transformers' model; ``norms`` are a row's."""
     if match := _LAYER.fullmatch(key):
         index, part, rest = match.groups()
-        part = conversion.norms.get(part) or _MODULES.get(part, part)
-        return f"model.backbone.layers.{index}.{part}.{rest}"
+        return f"model.backbone.layers.{index}.{norms.get(part) or _MODULES.get(part, part)}.{rest}"
     return re.sub(r"^model\.", "model.backbone.", key)
 
 
-def gains(model: PreTrainedModel) -> Iterable[tuple[str, float]]:
-    """Return each tensor's name in transformers' model and the offset to add to it: 0 unless it is a layer's norm.
-
-    Norms inside an attention module belong to the module and stay as they are stored.
-    """
-    conversion = conversion_of(model.config.model_type)
-    for key in model.state_dict():
-        match = _LAYER.fullmatch(key)
-        is_norm = key == "model.norm.weight" or (match is not None and match[2] in conversion.norms)
-        yield key, conversion.gain_offset if is_norm else 0.0
-
-
-def fill(target: PreTrainedModel, source: PreTrainedModel, renamed: Mapping[str, tuple[str, float]]) -> None:
-    """Copy every tensor of ``source`` into ``target``; ``renamed``: source's name -> target's name, offset."""
-    stored, expected = source.state_dict(), target.state_dict()
-    refuse_tensors("extra", stored.keys() - renamed.keys(), f"has no place in {type(target).__name__}")
-    refuse_tensors("missing", renamed.keys() - stored.keys(), f"is not in the {type(source).__name__}")
-    places = {new: (key, offset) for key, (new, offset) in renamed.items()}
-    refuse_tensors("missing", expected.keys() - places.keys(), f"is not in the {type(source).__name__}")
-    refuse_tensors("extra", places.keys() - expected.keys(), f"has no place in {type(target).__name__}")
+def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: PreTrainedModel) -> None:
+    """Copy the tensors of a source, by their names in ``target``. Raises UserError naming one that does not fit."""
+    expected = target.state_dict()
+    refuse_tensors("missing", expected.keys() - tensors.keys(), f"is not in the {type(source).__name__}")
+    refuse_tensors("extra", tensors.keys() - expected.keys(), f"has no place in {type(target).__name__}")
     with torch.no_grad():
-        for new, tensor in expected.items():
-            key, offset = places[new]
-            value = stored[key]
-            if value.shape != tensor.shape:
+        for name, tensor in expected.items():
+            if tensors[name].shape != tensor.shape:
                 raise UserError(
-                    f"tensor {key!r}: its shape is {list(value.shape)}, the configuration asks for {list(tensor.shape)}"
+                    f"tensor {name!r}: its shape is {list(tensors[name].shape)}, the configuration asks for "
+                    f"{list(tensor.shape)}"
                 )
-            # The sum in double precision, rounded once: in float32 it is then the very number that Gemma computes.
-            tensor.copy_((value.double() + offset).to(value.dtype) if offset else value)
+            tensor.copy_(tensors[name])
     target.tie_weights()
     target.generation_config = copy.deepcopy(source.generation_config)
+
+
+def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
+    """Add in double precision and round once: in float32 the result is then the very number that Gemma computes."""
+    return (gain.double() + offset).to(gain.dtype) if offset else gain
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -136,18 +174,27 @@ def from_transformers(
     outer._attn_implementation = config._attn_implementation  # the outer one decides for both
     with init.no_init_weights():
         converted = LaminaForCausalLM._from_config(outer, dtype=dtype)
-    fill(converted, model, {key: (lamina_name(key, conversion), offset) for key, offset in gains(model)})
-    copy_buffers({lamina_name(name, conversion): name for name, _ in model.named_buffers()}, model, converted)
+    tensors = {}
+    for key, value in model.state_dict().items():
+        match = _LAYER.fullmatch(key)  # norms inside an attention module belong to the module, and stay as they are
+        is_norm = key == "model.norm.weight" or (match is not None and match[2] in conversion.norms)
+        tensors[lamina_name(key, conversion.norms)] = _shifted(value, conversion.gain_offset if is_norm else 0.0)
+    fill(converted, tensors, model)
+    copy_buffers({lamina_name(name, conversion.norms): name for name, _ in model.named_buffers()}, model, converted)
     nn.Module.to(converted, model.device)
     return converted.eval()
 
 
+@torch.no_grad()
 def to_transformers(
     model_or_path: PreTrainedModel | str | Path, *, dtype: str | torch.dtype = "auto"
 ) -> PreTrainedModel:
-    """Convert a Lamina model to transformers' model with the same logits: the inverse of ``from_transformers``.
+    """Convert a Lamina model to the model of transformers with the same logits, in evaluation mode.
 
-    Raises UserError if the plan is not the one of its backbone's architecture, and for whatever ``from_transformers``
+    With the placement of its backbone's own architecture it is the inverse of ``from_transformers``. Another placement
+    goes to an architecture that computes it; where a factor goes into a gain, float32 logits differ by rounding.
+
+    Raises UserError where there is no such model, saying what it lacks, and for whatever ``from_transformers``
     raises it.
     """
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
@@ -155,32 +202,140 @@ def to_transformers(
         raise UserError(
             f"source: {_name(model_or_path)} is a {type(model).__name__} (allowed: a LaminaForCausalLM, or its folder)"
         )
-    outer = model.config
-    assert isinstance(outer, LaminaConfig)
-    conversion = check_plan(outer)
-    config = _backbone_config(outer)
-    # The backbone's own: Gemma 2 runs on the eager kernel only, whatever the outer model was asked for.
-    config._attn_implementation = model.model.backbone.config._attn_implementation
+    config, row = _theirs(model)
     with init.no_init_weights():
         converted: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=_dtype_of(model))
-    fill(converted, model, {lamina_name(key, conversion): (key, -offset) for key, offset in gains(converted)})
-    copy_buffers({name: lamina_name(name, conversion) for name, _ in converted.named_buffers()}, model, converted)
+    fill(converted, _as_stored(model, row, converted.state_dict()), model)
+    copy_buffers({name: lamina_name(name, row.norms) for name, _ in converted.named_buffers()}, model, converted)
     nn.Module.to(converted, model.device)
     return converted.eval()
 
 
-def check_plan(config: LaminaConfig) -> Conversion:
-    """Return the conversion back to transformers. Raises UserError if transformers has no such placement."""
-    model_type = backbone_of(config).model_type
-    conversion = conversion_of(model_type)
-    assert config.plan is not None
-    plan = Plan.from_dict(config.plan)
-    if computed(plan) != computed(resolve(conversion.placement, plan.num_layers)):
+def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
+    """Return the configuration of transformers' model, and how its tensors are stored."""
+    backbone, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
+    own = conversions().get(backbone.model_type)
+    if own is not None and computed(plan) == computed(resolve(own.placement, plan.num_layers)):
+        fields = backbone.to_dict()
+        for name in ("transformers_version", "tie_last_hidden_states"):  # the second is Lamina's own switch
+            fields.pop(name, None)
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        # The backbone's own: Gemma 2 runs on the eager kernel only, whatever the outer model was asked for.
+        config._attn_implementation = model.model.backbone.config._attn_implementation
+        return config, Equivalent(placement=own.placement, norms=own.norms, gain_offset=own.gain_offset)
+    model_type = _find(model, plan, backbone)
+    row = EQUIVALENTS[model_type]
+    changed = plan.embedding_norm is not None or plan.embedding_scale != 1.0  # the table's rows, not the readout's
+    fields = {name: getattr(backbone, name) for name in _FIELDS}
+    fields |= {"head_dim": head_dim_of(backbone), "attention_bias": False, **row.fields}
+    fields["tie_word_embeddings"] = bool(model.config.tie_word_embeddings) and not changed
+    fields["layer_types"] = ["full_attention"] * backbone.num_hidden_layers
+    fields["rope_parameters"] = {**(backbone.rope_parameters or {}), "partial_rotary_factor": 1.0}
+    return AutoConfig.for_model(model_type, **fields), row
+
+
+def _as_stored(model: LaminaForCausalLM, row: Equivalent, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the row's model by their names there, its constants in the gains and embeddings."""
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, LaminaNorm)}
+    constant = {name: norm for name, norm in norms.items() if norm.weight is None}
+    ours = model.state_dict()
+    ours |= {f"{name}.weight": torch.full((n.hidden_size,), n.initial_gain) for name, n in constant.items()}
+    embedding = "model.backbone.embed_tokens.weight"
+    ours[embedding] = model.model._scaled_and_normed(ours[embedding])
+    used, tensors = {"model.embedding_norm.weight"}, {}
+    for key in keys:
+        owner, _, last = lamina_name(key, row.norms).rpartition(".")
+        parts = [owner]
+        if owner.endswith(".gate_up_proj"):
+            parts = [owner.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
+        names = [f"{part}.{last}" for part in (parts if row.gate_and_up else [owner])]
+        refuse_tensors("source: missing", set(names) - ours.keys(), f"is not in the {type(model).__name__}")
+        value = torch.cat([ours[name] for name in names])
+        if owner.endswith(".pre_norm"):
+            residual = owner.removesuffix(".pre_norm")
+            value = value * cast(Residual, model.get_submodule(residual)).pre_scale
+            names.append(f"{residual}.pre_scale")
+        if owner in norms:
+            value = _shifted(value, -row.gain_offset)
+        elif row.pairs and owner.endswith((".q_proj", ".k_proj")):
+            value = in_pairs(value, head_dim_of(backbone_of(model.config)))
+        used.update(names)
+        tensors[key] = value
+    refuse_tensors("source: extra", ours.keys() - used, "has no place in transformers' model")
+    return tensors
+
+
+def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows [heads * head_dim, ...] in another order: those that are half a head apart become neighbors."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
+    """Return the model type with the same equation. Raises UserError if there is none."""
+    if config.model_type not in LLAMAS:
         raise UserError(
-            f"plan: no transformers architecture has this placement ({plan.placement!r}) on the backbone "
-            f"{model_type!r} (allowed: {conversion.placement})"
+            f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
+            f"{config.model_type!r} (allowed: its own placement, or of the backbones {', '.join(LLAMAS)})"
         )
-    return conversion
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    biased = {name.rpartition(".")[2] for name, module in linear.items() if module.bias is not None}
+    bias = "q_proj" in biased
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    slides = "sliding_attention" in types if types else bool(window)
+    if slides and window and window < config.max_position_embeddings:
+        raise UserError(
+            f"plan: {plan.placement!r} on this backbone is no model of transformers: its sliding window of {window} is "
+            f"less than max_position_embeddings, {config.max_position_embeddings}"
+        )
+    if biased - {"q_proj", "k_proj", "v_proj"} or config.hidden_act != "silu" or any(LogitsStyle.of(config)):
+        raise UserError(
+            f"plan: {plan.placement!r} on this backbone is no model of transformers: it has biases outside queries, "
+            "keys and values, another activation than silu, or scaled logits"
+        )
+    inner = _inner_norms(model, plan)
+    for model_type, row in EQUIVALENTS.items():
+        same = _folded(plan) == _folded(resolve(row.placement, plan.num_layers))
+        if same and (row.qk_norm, row.bias) == (inner, bias):
+            return model_type
+    allowed = [
+        row.placement + (f"(qk_norm={row.qk_norm})" if row.qk_norm != "off" else "")
+        for row in EQUIVALENTS.values()
+        if row.bias == bias
+    ]
+    with_bias = " with biases on queries, keys and values" if bias else ""
+    raise UserError(
+        f"plan: no architecture computes the placement {plan.placement!r} as it is here{with_bias} (allowed: what "
+        f"equals {', '.join(allowed)})"
+    )
+
+
+def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
+    """Return the norms on queries and keys, the plan's or the attention's own: "off", "head", "full", or "other"."""
+    if plan.v_norm != "off" or plan.qkv_norm.kind not in ("backbone", "rms"):
+        return "other"
+    norm = getattr(model.get_submodule("model.backbone.layers.0.attention.module"), "q_norm", None)
+    if plan.qk_norm != "off" or norm is None:
+        return plan.qk_norm
+    return "head" if len(norm.weight) == head_dim_of(backbone_of(model.config)) else "full"
+
+
+def _folded(plan: Plan) -> tuple[object, ...]:
+    """Return what a plan computes once its constants are in the weights, without norms on queries, keys, values."""
+
+    def norm(spec: Norm | None) -> Norm | None:
+        return None if spec is None else Norm(kind=spec.kind, groups=spec.groups)
+
+    def sublayer(record: Sublayer) -> Sublayer:
+        scale: dict = {"pre_scale": 1.0, "pre_scale_learned": "no"} if record.pre_norm is not None else {}
+        norms = {name: norm(getattr(record, name)) for name in ("pre_norm", "out_norm", "post_norm")}
+        return replace(record, **norms, **scale)
+
+    layers = tuple(
+        replace(layer, attention=sublayer(layer.attention), feed_forward=sublayer(layer.feed_forward))
+        for layer in plan.layers
+    )
+    ends = {"final_norm": norm(plan.final_norm), "embedding_norm": None, "embedding_scale": 1.0}
+    return computed(replace(plan, layers=layers, **ends, qk_norm="off", v_norm="off"))
 
 
 def load(
@@ -211,13 +366,6 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
     if Path(path).is_dir():
         stored_shapes(Path(path), field)  # before anything is begun
     return config
-
-
-def _backbone_config(config: LaminaConfig) -> PreTrainedConfig:
-    fields = backbone_of(config).to_dict()
-    for name in ("transformers_version", "tie_last_hidden_states"):  # the second is Lamina's own switch
-        fields.pop(name, None)
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def computed(plan: Plan) -> tuple[object, ...]:

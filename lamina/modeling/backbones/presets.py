@@ -56,7 +56,7 @@ def resolve_backbone(
     changes: dict[str, object] = {}
     if hidden_size is not None and hidden_size != config.hidden_size:
         if num_heads is None:
-            num_heads = _heads(hidden_size, _head_dim(config))
+            num_heads = _heads(hidden_size, head_dim_of(config))
         ratio = config.intermediate_size / config.hidden_size
         changes |= {"hidden_size": hidden_size, "intermediate_size": _round_up(ratio * hidden_size)}
         if (expert := getattr(config, "moe_intermediate_size", None)) is not None:
@@ -114,7 +114,7 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
     return new
 
 
-def _head_dim(config: PreTrainedConfig) -> int:
+def head_dim_of(config: PreTrainedConfig) -> int:
     """Return the width of a head; DeepSeek's ``head_dim`` is only the part of it that is rotated."""
     if hasattr(config, "kv_lora_rank"):
         return config.hidden_size // config.num_attention_heads

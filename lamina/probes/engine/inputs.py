@@ -104,18 +104,18 @@ def _offset_positions(model: nn.Module) -> bool:
 
 def _corpus_texts(corpus: str, text_field: str, chars: int | None) -> list[str]:
     """Held-out pieces of a corpus, spread over it; all of it where that is short, or ``chars`` is None."""
-    from lamina.data.split import count_chars, piece_chars, split_corpus
+    from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 
     text = single_corpus(corpus, text_field)
     if chars is None:
         return [document.text for document in text.documents()]
     total = count_chars(text)
     fraction = _EVAL_FRACTION if total * _EVAL_FRACTION >= chars / 3 else 0.5
-    segments = split_corpus(text, piece_chars(total), fraction)
     held_out, rest, characters = [], [], 0
-    for segment in segments:
-        (held_out if segment.held_out else rest).append(segment.text)
-        characters += len(segment.text) if segment.held_out else 0
+    for segment in split_documents(text.documents(), piece_chars(total)):
+        apart = is_held_out(segment.piece, fraction)
+        (held_out if apart else rest).append(segment.text)
+        characters += len(segment.text) * apart
         if characters > 40 * chars:
             break
     return held_out if characters >= chars or not rest else held_out + rest
