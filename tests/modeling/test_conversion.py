@@ -8,7 +8,6 @@ from test_saving import fresh_process
 from tiny import OF_TEXT, TOKENS, VOCABULARY, built, llama, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaModel
 
-import lamina
 from lamina.core.architectures import conversions
 from lamina.errors import UserError
 from lamina.modeling import LaminaForCausalLM
