@@ -28,7 +28,7 @@ from lamina.data.blocks import (
     spread,
     unigram_entropy,
 )
-from lamina.data.corpus import EMBEDDED, Corpus, Shard, Shards, SingleCorpus
+from lamina.data.corpus import EMBEDDED, Corpus, Shard, Shards
 from lamina.data.encoding import TextEncoder, TokenJoiner
 from lamina.data.split import Segment, Splitter, check_split, is_held_out, piece_chars, split_documents
 from lamina.data.tokenizers import BYTES, EVAL_FRACTION, is_trained, load_tokenizer
@@ -91,15 +91,16 @@ def stream_blocks(
         )
     text = Corpus.parse(corpus, text_field)
     tokenizer = load_tokenizer(tokenizer_spec)
-    encoder = TextEncoder(tokenizer)
-    known_as = f"{encoder.content_hash()}|{sequence_length}|{eval_fraction!r}"
-
-    def stream(part: SingleCorpus, order: tuple[int, int] | None) -> Blocks:
-        shards, blocks = part.shards(), max(eval_blocks or _EVAL_BLOCKS, _FEWEST)
-        apart = hold_out(part.spec, shards, encoder, sequence_length, blocks=blocks, eval_fraction=eval_fraction)
+    encoder, wanted = TextEncoder(tokenizer), max(eval_blocks or _EVAL_BLOCKS, _FEWEST)
+    blocks = []
+    for number, part in enumerate(text.parts):
+        shards, order = part.corpus.shards(), None if buffer == 1 else (seed, number)
+        apart = hold_out(part.corpus.spec, shards, encoder, sequence_length, blocks=wanted, eval_fraction=eval_fraction)
+        facts = (_FORMAT, shards.fingerprint, encoder.content_hash(), sequence_length, repr(eval_fraction), wanted)
         held_out, known = apart.held_out.blocks(sequence_length), apart.known.blocks(sequence_length)
-        tokens = TokenStream(
-            corpus=part.spec,
+        stats = apart.stats(held_out, known, hashlib.sha256("|".join(map(str, facts)).encode()).hexdigest())
+        stream = TokenStream(
+            corpus=part.corpus.spec,
             shards=shards.shards,
             encoder=encoder,
             sequence_length=sequence_length,
@@ -108,24 +109,9 @@ def stream_blocks(
             eval_fraction=apart.fraction,
             seed=order,
         )
-        stats = BlockStats(
-            train_tokens=0,
-            eval_tokens=held_out.size,
-            train_bytes=0,
-            eval_bytes=round(apart.held_out.bytes * held_out.size / apart.held_out.tokens),
-            unigram_entropy=unigram_entropy(known, held_out, encoder.vocab_size),
-            vocab_size=encoder.vocab_size,
-            sequence_length=sequence_length,
-            documents=0,
-            fingerprint=hashlib.sha256(f"{_FORMAT}|{shards.fingerprint}|{known_as}|{blocks}".encode()).hexdigest(),
-        )
-        train = StreamedBlocks(tokens, buffer=buffer, seed=order or (0, 0), known=known)
-        return Blocks(train=train, eval=ArrayBlocks(held_out), stats=stats)
-
-    orders = (None if buffer == 1 else (seed, number) for number in range(len(text.parts)))
-    return mix(
-        text.parts, [stream(part.corpus, order) for part, order in zip(text.parts, orders, strict=True)]
-    ), tokenizer
+        train = StreamedBlocks(stream, buffer=buffer, seed=order or (0, 0), known=known)
+        blocks.append(Blocks(train=train, eval=ArrayBlocks(held_out), stats=stats))
+    return mix(text.parts, blocks), tokenizer
 
 
 @dataclass
@@ -178,6 +164,21 @@ class Division:
     held_out: Excerpt
     known: Excerpt
     limits: dict[int, int] = field(default_factory=dict)
+
+    def stats(self, held_out: np.ndarray, known: np.ndarray, fingerprint: str) -> BlockStats:
+        """Return the numbers of both splits, of which only those of the blocks ``held_out`` and ``known`` are known."""
+        vocab_size = self.held_out.encoder.vocab_size
+        return BlockStats(
+            train_tokens=0,
+            eval_tokens=held_out.size,
+            train_bytes=0,
+            eval_bytes=round(self.held_out.bytes * held_out.size / self.held_out.tokens),
+            unigram_entropy=unigram_entropy(known, held_out, vocab_size),
+            vocab_size=vocab_size,
+            sequence_length=held_out.shape[1],
+            documents=0,
+            fingerprint=fingerprint,
+        )
 
 
 def hold_out(
