@@ -69,7 +69,7 @@ def turn(bare: Loop, watched: Loop, steps: int) -> list[tuple[float, float]]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The ratios of all turns."""
-    from lamina.training.monitor.watched import WatchSettings
+    from lamina.training.monitor.writers import WatchSettings
 
     interval = arguments.every or WatchSettings.from_dict({"output": "unused"}).every
     with tempfile.TemporaryDirectory() as folder, ExitStack() as held:

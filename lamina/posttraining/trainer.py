@@ -13,7 +13,7 @@ from transformers import Trainer
 from lamina.core.json_types import Json
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.recorder import MonitoredTrainer
-from lamina.training.monitor.step_series import StepSeries
+from lamina.training.monitor.writers import StepSeries
 from lamina.training.run import TrainingRun
 from lamina.training.trainer import CheckpointedTrainer, OrderedTrainer
 

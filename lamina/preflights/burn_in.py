@@ -25,8 +25,8 @@ from lamina.placements import Plan
 from lamina.probes.structure.hooks import watch
 from lamina.probes.structure.sites import Point
 from lamina.training.monitor.parameter_measures import GradientNorms
-from lamina.training.monitor.rows import Row
 from lamina.training.monitor.stream_measures import STATE_METRICS, state_statistics
+from lamina.training.monitor.writers import Row
 from lamina.training.objectives.text import CausalLM
 from lamina.training.optimization.optimizer import planned_shares, rate_factors, width_scaling_of, with_shorter_warmup
 from lamina.training.resolve import backbone_config

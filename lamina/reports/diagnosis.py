@@ -26,7 +26,7 @@ from lamina.reports.page import Section, figure, sentence, write_page
 from lamina.reports.records import Frame, Trial, read_run
 from lamina.reports.style import polish
 from lamina.training.monitor.alarms import FACTORS, Alarm, describe, read_alarms
-from lamina.training.monitor.watched import check_version, read_about
+from lamina.training.monitor.writers import check_version, read_about
 
 logger = logging.getLogger(__name__)
 

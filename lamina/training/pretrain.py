@@ -33,10 +33,9 @@ from lamina.training.checks import task_measure
 from lamina.training.execution.compiling import prepare
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance
-from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, usual_guard
-from lamina.training.monitor.loss_trend import still_falling
+from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, still_falling, usual_guard
 from lamina.training.monitor.scheduled_probes import ScheduledProbes, undisturbed
-from lamina.training.monitor.step_series import spike_columns
+from lamina.training.monitor.writers import spike_columns
 from lamina.training.objectives.bigram import entropy_of
 from lamina.training.objectives.objective import Processor
 from lamina.training.optimization.optimizer import WeightAverage, schedule_of

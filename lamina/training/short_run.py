@@ -23,7 +23,7 @@ from lamina.data.blocks import TokenBlock
 from lamina.training.arguments import training_arguments
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.step_series import StepSeries
+from lamina.training.monitor.writers import StepSeries
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer

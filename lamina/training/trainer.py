@@ -25,9 +25,8 @@ from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.recorder import MonitoredTrainer
-from lamina.training.monitor.rows import LastEvaluation
-from lamina.training.monitor.step_series import StepSeries
 from lamina.training.monitor.stream_measures import hidden_state_rows
+from lamina.training.monitor.writers import LastEvaluation, StepSeries
 from lamina.training.objectives.objective import Collate
 from lamina.training.optimization.optimizer import WeightAverage, parameter_groups
 from lamina.training.optimization.order import TrainOrder

@@ -5,7 +5,7 @@ import math
 import pytest
 from training.tiny_runs import result, settings
 
-from lamina.training.monitor.loss_trend import STILL_FALLING, still_falling
+from lamina.training.monitor.guard import STILL_FALLING, still_falling
 from lamina.training.pretrain import pretrain
 
 

@@ -10,7 +10,7 @@ from training.tiny_runs import SMALL, flags
 from lamina.cli import main
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.step_series import StepSeries
+from lamina.training.monitor.writers import StepSeries
 from lamina.training.trainer import CheckpointedTrainer, MonitoredTrainer
 
 PATIENCE = 3

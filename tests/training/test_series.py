@@ -9,9 +9,7 @@ from training.tiny_runs import layers, records, result
 from transformers import Trainer
 
 from lamina.probes.engine.spikes import surges
-from lamina.training.monitor.rows import LOSS, NORM
-from lamina.training.monitor.step_series import StepSeries, spike_columns
-from lamina.training.monitor.writers import LayersWriter
+from lamina.training.monitor.writers import LOSS, NORM, LayersWriter, StepSeries, spike_columns
 
 
 def series(folder, metric) -> dict[int, float]:
@@ -56,7 +54,7 @@ def test_a_step_that_the_scaler_skipped_has_a_loss_and_no_norm():
 
 
 def test_a_rare_record_keeps_its_steps_in_order(monkeypatch):
-    monkeypatch.setattr("lamina.training.monitor.step_series._CHUNK", 4)
+    monkeypatch.setattr("lamina.training.monitor.writers._CHUNK", 4)
     found = StepSeries()
     for step in range(1, 12):
         found.add_loss(torch.tensor(float(step)))

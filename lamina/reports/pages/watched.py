@@ -14,7 +14,7 @@ from lamina.reports.page import Section, callouts, figure, write_page
 from lamina.reports.records import Study, read_run
 from lamina.reports.registry import report_of
 from lamina.training.monitor.alarms import read_alarms
-from lamina.training.monitor.watched import check_version, read_about
+from lamina.training.monitor.writers import check_version, read_about
 
 
 @report_of(Kind.WATCHED)

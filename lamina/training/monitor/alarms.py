@@ -18,7 +18,7 @@ from lamina.jobs.files import write_lines
 from lamina.jobs.names import ALARMS
 from lamina.jobs.run_folder import parse_lines
 from lamina.training.checkpointing.checkpoints import RunState
-from lamina.training.monitor.rows import Row
+from lamina.training.monitor.writers import Row
 
 Series: TypeAlias = tuple[int, str, str, str]
 """layer, sub-layer, role, metric"""
@@ -70,10 +70,6 @@ class Alarm:
     value: float
     usual: float
 
-    def to_dict(self) -> Json:
-        """As a line of alarms.jsonl."""
-        return asdict(self)
-
     @property
     def excess(self) -> float:
         """How many times the usual value; infinite where one of them is not a positive number."""
@@ -82,21 +78,38 @@ class Alarm:
 
 @dataclass(kw_only=True)
 class Alarms:
-    """Reads the rows of one step after the other and returns what leaves; each series alarms once until it is back.
+    """Reads the rows of one step after the other and tells what leaves; each series alarms once until it is back.
 
     Args:
         half: whether the model computes in float16, whose largest number is 65504.
+        folder: of the run, whose alarms.jsonl gets a line for each alarm, oldest first; None: there is no file.
     """
 
     half: bool = False
+    folder: Path | None = None
     window: int = WINDOW
+    lines: list[Json] = field(default_factory=list)
     _recent: dict[Series, deque[float]] = field(default_factory=dict)
     _out: set[tuple[str, Series]] = field(default_factory=set)
     _high: set[Series] = field(default_factory=set)  # gradients that were high at the step before
 
-    def see(self, rows: Sequence[Row], rate: float | None = None) -> list[Alarm]:
-        """The alarms of one step's rows; ``rate``: its learning rate, by which updates are divided."""
-        return [alarm for row in rows if row[5] in _JUDGED for alarm in self._judge(row, rate)] + self._compare(rows)
+    def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
+        """The alarms of new rows, which it writes; ``rate``: the learning rate by which updates are divided."""
+        alarms: list[Alarm] = []
+        by_step: dict[int, list[Row]] = {}
+        for row in rows:
+            by_step.setdefault(row[0], []).append(row)
+        for _, group in sorted(by_step.items()):
+            alarms += [alarm for row in group if row[5] in _JUDGED for alarm in self._judge(row, rate)]
+            alarms += self._compare(group)
+        self.lines += [asdict(alarm) for alarm in alarms]
+        if alarms:
+            self._write()
+        return alarms
+
+    def _write(self) -> None:
+        if self.folder is not None and (self.lines or (self.folder / ALARMS).exists()):
+            write_lines(self.folder / ALARMS, self.lines)
 
     def state_dict(self) -> Json:
         """What it has seen so far, for a checkpoint."""
@@ -108,7 +121,7 @@ class Alarms:
         return {"alarms": state}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with what a checkpoint has seen."""
+        """Resume with what a checkpoint has seen, and with what the folder holds up to its step."""
         seen = state.get("alarms", {"recent": [], "out": [], "high": []})
         self._recent = {
             (layer, sublayer, role, metric): deque(values, maxlen=1 if metric == "update_ratio" else self.window)
@@ -116,6 +129,9 @@ class Alarms:
         }
         self._out = {(rule, (layer, *names)) for rule, layer, *names in seen["out"]}
         self._high = {(layer, *names) for layer, *names in seen["high"]}
+        if self.folder is not None and "step" in state:
+            self.lines = [line for line in read_alarms(self.folder) if line["step"] <= state["step"]]
+            self._write()
 
     def _judge(self, row: Row, rate: float | None) -> Iterable[Alarm]:
         _, layer, sublayer, _, _, metric, value = row
@@ -256,29 +272,6 @@ def describe_worst(alarms: Sequence[Alarm]) -> str:
     """The alarm that exceeds its usual value most as a sentence without its end, and how many there are."""
     worst = max(alarms, key=lambda alarm: alarm.excess)
     return describe(worst) + (f" ({len(alarms)} alarms)" if len(alarms) > 1 else "")
-
-
-class AlarmsFile:
-    """alarms.jsonl of a run: a line for each alarm, oldest first; there is none without alarms."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.lines: list[Json] = []
-
-    def load(self, step: int) -> None:
-        """Continue what the folder holds up to ``step``."""
-        self.lines = [line for line in read_alarms(self.folder) if line["step"] <= step]
-        self._write()
-
-    def add(self, alarms: Iterable[Alarm]) -> None:
-        """Add alarms."""
-        if lines := [alarm.to_dict() for alarm in alarms]:
-            self.lines += lines
-            self._write()
-
-    def _write(self) -> None:
-        if self.lines or (self.folder / ALARMS).exists():
-            write_lines(self.folder / ALARMS, self.lines)
 
 
 def read_alarms(folder: Path) -> list[Json]:

@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from lamina.core.values import one_of
 from lamina.errors import UserError
 from lamina.modeling.parts import body_of, sublayers
-from lamina.training.monitor.rows import Row
+from lamina.training.monitor.writers import Row
 from lamina.training.setting_groups import Balance
 
 

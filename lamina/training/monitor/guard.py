@@ -1,4 +1,4 @@
-"""The divergence guard, which names the step and the layer that left first, and the rule that skips outliers' steps."""
+"""What is told from a run's losses: whether it diverges, an outlier's step, and whether it still falls at its end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from lamina.core.json_types import Json
 from lamina.jobs.status import Status
 from lamina.training.checkpointing.checkpoints import RunState
-from lamina.training.monitor.rows import Row
+from lamina.training.monitor.writers import Row
 from lamina.training.setting_groups import GuardSettings
 
 Key = tuple[int, str, str]  # layer, sub-layer, metric
@@ -168,3 +168,68 @@ class OutlierRule:
         outlier = known and value > statistics.fmean(seen) + self.sigmas * statistics.pstdev(seen)
         seen.append(value)
         return outlier
+
+
+STILL_FALLING = 0.2  # nats by which as many steps again would lower the loss, at the pace of the last fifth
+WINDOW = 0.2  # share of the run over which a pace is measured
+NOTICED = 0.005  # nats: a smaller fall in the last fifth does not count
+UNSLOWED = 0.25  # share of the run's mean pace: a run above the unigram entropy that keeps it is still falling
+_SURE = 2.0  # standard errors: a smaller difference of mean training losses is noise
+
+Point = tuple[float, float]  # step, loss
+
+
+def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
+    """A clause with two losses if the loss still falls at the end of a run of ``steps``; else None.
+
+    It still falls if, at the pace of the end, as many steps again would lower it by STILL_FALLING nats; or, for a loss
+    above ``entropy`` (the plateau on which runs get stuck), if that pace is at least UNSLOWED of the whole run's.
+
+    ``records`` are the lines of metrics.jsonl. The pace of the end is that of the eval loss over the last fifth of the
+    run (up to two fifths if none was measured in between); without such evaluations, that of the training loss,
+    averaged over the last fifth and the one before. A run with a single recorded loss counts as still falling.
+    """
+    records = list(records)
+    evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")
+    if len({step for step, _ in (*evaluated, *trained)}) < 2:
+        return "only one loss was recorded"
+    pair = _evaluations(evaluated, steps)
+    kind = "eval loss" if pair else "training loss"
+    pair = pair or _means(trained, steps) or trained[-2:]
+    if len(pair) < 2:
+        return None
+    (first, before), (last, after) = pair
+    fallen, pace = before - after, (before - after) / (last - first)
+    (start, highest), *_ = evaluated if kind == "eval loss" else trained
+    unslowed = after > entropy and fallen >= NOTICED and pace * (last - start) >= UNSLOWED * (highest - after)
+    if pace * steps < STILL_FALLING and not unslowed:
+        return None
+    return f"the {kind} still falls, from {before:.3f} at step {first:g} to {after:.3f} at step {last:g}"
+
+
+def _evaluations(points: list[Point], steps: int) -> list[Point]:
+    """The last evaluation, and the latest one that is a fifth to two fifths of the run earlier."""
+    for step, loss in reversed(points[:-1]):
+        if WINDOW * steps <= points[-1][0] - step:
+            return [(step, loss), points[-1]] if points[-1][0] - step <= 2 * WINDOW * steps else []
+    return []
+
+
+def _means(points: list[Point], steps: int) -> list[Point]:
+    """The mean losses of the last two fifths of the run; a difference within their noise counts as 0."""
+    last = [p for p in points if p[0] > (1 - WINDOW) * steps]
+    before = [p for p in points if (1 - 2 * WINDOW) * steps < p[0] <= (1 - WINDOW) * steps]
+    if not last or not before:
+        return []
+    mean = statistics.fmean
+    means = [(mean(step for step, _ in part), mean(loss for _, loss in part)) for part in (before, last)]
+    spreads = [statistics.variance(loss for _, loss in p) / len(p) if len(p) > 1 else 0.0 for p in (before, last)]
+    noise = math.sqrt(sum(spreads))
+    if means[0][1] - means[1][1] < _SURE * noise:
+        return [(means[0][0], means[1][1]), means[1]]
+    return means
+
+
+def _points(records: list[Mapping[str, Any]], name: str) -> list[Point]:
+    values = [(record.get("step"), record.get(name)) for record in records]
+    return [(step, loss) for step, loss in values if isinstance(loss, int | float) and math.isfinite(loss) and step]

@@ -30,7 +30,7 @@ from lamina.core.json_types import Json
 from lamina.jobs.status import Status
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.rows import LOSS, Row
+from lamina.training.monitor.writers import LOSS, Row
 
 NON_FINITE, SPIKE, PLATEAU, STUCK, NONE = "non-finite", "spike", "plateau", "stuck", "none"
 RULES = (NON_FINITE, SPIKE, PLATEAU, STUCK, NONE)

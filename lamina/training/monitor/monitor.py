@@ -22,14 +22,23 @@ from lamina.jobs.names import CONFIG, ENVIRONMENT, RESULT
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
-from lamina.training.monitor.alarms import Alarms, AlarmsFile, describe_worst
+from lamina.training.monitor.alarms import Alarms, describe_worst
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
-from lamina.training.monitor.rows import LOSS, NORM, Row
-from lamina.training.monitor.step_series import StepSeries, spike_columns
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.training_hooks import Instruments
-from lamina.training.monitor.watched import VERSION, WATCHED, WatchSettings, check_version
-from lamina.training.monitor.writers import LayersWriter, MetricsWriter
+from lamina.training.monitor.writers import (
+    LOSS,
+    NORM,
+    VERSION,
+    WATCHED,
+    LayersWriter,
+    MetricsWriter,
+    Row,
+    StepSeries,
+    WatchSettings,
+    check_version,
+    spike_columns,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +66,9 @@ class WatchedRecords:
             write_json(self.folder / ENVIRONMENT, environment(0, Kind.WATCHED))
             write_yaml(self.folder / CONFIG, settings.to_dict())
             self.metrics, self.layers = MetricsWriter(self.folder), LayersWriter(self.folder)
-            self.metrics.load_state_dict({"step": step})
-            self.layers.load_state_dict({"step": step})
-            self.alarms = AlarmsFile(self.folder)
-            self.alarms.load(step)
+            self.alarms = Alarms(folder=self.folder)
+            for part in (self.metrics, self.layers, self.alarms):
+                part.load_state_dict({"step": step})
             self.trackers = Trackers(settings.report_to, self.folder)
             self._held = held.pop_all()
         self.last_loss: float | None = None
@@ -69,11 +77,6 @@ class WatchedRecords:
         """Write a line of metrics.jsonl."""
         self.metrics.write(record)
         self.last_loss = record.get("loss", self.last_loss)
-
-    def add(self, step: int, rows: Sequence[Row]) -> None:
-        """Add rows of layers/, and log them to the trackers."""
-        self.layers.add(rows)
-        self.trackers.log(step, rows)
 
     def close(self, result: Json) -> None:
         """Write what was collected and result.json, and leave the folder."""
@@ -109,7 +112,7 @@ class Monitor:
         self.instruments, self.settings = instruments, settings
         self.records, self.processes, self.step = records, processes, step
         self.guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
-        self.alarms = Alarms(half=self.instruments.half)
+        self.alarms = Alarms() if records is None else records.alarms
         self.series = StepSeries(processes)
         self.outliers = None if settings.skip_outliers is None else OutlierRule(sigmas=settings.skip_outliers)
         self.diverged: Diverged | None = None
@@ -200,37 +203,22 @@ class Monitor:
 
         ``rate``: the learning rate of the step that has ended.
         """
-        gradients, rows = self.instruments.gradient_rows(), self._series_rows()
-        self._add(rows)
-        alarms = [alarm for step_rows in gradients.values() for alarm in self.alarms.see(step_rows)]
+        gradients, series = self.instruments.gradient_rows(), self._series_rows()
         new = self.instruments.rows(self.step, self.processes) if due else []
-        self.alarms.half = self.instruments.half  # autocast may have been seen
         if due:
             self._describe()
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
-            alarms += self.alarms.see(new, rate)
+        self.alarms.half = self.instruments.half  # autocast may have been seen
+        alarms = self.alarms.see([*gradients, *new], rate)
+        self.guard.see_layers([*gradients, *new])
         recorded = {alarm.step for alarm in alarms} | ({self.step} if due else set())
-        for step, step_rows in gradients.items():
-            self.guard.see_layers(step_rows)
-            self._add(step_rows if step in recorded else [])
-        self.guard.see_layers(new)
-        self._add(new)
+        self._add([*series, *(row for row in gradients if row[0] in recorded), *new])
         if self.records is not None and alarms:
-            self.records.alarms.add(alarms)
             logger.warning("lamina.watch: %s", describe_worst(alarms))
-        losses = {row[0]: row[6] for row in rows if row[5] == LOSS}
-        self._losses += [losses[step] for step in sorted(losses)]
+        self._losses += [row[6] for row in series if row[5] == LOSS]
         if due:
             self._write(rate)
-        self._check(losses, rows)
-
-    def _series_rows(self) -> list[Row]:
-        """Loss and gradient norm of the steps since the last call; a step that a loss scaler left out has no norm."""
-        scaled = self.instruments.scales_losses
-        return [row for row in self.series.rows() if not scaled or row[5] != NORM or math.isfinite(row[6])]
-
-    def _check(self, losses: dict[int, float], rows: Sequence[Row]) -> None:
-        for step, _, _, _, _, metric, value in rows:
+        for step, _, _, _, _, metric, value in series:
             if math.isfinite(value):
                 self._broken.discard(metric)
             elif metric in self._broken:
@@ -241,6 +229,11 @@ class Monitor:
                 self.guard.see_loss(step, value)
             else:
                 self.guard.see_gradient(step, value, [])
+
+    def _series_rows(self) -> list[Row]:
+        """Loss and gradient norm of the steps since the last call; a step that a loss scaler left out has no norm."""
+        scaled = self.instruments.scales_losses
+        return [row for row in self.series.rows() if not scaled or row[5] != NORM or math.isfinite(row[6])]
 
     def _write(self, rate: float | None) -> None:
         now, tokens = time.monotonic(), self.tokens
@@ -256,7 +249,8 @@ class Monitor:
 
     def _add(self, rows: Sequence[Row]) -> None:
         if self.records is not None and rows:
-            self.records.add(self.step, rows)
+            self.records.layers.add(rows)
+            self.records.trackers.log(self.step, rows)
 
     def _act(self, diverged: Diverged) -> None:
         """What the settings say about a divergence. Raises Diverged where the run should stop."""

@@ -25,7 +25,7 @@ from lamina.modeling.modeling_lamina import LaminaNorm
 from lamina.modeling.parts import body_of, sublayers
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Structure, effective_gain
-from lamina.training.monitor.rows import Row
+from lamina.training.monitor.writers import Row
 
 Owner: TypeAlias = tuple[int, str, str]
 """layer (-1 outside the blocks), sub-layer, role: "all", or "other" for a layer's parameters outside its sub-layers."""

@@ -28,15 +28,13 @@ from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.execution.processes import Processes
-from lamina.training.monitor.alarms import Alarms, AlarmsFile, describe_worst
+from lamina.training.monitor.alarms import Alarms, describe_worst
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows, is_recorded
-from lamina.training.monitor.rows import LastEvaluation, Row
-from lamina.training.monitor.step_series import StepSeries
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.trackers import Trackers
-from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter
+from lamina.training.monitor.writers import LastEvaluation, LayersWriter, MetricsWriter, NoWriter, Row, StepSeries
 
 logger = logging.getLogger(__name__)
 
@@ -156,8 +154,7 @@ class RunRecorder(TrainerCallback):
         self.metrics, self.layers, self.guard = metrics, layers, guard
         self.monitor_inputs, self.tokens_per_step, self.derived = monitor_inputs, tokens_per_step, derived
         self.trackers, self.show_bar, self.bar = trackers, bar, None
-        self.alarms = Alarms()
-        self.alarms_file = AlarmsFile(metrics.path.parent) if isinstance(metrics, MetricsWriter) else None
+        self.alarms = Alarms(folder=metrics.path.parent if isinstance(metrics, MetricsWriter) else None)
         self.lines: ProgressLines | None = None
         self.realized = realized  # by step: each corpus's share of a mix so far
         self.updates = updates
@@ -281,8 +278,6 @@ class RunRecorder(TrainerCallback):
         self.metrics.load_state_dict(state)
         self.layers.load_state_dict(state)
         self.alarms.load_state_dict(state)
-        if self.alarms_file is not None and "step" in state:
-            self.alarms_file.load(state["step"])
         recorded, self.best_eval = self.metrics.evaluation, self.metrics.best_eval
         if "evaluations" in state:
             step, loss, best = state["evaluations"]
@@ -342,14 +337,7 @@ class RunRecorder(TrainerCallback):
 
     def _raise_alarms(self, rows: Sequence[Row], rate: float | None = None) -> None:
         """Write the alarms that new rows raise; ``rate``: the learning rate of the step whose updates they hold."""
-        if self.alarms_file is None:
-            return
-        by_step: dict[int, list[Row]] = {}
-        for row in rows:
-            by_step.setdefault(row[0], []).append(row)
-        alarms = [alarm for step in sorted(by_step) for alarm in self.alarms.see(by_step[step], rate)]
-        self.alarms_file.add(alarms)
-        if alarms:
+        if self.alarms.folder is not None and (alarms := self.alarms.see(rows, rate)):
             logger.info("%s", describe_worst(alarms))
 
 

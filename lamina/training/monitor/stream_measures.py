@@ -19,9 +19,10 @@ from lamina.modeling.parts import body_of, sublayers, temporary_hooks
 from lamina.probes.structure.hooks import Args, Kwargs, Output, watch
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.execution.compiling import uncompiled
-from lamina.training.monitor.rows import Row
+from lamina.training.monitor.writers import Row
 
-Key, Value = TypeVar("Key", bound=Hashable), TypeVar("Value")
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 Spot: TypeAlias = tuple[int, str, int]
 """layer (-1: x^0), sub-layer ("block" for a whole layer), and which of the layer's sub-layers of this kind."""
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from lamina.errors import UserError
-from lamina.training.monitor.rows import Row
 from lamina.training.monitor.stream_measures import TOP
+from lamina.training.monitor.writers import Row
 
 Library: TypeAlias = Any
 """An extra that may be missing, or an object of it."""

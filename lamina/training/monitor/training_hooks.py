@@ -37,10 +37,9 @@ from lamina.training.monitor.parameter_measures import (
     local_part,
     rows_of_gains,
 )
-from lamina.training.monitor.rows import Row
 from lamina.training.monitor.scheduled_probes import undisturbed
 from lamina.training.monitor.stream_measures import ForwardMeter, PassNumbers, in_half, rows_of, stream_points
-from lamina.training.monitor.watched import WatchSettings
+from lamina.training.monitor.writers import Row, WatchSettings
 
 Inputs = dict[str, torch.Tensor]
 _TOKENS = 8  # of the small pass
@@ -490,23 +489,23 @@ class Instruments:
             self._squares.append((step, squares, stepped))
         return taken
 
-    def gradient_rows(self) -> dict[int, list[Row]]:
-        """The tidy rows of each step since the last call, without frozen sub-layers'; one wait for the device.
+    def gradient_rows(self) -> list[Row]:
+        """The tidy rows of the steps since the last call, without frozen sub-layers'; one wait for the device.
 
         A step that was left out because its gradient was infinite (by a GradScaler) has none.
         """
         if not self._squares:
-            return {}
+            return []
         assert self._norms is not None
         squares = torch.stack([squares for _, squares, _ in self._squares]).cpu()
         steps, self._squares = [(step, stepped) for step, _, stepped in self._squares], []
         trained = self._norms.trained()
-        by_step: dict[int, list[Row]] = {}
+        rows: list[Row] = []
         for (step, stepped), sums in zip(steps, squares, strict=True):
             if math.isfinite(norm := float(sums.sum().sqrt())) or (stepped and not self.scales_losses):
                 self.last_norm = norm
-                by_step[step] = [row for row in self._norms.rows(step, sums) if row[1:4] in trained]
-        return by_step
+                rows += [row for row in self._norms.rows(step, sums) if row[1:4] in trained]
+        return rows
 
     def rows(self, step: int, processes: Processes) -> list[Row]:
         """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights.

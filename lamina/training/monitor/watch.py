@@ -27,7 +27,7 @@ from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged
 from lamina.training.monitor.monitor import Monitor, WatchedRecords
 from lamina.training.monitor.training_hooks import Instruments
-from lamina.training.monitor.watched import WatchSettings
+from lamina.training.monitor.writers import WatchSettings
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""The records of a run: metrics.jsonl and the tables in layers/."""
+"""The records of a run: rows of layers/, every step's numbers, metrics.jsonl, and what was watched.
+
+Loads no transformers: the pages need it.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,137 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+import torch
 
 from lamina.core.json_types import Json
-from lamina.jobs.columns import SCORES
+from lamina.core.values import path
+from lamina.errors import UserError, one_line
+from lamina.jobs.columns import SCORES, SPIKES
 from lamina.jobs.files import finite, write_lines, writing
 from lamina.jobs.manifest import sync
 from lamina.jobs.names import METRICS
 from lamina.jobs.run_folder import RunFolder
+from lamina.jobs.settings import Settings, above, at_least, not_below, setting
+from lamina.probes.engine.spikes import FEWEST, spikes, surges
 from lamina.training.checkpointing.checkpoints import RunState
-from lamina.training.monitor.rows import LastEvaluation
+from lamina.training.execution.processes import Processes
+from lamina.training.setting_groups import trackers
 
 logger = logging.getLogger(__name__)
+
+Row: TypeAlias = tuple[int, int, str, str, int, str, float]
+"""step, layer (-1 outside the layers), sub-layer, role, index, metric, value"""
+
+LOSS, NORM = "step_loss", "step_gradient_norm"
+"""The metrics of every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastEvaluation:
+    """What the last evaluation measured.
+
+    Attributes:
+        step: after which it took place; -1: there was none yet.
+        loss: on the held-out blocks, in nats per token.
+        second: the loss on the second corpus.
+        scores: the objective's further measures.
+        tasks: the scores on eval_tasks.
+    """
+
+    step: int = -1
+    loss: float = math.inf
+    second: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    tasks: Mapping[str, float] | None = None
+
+
+_CHUNK = 1000  # steps whose values are concatenated, so that rare records keep few tensors
+
+
+class StepSeries:
+    """The loss (mean over micro-batches and processes) and the gradient norm before clipping of each step.
+
+    Nothing waits for the device before ``rows``, which all processes call at the same step.
+    """
+
+    def __init__(self, processes: Processes | None = None):
+        self.processes = Processes() if processes is None else processes
+        self._loss: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        self._steps: dict[str, list[int]] = {LOSS: [], NORM: []}
+        self._values: dict[str, list[torch.Tensor]] = {LOSS: [], NORM: []}
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add a micro-batch's share of its step's loss."""
+        loss = loss.detach()
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def add_norm(self, norm: Any) -> None:
+        """Set the step's gradient norm, a tensor or a number."""
+        self._norm = torch.as_tensor(norm).detach()
+
+    def end_step(self, step: int, *, skipped: bool = False) -> None:
+        """End the step; one that the loss scaler ``skipped`` has no norm."""
+        for name, value in ((LOSS, self._loss), (NORM, None if skipped else self._norm)):
+            if value is not None:
+                self._steps[name].append(step)
+                self._values[name].append(value.reshape(1).float())
+                if len(self._values[name]) >= _CHUNK:
+                    self._values[name] = [torch.cat(self._values[name])]
+        self._loss = self._norm = None
+
+    def rows(self) -> list[Row]:
+        """The tidy rows of the steps since the last call."""
+        rows: list[Row] = []
+        for name in (LOSS, NORM):
+            values = torch.cat(self._values[name]).cpu() if self._values[name] else torch.zeros(0)
+            if name == LOSS:
+                values = torch.stack(self.processes.everyones(values)).double().mean(0)
+            rows += [
+                (step, -1, "model", "all", 0, name, value)
+                for step, value in zip(self._steps[name], values.tolist(), strict=True)
+            ]
+            self._steps[name], self._values[name] = [], []
+        return rows
+
+
+def spike_columns(folder: Path) -> Json:
+    """Spike counts and scores, and surges, of a run's steps, by the names of ``SPIKES``, from its layers/.
+
+    Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge; surges for an empty one.
+    """
+    values_by_column: Json = dict.fromkeys(SPIKES)
+    series = _read(folder)
+    for name, column in ((LOSS, "loss"), (NORM, "gradient")):
+        values = [series[name][step] for step in sorted(series[name])]
+        if values:
+            values_by_column[f"{column}_surges"] = int(surges(values).sum())
+        if len(values) > FEWEST:
+            marked = spikes(values)
+            values_by_column[f"{column}_spikes"] = int(marked.sum())
+            values_by_column[f"{column}_spike_score"] = float(marked.mean())
+    return values_by_column
+
+
+def _read(folder: Path) -> dict[str, dict[int, float]]:
+    import pyarrow.parquet as pq
+
+    series: dict[str, dict[int, float]] = {LOSS: {}, NORM: {}}
+    for part in sorted((folder / "layers").glob("part-*.parquet")):
+        try:
+            wanted = [("metric", "in", [LOSS, NORM])]
+            table = pq.read_table(part.absolute(), columns=["step", "metric", "value"], filters=wanted)
+        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+            logger.warning("%s: left out of the spike score (%s)", part, error)
+            continue
+        for row in table.to_pylist():
+            series[row["metric"]][row["step"]] = row["value"]
+    return series
+
 
 LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value")
 
@@ -178,3 +299,55 @@ class LayersWriter:
 
         with writing(path) as temporary, temporary.open("wb") as file:
             pq.write_table(table, file)
+
+
+OnDivergence = Literal["note", "stop"]
+
+
+class WatchSettings(Settings):
+    """What ``lamina.watch`` and ``lamina.LayerMonitor`` take."""
+
+    output: str = setting("runs/watched", "folder of the records and the page", path)
+    every: int = setting(20, "steps between two records; losses and gradients are kept for every step", at_least(1))
+    layers: str | None = setting(None, "path of the list of layers, if they cannot be found (model.layers)")
+    attention: bool = setting(True, "whether to record the largest attention logit and the experts' loads")
+    on_divergence: OnDivergence = setting("note", "note a divergence, or stop")
+    divergence_margin: float = setting(1.0, "nats above its best at which a loss counts as diverging", not_below(0.0))
+    divergence_patience: int = setting(20, "steps that the loss must stay there", at_least(1))
+    skip_outliers: float | None = setting(
+        None, "standard deviations above the last 128 steps' mean at which a step is skipped (OLMo-core: 6)", above(0.0)
+    )
+    report_to: str = setting("none", "none, or a comma-separated list of tensorboard, wandb, trackio", trackers)
+
+
+VERSION = 1
+WATCHED = "watched.json"
+
+
+def read_about(folder: Path) -> Json:
+    """watched.json: what was watched; empty where it is missing or damaged."""
+    try:
+        about = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def check_version(folder: Path) -> None:
+    """Raise UserError if a folder's records are of another version than this package writes, or damaged."""
+    try:
+        about = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
+        version = about.get("record")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"record: {str(folder / WATCHED)!r} cannot be read ({one_line(error)})") from None
+    if version != VERSION:
+        raise UserError(
+            f"record: {str(folder)!r} holds records of version {version!r} (allowed: {VERSION}, which this version of "
+            "lamina writes; another folder for a new run)"
+        )
+    for name, kind in (("layers", dict), ("notes", str), ("optimizers", str)):
+        entries, place = about.get(name, []), str(folder / WATCHED)
+        if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
+            raise UserError(f"{name}: {str(entries)[:60]} in {place!r} (allowed: a list, each a {kind.__name__})")
