@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from html import escape
 from itertools import pairwise
@@ -52,45 +52,35 @@ class Jump:
     before: float
     after: float
 
-    @property
-    def times(self) -> float:
-        """How many times larger or smaller; infinite for weights that came from zero, or went to it."""
-        low, high = sorted((self.before, self.after))
-        return high / low if low > 0 else float("inf")
+    def __str__(self) -> str:
+        return (
+            f"Between steps {self.start} and {self.end} the norm of the weights of layer {self.layer} "
+            f"({self.sublayer.replace('_', '-')}) went from {self.before:.3g} to {self.after:.3g}."
+        )
 
 
 def jump_around(rows: Frame, step: int) -> Jump | None:
-    """The largest jump between the records before ``step`` and at it or behind it; None if there is none."""
+    """The largest jump between the records before ``step`` and at it or behind it; None if there is none.
+
+    A record's weights are those before its update.
+    """
     inside = rows[(rows["layer"] >= 0) & (rows["sublayer"] != "block") & (rows["role"] == "all")]
-    return max(_jumps(inside, step), key=lambda jump: jump.times, default=None)
-
-
-def _jumps(rows: Frame, step: int) -> Iterator[Jump]:
-    """Those of all sub-layers. A record's weights are those before its update."""
-    tables = {metric: rows[rows["metric"] == metric] for metric in ("weight_norm", "update_norm")}
-    moved = {place: group.groupby("step")["value"].last() for place, group in _by_place(tables["update_norm"])}
-    for (layer, sublayer), group in _by_place(tables["weight_norm"]):
-        norms = group.groupby("step")["value"].last()
-        for start, end in pairwise(sorted(norms.index)):
-            if not start < step <= end:
-                continue
-            before, after = float(norms[start]), float(norms[end])
-            updates = moved.get((layer, sublayer))
-            largest = 0.0 if updates is None else max(float(updates.get(at, 0.0)) for at in (start, end))
-            change = abs(after - before)
-            if change > _TIMES * (end - start) * largest and change > _SHARE * before:
-                yield Jump(
-                    start=int(start),
-                    end=int(end),
-                    layer=int(layer),
-                    sublayer=str(sublayer),
-                    before=before,
-                    after=after,
-                )
-
-
-def _by_place(rows: Frame) -> Iterator[tuple[tuple[int, str], Frame]]:
-    yield from rows.groupby(["layer", "sublayer"])
+    inside = inside[inside["metric"].isin(["weight_norm", "update_norm"])]
+    found: list[tuple[float, Jump]] = []
+    for (layer, sublayer), group in inside.groupby(["layer", "sublayer"]):
+        table = group.pivot_table(index="step", columns="metric", values="value", aggfunc="last")
+        norms = table["weight_norm"].dropna() if "weight_norm" in table else table.iloc[:0, 0]
+        earlier, later = norms[norms.index < step], norms[norms.index >= step]
+        if earlier.empty or later.empty:
+            continue
+        start, end, before, after = earlier.index[-1], later.index[0], float(earlier.iloc[-1]), float(later.iloc[0])
+        updates = table.get("update_norm", norms * 0.0).reindex([start, end]).fillna(0.0)
+        change = abs(after - before)
+        if change > _TIMES * (end - start) * float(updates.max()) and change > _SHARE * before:
+            low, high = sorted((before, after))
+            jump = Jump(start=start, end=end, layer=int(layer), sublayer=sublayer, before=before, after=after)
+            found.append((high / low if low > 0 else math.inf, jump))
+    return max(found, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 _BEFORE, _AFTER = 16, 3  # steps that a loss is compared with, and over which it must stay up
@@ -107,7 +97,7 @@ class Evidence:
         trial: the run's records.
         alarms: oldest first; of one step the one that explains most first.
         rose: the first step at which the loss had risen; None if it never did.
-        status, reason: from result.json.
+        status: from result.json.
         steps: the last recorded step.
         names: the layers' paths in the model.
         half: whether the model computes in float16.
@@ -118,7 +108,6 @@ class Evidence:
     alarms: tuple[Alarm, ...]
     rose: int | None
     status: str
-    reason: str
     steps: int
     names: Mapping[int, str]
     half: bool = False
@@ -134,13 +123,6 @@ class Evidence:
         # an alarm long before that was followed by calm steps belongs to something else
         near = [a for a in self.alarms if a.step <= self.rose and (self.rose - a.step <= 200 or a.rule != "rise")]
         return near[0] if near else self.alarms[0]
-
-    @property
-    def first_weights(self) -> int:
-        """The first step at which weights were recorded; 0 if they never were."""
-        rows = self.trial.layers
-        steps = rows[rows["metric"] == "weight_norm"]["step"]
-        return 0 if steps.empty else int(steps.min())
 
     def lasts(self, alarm: Alarm) -> bool:
         """Whether a series that rose was still up in all records of the next 8 steps, and the first one after them,
@@ -178,17 +160,18 @@ def gather(folder: Path) -> Evidence:
             "lamina.LayerMonitor or of lamina.watch)"
         )
     result, about = read_result(folder) or {}, read_about(folder)
+    try:
+        settings = read_yaml(folder / CONFIG)
+    except UserError:
+        settings = {}
     alarms = _readable(read_alarms(folder))
-    settings = _settings_of(folder)
-    names = {index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()))}
     return Evidence(
         trial=trial,
         alarms=tuple(sorted(alarms, key=lambda a: (a.step, _ORDER.index(a.rule), -a.excess))),
         rose=loss_rise(losses_of(trial)),
         status=str(result.get("status") or "unfinished"),
-        reason=str(result.get("reason") or ""),
         steps=int(rows["step"].max()),
-        names=names,
+        names={index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()))},
         half=bool(about.get("half")) or settings.get("precision") == "fp16",
         settings={**(seen if isinstance(seen := about.get("settings"), dict) else {}), **settings},
     )
@@ -202,13 +185,6 @@ def _readable(lines: Sequence[Json]) -> list[Alarm]:
         words = ", ".join(repr(rule) for rule in sorted(set(others)))
         logger.warning("%s: alarms left out that this version does not know: %d (%s)", ALARMS, len(others), words)
     return [Alarm(**line) for line in known]
-
-
-def _settings_of(folder: Path) -> Json:
-    try:
-        return read_yaml(folder / CONFIG)
-    except UserError:
-        return {}
 
 
 def losses_of(trial: Trial) -> dict[int, float]:
@@ -250,20 +226,20 @@ def _limit(before: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that a run may have already: where ``setting`` of its configuration is one of ``values``, or at most
-    ``most``.
+    """A change that a run may have already: where ``setting`` of its configuration is ``made``, or, if that is a
+    number, at most that and above 0.
     """
 
     text: str
-    setting: str
-    values: tuple[str, ...] = ()
-    most: float | None = None
+    setting: str = ""
+    made: str | float | None = None
 
     def is_made(self, settings: Json) -> bool:
         """Whether the run was made with it."""
         value = settings.get(self.setting)
-        small = self.most is not None and isinstance(value, int | float) and 0 < value <= self.most
-        return small or value in self.values
+        if isinstance(self.made, float):
+            return isinstance(value, int | float) and 0 < value <= self.made
+        return self.made is not None and value == self.made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +269,7 @@ CAUSES = {
                 Change(
                     text="train in bfloat16 (--precision bf16): it has float32's range",
                     setting="precision",
-                    values=("bf16",),
+                    made="bf16",
                 ),
                 "put a norm on each sub-layer's output (Peri-LN, arXiv 2502.02732, Fig 11: its activations stay inside "
                 "float16 where Pre-LN's leave it)",
@@ -331,7 +307,7 @@ CAUSES = {
                     text="beta2 of 0.95 instead of 0.999: the second moment then forgets a calm time sooner, and a "
                     "burst of gradients makes smaller updates",
                     setting="beta2",
-                    most=0.95,
+                    made=0.95,
                 ),
                 "a placement that tolerates higher rates (Peri-LN, Keel): lamina compare on your text",
             ),
@@ -352,7 +328,7 @@ CAUSES = {
             changes=(
                 "look at that step's batch: repeated text, wrong labels, another language or format",
                 "skip outliers: lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
-                Change(text="clip the gradient's norm (max_grad_norm=1.0)", setting="max_grad_norm", most=1.0),
+                Change(text="clip the gradient's norm (max_grad_norm=1.0)", setting="max_grad_norm", made=1.0),
                 "go back to a checkpoint before it and skip the data, as PaLM did (arXiv 2204.02311, Sec 5.1); "
                 "--rollback does in lamina pretrain",
             ),
@@ -421,7 +397,8 @@ def _cause_of_first(evidence: Evidence) -> Cause | None:
     if first.rule == "not_finite":
         return CAUSES["number range" if evidence.half else "values that are not finite"]
     if first.rule == "apart" and first.metric == "weight_norm":
-        grown = first.step > evidence.first_weights
+        rows = evidence.trial.layers
+        grown = first.step > rows[rows["metric"] == "weight_norm"]["step"].min()
         return CAUSES[("number range" if evidence.half else "learning rate too high") if grown else "initialization"]
     if first.rule == "apart" and first.step > _START:
         return CAUSES["bad batch"]
@@ -438,14 +415,8 @@ def _cause_of_first(evidence: Evidence) -> Cause | None:
 
 def open_changes(cause: Cause, settings: Json) -> list[str]:
     """What is left to change in a run with these settings, most promising first."""
-    changes = [c if isinstance(c, Change) else Change(text=c, setting="") for c in cause.changes]
+    changes = [c if isinstance(c, Change) else Change(text=c) for c in cause.changes]
     return [change.text for change in changes if not change.is_made(settings)]
-
-
-def studied(cause: Cause) -> list[str]:
-    """Return what Lamina's own studies found about the changes, a sentence per claim that was decided."""
-    findings: dict[str, str] = json.loads(FINDINGS.read_text(encoding="utf-8"))
-    return [findings[claim] for claim in cause.claims if claim in findings]
 
 
 PAGE = "diagnosis.html"
@@ -482,47 +453,31 @@ def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
         early = f"It could have been seen {lead} step{'s' * (lead > 1)} before the loss rose."
         late = "in the step in which the loss rose" if lead == 0 else "only after the loss rose"
         texts.append(early if lead > 0 else f"It was seen {late}.")
-    then = _followers(evidence, first)
-    if then:
-        texts.append(f"Then: {'; '.join(describe(alarm) for alarm in then)}.")
-    if (jump := jump_of(evidence)) is not None:
-        texts.append(_jump_sentence(jump))
-    texts.append(f"Likely cause: {cause.name}. {cause.meaning}")
-    texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
-    texts += [f"Lamina's own study: {line}" for line in studied(cause)]
-    return texts
-
-
-def _jump_sentence(jump: Jump) -> str:
-    return (
-        f"Between steps {jump.start} and {jump.end} the norm of the weights of layer {jump.layer} "
-        f"({jump.sublayer.replace('_', '-')}) went from {jump.before:.3g} to {jump.after:.3g}."
-    )
-
-
-def _followers(evidence: Evidence, first: Alarm) -> list[Alarm]:
-    """The next alarms of other sub-layers, one each."""
-    seen, chosen = {(first.layer, first.sublayer)}, []
+    then: dict[tuple[int, str], str] = {}  # the first alarm of each other sub-layer
     for alarm in evidence.alarms:
         place = (alarm.layer, alarm.sublayer)
-        if alarm.step >= first.step and alarm.layer >= 0 and alarm.sublayer != "block" and place not in seen:
-            seen.add(place)
-            chosen.append(alarm)
-    return chosen[:3]
+        if alarm.step >= first.step and "block" not in place and place != (first.layer, first.sublayer):
+            then.setdefault(place, describe(alarm))
+    if then:
+        texts.append(f"Then: {'; '.join([*then.values()][:3])}.")
+    if (jump := jump_of(evidence)) is not None:
+        texts.append(str(jump))
+    texts.append(f"Likely cause: {cause.name}. {cause.meaning}")
+    texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
+    findings: dict[str, str] = json.loads(FINDINGS.read_text(encoding="utf-8"))
+    return texts + [f"Lamina's own study: {findings[claim]}" for claim in cause.claims if claim in findings]
 
 
 def write(folder: Path, evidence: Evidence, cause: Cause | None) -> Path:
     """Write diagnosis.html."""
     texts = "".join(f"<p>{escape(text)}</p>" for text in sentences(evidence, cause))
-    pictures = [_loss_figure(evidence)]
-    captions = ["Training loss of every step. Red: where the loss rose; orange: the first alarm."]
-    if evidence.first is not None:
-        pictures.append(_series_figure(evidence, evidence.first))
-        captions.append(
-            f"{sentence(METRICS[evidence.first.metric].quantity)} of the sub-layer that left first, and of the same "
-            "sub-layers of the other layers (gray)."
-        )
-    html = "".join(figure(p, escape(c)) for p, c in zip(pictures, captions, strict=True))
+    html = figure(
+        _loss_figure(evidence), "Training loss of every step. Red: where the loss rose; orange: the first alarm."
+    )
+    if (first := evidence.first) is not None:
+        quantity = sentence(METRICS[first.metric].quantity)
+        caption = f"{quantity} of the sub-layer that left first, and of the same sub-layers of the other layers (gray)."
+        html += figure(_series_figure(evidence, first), escape(caption))
     listed = "".join(f"<li>{escape(describe(alarm))}</li>" for alarm in evidence.alarms[:_SHOWN])
     more = len(evidence.alarms) - _SHOWN
     listed += f"<li>and {more} more</li>" if more > 0 else ""
@@ -540,45 +495,41 @@ def write(folder: Path, evidence: Evidence, cause: Cause | None) -> Path:
 
 
 def _loss_figure(evidence: Evidence) -> go.Figure | None:
-    losses = losses_of(evidence.trial)
-    if not losses:
+    if not (losses := losses_of(evidence.trial)):
         return None
-    picture = go.Figure()
     steps = sorted(losses)
-    _draw(picture, steps, [losses[step] for step in steps], _COLORS[2], "loss")
-    _marks(picture, evidence)
-    return polish(picture.update_xaxes(title="step").update_yaxes(title="loss"), 340)
+    return _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
 
 
 def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:
     rows = evidence.trial.layers
     rows = rows[(rows["metric"] == first.metric) & (rows["role"] == first.role) & (rows["index"] == 0)]
     rows = rows[rows["sublayer"] == first.sublayer]
-    picture = go.Figure()
+    lines = []
     for layer, group in sorted(rows.groupby("layer"), key=lambda pair: pair[0] == first.layer):
         group = group.sort_values("step")
         color = _COLORS[0] if layer == first.layer else "#b9bcc2"
-        _draw(picture, group["step"].to_list(), group["value"].to_list(), color, f"layer {layer}")
-    if not picture.data:
+        lines.append((f"layer {layer}", color, group["step"].to_list(), group["value"].to_list()))
+    if not lines:
         return None
-    _marks(picture, evidence)
-    picture.update_xaxes(title="step").update_yaxes(title=METRICS[first.metric].quantity)
+    picture = _drawn(evidence, lines, METRICS[first.metric].quantity)
     picture.update_layout(showlegend=False)  # the caption says which is which, a layer's name stands at its points
-    return charts.log_axis(polish(picture, 340))
+    return charts.log_axis(picture)
 
 
-def _draw(picture: go.Figure, steps: list[int], values: list[float], color: str, name: str) -> None:
-    Line(
-        x=np.asarray(steps),
-        y=np.asarray(values, dtype=np.float32),
-        color=color,
-        width=1.6,
-        name=name,
-        hover=f"{name}, step %{{x}}: %{{y:.4g}}",
-    ).draw(picture)
-
-
-def _marks(picture: go.Figure, evidence: Evidence) -> None:
+def _drawn(evidence: Evidence, lines: list[tuple[str, str, list[int], list[float]]], quantity: str) -> go.Figure:
+    """A figure of ``lines``, each a name, a color, steps and values, and marks at the rise and the alarm."""
+    picture = go.Figure()
+    for name, color, steps, values in lines:
+        Line(
+            x=np.asarray(steps),
+            y=np.asarray(values, dtype=np.float32),
+            color=color,
+            width=1.6,
+            name=name,
+            hover=f"{name}, step %{{x}}: %{{y:.4g}}",
+        ).draw(picture)
     for step, color in ((evidence.rose, _COLORS[0]), (evidence.first.step if evidence.first else None, _COLORS[1])):
         if step is not None:
             picture.add_vline(x=step, line={"color": color, "width": 1.2, "dash": "dash"})
+    return polish(picture.update_xaxes(title="step").update_yaxes(title=quantity), 340)

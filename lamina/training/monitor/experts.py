@@ -136,10 +136,9 @@ class ExpertBalance(TrainerCallback):
             *counts, total = flat.split([*(len(c) for c in counts), 1])
             tokens = int(total)
         self.load = {layer: count / tokens for layer, count in zip(layers, counts, strict=True)}
-        if self.mode == "bias":
-            for layer, count in zip(layers, counts, strict=True):
-                bias = self.routers[layer].e_score_correction_bias
-                bias += self.rate * torch.sign(count.mean() - count).to(bias)
+        for layer, count in zip(layers, counts, strict=True) if self.mode == "bias" else ():
+            bias = self.routers[layer].e_score_correction_bias
+            bias += self.rate * torch.sign(count.mean() - count).to(bias)
 
     def rows(self, step: int) -> list[Row]:
         """The tidy rows of the last step's loads: the share of the step's tokens that chose the expert ``index``.

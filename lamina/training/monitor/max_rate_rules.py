@@ -86,11 +86,8 @@ class Stop:
 
 def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
     """The mean of the last ``window`` losses at each step, of fewer at the beginning: [steps] -> [steps]."""
-    values = np.asarray(losses, dtype=np.float64)
-    if not len(values):
-        return values
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
+    ends = np.arange(1, len(sums))
     starts = np.maximum(0, ends - window)
     return (sums[ends] - sums[starts]) / (ends - starts)
 
@@ -104,7 +101,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
     finite = np.isfinite(values)
     count = len(values) if finite.all() else int(finite.argmin())
     smooth = smoothed(values[:count], rules.window)
-    low = np.minimum.accumulate(smooth) if count else smooth
+    low = np.minimum.accumulate(smooth)
     risen = 0
     for step in range(1, count + 1):
         risen = risen + 1 if values[step - 1] > low[step - 1] + rules.spike_margin else 0
@@ -116,9 +113,13 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
         grown = rules.rate(step) >= rules.plateau_factor * rules.rate(max(2, fallen_at))
         if grown and step - fallen_at >= 2 * rules.window:
             return _plateau(rules, smooth, low, step, fallen_at)
-    if count < len(values) or broken:
-        return _non_finite(rules, smooth, low, values)
-    return None
+    if count == len(values) and not broken:
+        return None
+    step = min(count + 1, len(values))
+    what = f"the loss is {values[count]}" if count < len(values) else "the gradient's norm is not finite"
+    before = _last_low(rules, smooth, low, step - 1)
+    reason = f"{what} at step {step}; the loss was last at its low at step {before}, at a rate of "
+    return _stop(NON_FINITE, rules, smooth, before, step, f"{reason}{rules.rate(max(1, before)):.3g}")
 
 
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
@@ -143,27 +144,17 @@ def _spike(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int, 
 
 
 def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int, fallen_at: int) -> Stop:
-    stuck = low[step - 1] > rules.unigram_entropy - rules.stuck_margin
     reason = (
         f"the loss has not fallen by {rules.plateau_margin:g} nats since step {fallen_at}, while the rate rose from "
         f"{rules.rate(fallen_at):.3g} to {rules.rate(step):.3g}"
     )
-    if stuck:
-        reason += (
-            f"; its low of {low[step - 1]:.3f} is not {rules.stuck_margin:g} nats below the corpus's unigram entropy "
-            f"of {rules.unigram_entropy:.3f}"
-        )
-    return _stop(STUCK if stuck else PLATEAU, rules, smooth, fallen_at, step, reason)
-
-
-def _non_finite(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, values: np.ndarray) -> Stop:
-    """The first loss, or the last gradient, that is not finite."""
-    count = len(smooth)
-    step = min(count + 1, len(values))
-    what = f"the loss is {values[count]}" if count < len(values) else "the gradient's norm is not finite"
-    before = _last_low(rules, smooth, low, step - 1)
-    reason = f"{what} at step {step}; the loss was last at its low at step {before}, at a rate of "
-    return _stop(NON_FINITE, rules, smooth, before, step, f"{reason}{rules.rate(max(1, before)):.3g}")
+    if low[step - 1] <= rules.unigram_entropy - rules.stuck_margin:
+        return _stop(PLATEAU, rules, smooth, fallen_at, step, reason)
+    reason += (
+        f"; its low of {low[step - 1]:.3f} is not {rules.stuck_margin:g} nats below the corpus's unigram entropy "
+        f"of {rules.unigram_entropy:.3f}"
+    )
+    return _stop(STUCK, rules, smooth, fallen_at, step, reason)
 
 
 def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
@@ -198,7 +189,7 @@ class MaxRateGuard(DivergenceGuard):
 
     def see_loss(self, step: int, loss: float) -> None:
         """End the run at a record where a rule holds. Raises Diverged; a loss that is not finite ends it at once."""
-        if loss != loss or abs(loss) == float("inf"):
+        if not math.isfinite(loss):
             super().see_loss(step, loss)
         if (stop := find_stop(self.losses, self.rules)) is not None:
             raise Diverged(step, stop.reason)
@@ -214,7 +205,8 @@ class MaxRateGuard(DivergenceGuard):
         """The run's largest rate, by columns of result.json; a run that found it has finished. Nothing if stopped."""
         if not status.ended:
             return {}
-        stop = self.stop(broken=status == Status.DIVERGED)
+        stop = find_stop(self.losses, self.rules, broken=status == Status.DIVERGED)
+        stop = no_stop(self.losses, self.rules) if stop is None else stop
         return {
             "status": str(Status.FINISHED),
             "max_learning_rate": stop.rate,
@@ -222,8 +214,3 @@ class MaxRateGuard(DivergenceGuard):
             "loss_at_stop": stop.loss,
             "reason": stop.reason,
         }
-
-    def stop(self, *, broken: bool) -> Stop:
-        """Where the rate failed; ``broken``: the run diverged."""
-        found = find_stop(self.losses, self.rules, broken=broken)
-        return no_stop(self.losses, self.rules) if found is None else found

@@ -184,10 +184,8 @@ class Monitor:
         taken = self.instruments.end_step(self.step)
         due = self.instruments.due or taken.measured
         losses, self._micro = self._micro, []
-        returned = self.instruments.take_loss()
-        step_loss = torch.stack(losses).mean() if losses else returned
-        if step_loss is not None:
-            self.series.add_loss(step_loss)
+        if (loss := torch.stack(losses).mean() if losses else taken.loss) is not None:
+            self.series.add_loss(loss)
         self.series.add_norm(taken.norm if taken.norm is not None else math.nan)
         self.series.end_step(self.step, skipped=taken.norm is None or not taken.stepped)
         try:

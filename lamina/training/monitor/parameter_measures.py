@@ -249,8 +249,9 @@ class UpdateRatios(TrainerCallback):
         sums["update_norm"] = self.groups.local_sums(before)
         state = {id(p): values for optimizer in optimizers for p, values in optimizer.state.items()}
         for metric, key in MOMENTS.items():
-            moments = [_moment(state.get(id(p), {}).get(key), p) for p in self.groups.parameters]
-            if any(moment is not None for moment in moments):
+            found = [(p.shape, state.get(id(p), {}).get(key)) for p in self.groups.parameters]
+            moments = [m if isinstance(m, torch.Tensor) and m.shape == shape else None for shape, m in found]
+            if any(moment is not None for moment in moments):  # an optimizer may compress them to another shape
                 sums[metric] = self.groups.local_sums(moments, power=1 if metric == "second_moment" else 2)
         self._sums = dict(zip(sums, self.groups.over_processes(torch.stack(list(sums.values()))), strict=True))
 
@@ -272,11 +273,6 @@ class UpdateRatios(TrainerCallback):
             if weight := by_metric["weight_norm"]:
                 rows.append((step, *owner, 0, "update_ratio", (by_metric["update_norm"] / weight) ** 0.5))
         return rows
-
-
-def _moment(moment: object, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a moment of a parameter's shape; None for another (an optimizer may compress it)."""
-    return moment if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape else None
 
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:

@@ -70,17 +70,14 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
     model.eval()
     try:
         with torch.no_grad(), uncompiled(base), meter.measuring(base):
+            named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
             if isinstance(model, FSDPModule):  # only its root gathers the embedding; all processes must call it
-                model(**_named(base, inputs), use_cache=False, logits_to_keep=1)
+                model(**named, use_cache=False, logits_to_keep=1)
             else:
-                base(**_named(base, inputs), use_cache=False)
+                base(**named, use_cache=False)
     finally:
         model.train(was_training)
     return rows_of(step, [meter.take()])
-
-
-def _named(base: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    return {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
 
 
 @dataclass

@@ -83,7 +83,8 @@ class Trackers:
 
     def _open(self, name: str) -> Library:
         library: Library = importlib.import_module(name)
-        if getattr(library, "run", None) is None and not _has_run(library):
+        trackios = getattr(getattr(library, "context_vars", None), "current_run", None)  # which has no ``run``
+        if getattr(library, "run", None) is None and (trackios is None or trackios.get() is None):
             library.init(project=os.environ.get("WANDB_PROJECT", "lamina"), name=self._folder.resolve().name)
             self._own.append(library)
             if hasattr(library, "define_metric"):
@@ -103,10 +104,3 @@ def tensorboard(trackers: Trackers | None) -> list[TrainerCallback]:
     """Trainer's own callback for TensorBoard, with the writer that has the layers' numbers, too."""
     writer = None if trackers is None else trackers.writer()
     return [] if writer is None else [TensorBoardCallback(writer)]
-
-
-def _has_run(library: Library) -> bool:
-    """Whether trackio has a run open: it has no ``run`` of its own, but keeps it in a context variable."""
-    variables = getattr(library, "context_vars", None)
-    current = getattr(variables, "current_run", None)
-    return current is not None and current.get() is not None

@@ -43,6 +43,8 @@ from lamina.training.monitor.writers import Row, WatchSettings
 
 Inputs = dict[str, torch.Tensor]
 _TOKENS = 8  # of the small pass
+# What notes call by the command line's flag, by the setting of ``lamina.watch``.
+_FLAGS = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH of another list"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,22 +81,13 @@ def is_compiled(model: nn.Module) -> bool:
 
 def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Inputs:
     """The tensors among a call's arguments, by the names of the forward pass' parameters."""
-    try:
+    named = dict(kwargs)
+    with contextlib.suppress(TypeError, ValueError):
         signature = inspect.signature(model.forward)
         named = dict(signature.bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        named = dict(kwargs)
-    else:
-        rest = [name for name, known in signature.parameters.items() if known.kind is known.VAR_KEYWORD]
-        for name in rest:  # whatever it is called: **kwargs, **batch
-            named |= named.pop(name, {})
+        for name, known in signature.parameters.items():
+            named |= named.pop(name, {}) if known.kind is known.VAR_KEYWORD else {}  # **kwargs, **batch
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-
-
-def main_input(model: nn.Module) -> str:
-    """The name of a model's first input."""
-    names = list(inspect.signature(model.forward).parameters)
-    return str(getattr(model, "main_input_name", names[0] if names else "input_ids"))
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Inputs]:
@@ -128,7 +121,10 @@ def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Fo
                 except Exception as error:
                     problem = one_line(error)[:160]
                     continue
-                return _followed(model, small, layers)
+                followed = _followed(model, small, layers)
+                for flag, setting in _FLAGS.items():
+                    followed.notes[:] = [note.replace(flag, setting) for note in followed.notes]
+                return followed
         finally:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -142,7 +138,7 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
         structure = find_structure(model, small, layers=layers)
     except Exception as error:  # any architecture may come: what goes wrong must not end its training
         text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
-        return Followed(structure=None, notes=_as_settings([f"{text}; only totals recorded"]))
+        return Followed(structure=None, notes=[f"{text}; only totals recorded"])
     whole, notes = True, structure.notes
     if not any(isinstance(module, FSDPModule) for module in model.modules()):  # the proof needs a backward pass
         try:
@@ -151,15 +147,7 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
         except Exception as error:
             reason = str(error) if isinstance(error, UserError) else one_line(error)
             whole, notes = False, [*notes, f"the stream is not recorded, gradients and updates are: {reason}"]
-    return Followed(structure=structure, whole=whole, notes=_as_settings(notes))
-
-
-def _as_settings(notes: list[str]) -> list[str]:
-    """Name the setting of ``lamina.watch`` in notes that name the command line's flag."""
-    flags = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH of another list"}
-    for flag, setting in flags.items():
-        notes = [note.replace(flag, setting) for note in notes]
-    return notes
+    return Followed(structure=structure, whole=whole, notes=notes)
 
 
 def _small_inputs(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
@@ -179,10 +167,8 @@ def _is_tokens(value: torch.Tensor) -> bool:
 
 def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
     """The tokens of a batch, or its items if it has none."""
-    for value in inputs.values():
-        if _is_tokens(value):
-            return value.numel()
-    return len(next(iter(inputs.values()))) if inputs and next(iter(inputs.values())).ndim else 0
+    tokens = [value.numel() for value in inputs.values() if _is_tokens(value)]
+    return [*tokens, *(len(value) if value.ndim else 0 for value in inputs.values()), 0][0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,12 +176,14 @@ class Taken:
     """How a step went.
 
     Attributes:
+        loss: what the model returned, or a trainer; None where neither did.
         norm: of its gradient, before clipping; None where no gradient was seen.
         stepped: whether an optimizer took it.
         measured: whether its update was measured.
         rate: the largest learning rate that the optimizers took it with, or have now if none did.
     """
 
+    loss: torch.Tensor | None
     norm: torch.Tensor | None
     stepped: bool
     measured: bool
@@ -214,12 +202,6 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
             f"optimizer: a {type(optimizer).__name__} (allowed: a torch.optim.Optimizer, or a list of them)"
         )
     return inner
-
-
-def largest_beta2(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
-    """The largest decay of the second moments; None for optimizers that have none."""
-    betas = [group.get("betas") for optimizer in optimizers for group in optimizer.param_groups]
-    return max((float(pair[1]) for pair in betas if isinstance(pair, Sequence) and len(pair) == 2), default=None)
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
@@ -332,7 +314,7 @@ class Instruments:
         self._ended: set[int] = set()
         self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
         self._measured_rate = 0.0  # that of the last measured update
-        self._losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []  # of the step's micro-batches, or their shares
         self._summed = False
         self.takes_shares = False  # a Trainer says what it trains; a model's outputs may hold another loss (TRL's DPO)
 
@@ -379,7 +361,7 @@ class Instruments:
         self._measuring.close()
         loss = output.get("loss") if isinstance(output, Mapping) and not self.takes_shares else None
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self._losses.append(loss.detach())
+            self.losses.append(loss.detach())
 
     def _follow(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
         """Look for the layers, once; in any case the totals are recorded from now on."""
@@ -413,7 +395,9 @@ class Instruments:
         if self.followed is None:
             # No forward pass of the model itself was seen (a compiled one): look for the layers with made-up tokens.
             device = local_part(next(self.model.parameters())).device
-            self._follow(self.model, {main_input(self.model): torch.arange(1, 9, device=device)[None]})
+            names = [*inspect.signature(self.model.forward).parameters, "input_ids"]
+            main = str(getattr(self.model, "main_input_name", names[0]))
+            self._follow(self.model, {main: torch.arange(1, 9, device=device)[None]})
         assert self._norms is not None
         self._current = self._norms.squares()
 
@@ -446,13 +430,8 @@ class Instruments:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
         self._ended.add(id(optimizer))
-        if len(self._ended) == len(self.optimizers):
-            self._measure_updates()
-
-    def _measure_updates(self) -> None:
-        """Once a step, where the weights were kept before it: behind all optimizers' steps, in any order."""
-        if self._updates is not None:
-            self._updates.after_step(self.optimizers)
+        if len(self._ended) == len(self.optimizers) and self._updates is not None:
+            self._updates.after_step(self.optimizers)  # behind all optimizers' steps, in any order
 
     @property
     def accumulates(self) -> bool:
@@ -461,30 +440,22 @@ class Instruments:
 
     def step_loss(self) -> torch.Tensor | None:
         """The loss of the step so far: the sum of its shares, or what the model returned, the mean of micro-batches."""
-        if not self._losses:
+        if not self.losses:
             return None
-        losses = torch.stack([loss.reshape(()).float() for loss in self._losses])
+        losses = torch.stack([loss.reshape(()).float() for loss in self.losses])
         return losses.sum() if self._summed or self.takes_shares else losses.mean()
-
-    def add_share(self, loss: torch.Tensor) -> None:
-        """Add a micro-batch's share of the step's loss."""
-        self._losses.append(loss.detach())
-
-    def take_loss(self) -> torch.Tensor | None:
-        """``step_loss``, and begin the next step's."""
-        loss, self._losses = self.step_loss(), []
-        return loss
 
     def end_step(self, step: int) -> Taken:
         """End a step."""
-        self._measure_updates()  # if one of the optimizers left the step out
+        if self._updates is not None:
+            self._updates.after_step(self.optimizers)  # if one of the optimizers left the step out
         squares, self._current = self._current, None
         norm = None if squares is None else squares.sum().sqrt()
         stepped = bool(self._began)
         rate = self._rate if stepped else largest_rate(self.optimizers)
-        taken = Taken(norm=norm, stepped=stepped, measured=self._moved, rate=rate)
+        taken = Taken(loss=self.step_loss(), norm=norm, stepped=stepped, measured=self._moved, rate=rate)
         self._moved = self._measured = False
-        self._began, self._ended = set(), set()
+        self._began, self._ended, self.losses = set(), set(), []
         if squares is not None:
             self._squares.append((step, squares, stepped))
         return taken
@@ -530,6 +501,7 @@ class Instruments:
         assert followed is not None
         structure = followed.structure
         layers = [] if structure is None else structure.layers
+        betas = [group.get("betas") for optimizer in self.optimizers for group in optimizer.param_groups]
         return {
             "model": type(self.model).__name__,
             "parameters": self.parameters,
@@ -539,7 +511,10 @@ class Instruments:
                 {"path": site.path, "sublayers": [sublayer.kind for sublayer in site.sublayers]} for site in layers
             ],
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
-            "settings": {"beta2": largest_beta2(self.optimizers), "max_grad_norm": self._clipped_at},
+            "settings": {
+                "beta2": max((float(b[1]) for b in betas if isinstance(b, Sequence) and len(b) == 2), default=None),
+                "max_grad_norm": self._clipped_at,
+            },
             "half": self.half,
             "notes": followed.notes,
         }

@@ -75,16 +75,14 @@ class Watch:
     ) -> bool:
         if self.monitor is None:
             return False
-        if isinstance(error, Diverged) and error is self.monitor.diverged:
-            self.monitor.close(Status.DIVERGED, error.reason)
-            return True
-        if isinstance(error, KeyboardInterrupt):
-            self.monitor.close(Status.INTERRUPTED, f"stopped at step {self.monitor.step}")
-        elif error is not None:
-            self.monitor.close(Status.FAILED, one_line(error))
-        else:
+        ended = isinstance(error, Diverged) and error is self.monitor.diverged
+        if ended or error is None:
             self.monitor.close(Status.FINISHED)
-        return False
+        elif isinstance(error, KeyboardInterrupt):
+            self.monitor.close(Status.INTERRUPTED, f"stopped at step {self.monitor.step}")
+        else:
+            self.monitor.close(Status.FAILED, one_line(error))
+        return ended
 
 
 def watch(
@@ -147,18 +145,22 @@ def open_monitor(
     None where ``resume="auto"`` finds records after ``step`` steps that cannot be continued, which is said in one line:
     a training that has begun does not end for its records. Raises UserError otherwise.
     """
-    processes = these_processes()
+    processes = Processes()
+    if distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1:
+        group = None if distributed.get_backend() == "gloo" else distributed.new_group(backend="gloo")
+        processes = Processes(rank=distributed.get_rank(), size=size, group=group)
     instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched
 
-    def claimed() -> WatchedRecords:
+    records: list[WatchedRecords] = []
+
+    def claim() -> None:
         try:
-            return WatchedRecords(settings, resume=resume, overwrite=overwrite, step=step)
+            records.append(WatchedRecords(settings, resume=resume, overwrite=overwrite, step=step))
         except OSError as error:  # a folder that cannot be made
             raise UserError(f"output: {settings.output!r}: {one_line(error)} (allowed: a folder)") from error
 
-    records: list[WatchedRecords] = []
     try:
-        processes.by_first(lambda: records.append(claimed()))
+        processes.by_first(claim)
     except UserError as error:
         if resume != "auto" or not step:
             raise
@@ -168,15 +170,6 @@ def open_monitor(
     monitor = Monitor(instruments, records[0] if records else None, processes, step=step)
     monitor.begin()
     return monitor
-
-
-def these_processes() -> Processes:
-    """This process and the others of its process group."""
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        return Processes()
-    backend = distributed.get_backend()
-    group = None if backend == "gloo" else distributed.new_group(backend="gloo")
-    return Processes(rank=distributed.get_rank(), size=distributed.get_world_size(), group=group)
 
 
 class LayerMonitor(TrainerCallback):
@@ -265,7 +258,7 @@ class LayerMonitor(TrainerCallback):
         def telling(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = step(*args, **kwargs)
             if self._release is release:
-                instruments.add_share(loss)
+                instruments.losses.append(loss.detach())
             return loss
 
         def release() -> None:

@@ -112,20 +112,6 @@ def spike_columns(folder: Path) -> Json:
 
     Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge; surges for an empty one.
     """
-    values_by_column: Json = dict.fromkeys(SPIKES)
-    series = _read(folder)
-    for name, column in ((LOSS, "loss"), (NORM, "gradient")):
-        values = [series[name][step] for step in sorted(series[name])]
-        if values:
-            values_by_column[f"{column}_surges"] = int(surges(values).sum())
-        if len(values) > FEWEST:
-            marked = spikes(values)
-            values_by_column[f"{column}_spikes"] = int(marked.sum())
-            values_by_column[f"{column}_spike_score"] = float(marked.mean())
-    return values_by_column
-
-
-def _read(folder: Path) -> dict[str, dict[int, float]]:
     import pyarrow.parquet as pq
 
     series: dict[str, dict[int, float]] = {LOSS: {}, NORM: {}}
@@ -138,7 +124,16 @@ def _read(folder: Path) -> dict[str, dict[int, float]]:
             continue
         for row in table.to_pylist():
             series[row["metric"]][row["step"]] = row["value"]
-    return series
+    values_by_column: Json = dict.fromkeys(SPIKES)
+    for name, column in ((LOSS, "loss"), (NORM, "gradient")):
+        values = [series[name][step] for step in sorted(series[name])]
+        if values:
+            values_by_column[f"{column}_surges"] = int(surges(values).sum())
+        if len(values) > FEWEST:
+            marked = spikes(values)
+            values_by_column[f"{column}_spikes"] = int(marked.sum())
+            values_by_column[f"{column}_spike_score"] = float(marked.mean())
+    return values_by_column
 
 
 LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value")
