@@ -94,6 +94,7 @@ def test_a_scaled_loss_is_measured_unscaled_and_its_overflow_is_no_divergence(tm
     assert not (tmp_path / "run" / "alarms.jsonl").exists()
     rows = rows_of(tmp_path / "run")
     assert set(rows[rows["metric"].str.endswith("gradient_norm")]["step"]) == {2, 4}
+    assert rows[rows["metric"] == "step_loss"]["step"].tolist() == [1, 2, 3, 4]
     for step in (2, 4):
         assert found(tmp_path / "run", "gradient_norm", step) == pytest.approx(expected[step], **EXACT), step
 

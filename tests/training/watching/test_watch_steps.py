@@ -136,25 +136,6 @@ def test_micro_batches_of_accelerate_are_no_steps(tmp_path):
         assert set(rows[rows["metric"] == metric]["step"]) == {1, 2, 4}
 
 
-def test_a_step_that_a_loss_scaler_skips_is_a_step(tmp_path):
-    model = NanoGpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
-        for number, (inputs, targets) in enumerate(batches(4)):
-            loss = model(inputs, targets)[1]
-            scaler.scale(loss).backward()
-            if number == 1:
-                model.lm_head.weight.grad.fill_(math.inf)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            monitor.step(loss)
-    assert result(tmp_path / "run")["steps"] == 4
-    assert list(series(tmp_path / "run", "step_loss")) == [1, 2, 3, 4]
-    assert list(series(tmp_path / "run", "step_gradient_norm")) == [1, 3, 4]
-
-
 @pytest.mark.parametrize(("loss", "says"), [(torch.ones(2), r"loss: a tensor of shape \[2\]"), ("1.0", "loss: a str")])
 def test_a_loss_that_is_not_one_number_is_one_line(tmp_path, loss, says):
     model = NanoGpt()

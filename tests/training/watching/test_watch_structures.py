@@ -46,6 +46,9 @@ def test_an_encoders_stream_is_recorded_and_its_decoder_is_no_readout(tmp_path, 
 
     loop(model, tmp_path / "run", spoil=keep, loss_of=lambda model, batch: model(**batch).loss, batches=[batch])
     assert found(tmp_path / "run", "hidden_variance", 1)[1, "feed_forward", "all"] == pytest.approx(variances[-1])
+    note = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"][0]
+    assert note.startswith(f"2 more layers ({'model.' * (make is whisper)}decoder.")
+    assert "; layers=PATH names" in note
     norms = found(tmp_path / "run", "gradient_norm", 1)
     for place, stack in [((0, "block", "all"), layers[:1]), ((-1, "block", "other"), others)]:
         expected = norm_of([gradients[id(p)] for p in stack.parameters() if id(p) in gradients])
@@ -128,6 +131,13 @@ def test_a_compiled_function_hides_the_stream_and_a_line_says_so(tmp_path):
     (note,) = notes_of(model, tmp_path / "run", run)
     assert note.startswith("the stream is not recorded: no forward pass of the model was seen")
     assert found(tmp_path / "run", "update_norm", 2)[1, "block", "all"] > 0
+
+
+def test_a_compiled_model_has_gradients_and_updates(tmp_path):
+    model = torch.compile(NanoGpt(), backend="eager")
+    (note,) = notes_of(model, tmp_path / "run")
+    assert "compiled" in note
+    assert {layer for layer, _, _ in found(tmp_path / "run", "update_norm", 2)} == {-1, 0, 1}
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -15,10 +15,10 @@ trl = pytest.importorskip("trl")
 EXACT = {"rel": 1e-6, "abs": 1e-12}
 
 
-def qwen3():
+def qwen3(kind=Qwen3ForCausalLM, **more):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=300, num_hidden_layers=2, head_dim=8, **sizes))
+    return kind(Qwen3Config(vocab_size=300, num_hidden_layers=2, head_dim=8, **sizes, **more))
 
 
 def tokenizer():
@@ -92,10 +92,7 @@ def dpo(folder, monitor, **more):
 
 
 def reward(folder, monitor, **more):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(vocab_size=300, num_hidden_layers=2, head_dim=8, num_labels=1, pad_token_id=0, **sizes)
-    model = Qwen3ForSequenceClassification(config)
+    model = qwen3(Qwen3ForSequenceClassification, num_labels=1, pad_token_id=0)
     args = trl.RewardConfig(**common(folder, **more), max_length=24)
     data = datasets.Dataset.from_dict(PAIRS)
     return trl.RewardTrainer(model, args=args, train_dataset=data, processing_class=tokenizer(), callbacks=[monitor])
@@ -120,12 +117,9 @@ def test_a_qwen3_under_trl_is_measured_as_by_hand(tmp_path, make):
     trainer.add_callback(naive)
     trainer.train()
     check(tmp_path / "run", naive, step=2)
-    if make is sft:
-        check_losses(trainer, tmp_path / "run")
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("logging_steps", [1, 2])
+@pytest.mark.parametrize(("logging_steps", "accumulated"), [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("make", [sft, dpo, reward, pytest.param(grpo, marks=pytest.mark.slow)])
 def test_the_loss_is_the_one_that_trl_trains(make, logging_steps, accumulated, tmp_path):
     monitor = lamina.LayerMonitor(str(tmp_path / "run"), every=2)
