@@ -26,7 +26,7 @@ from lamina.reports.page import Section, figure, sentence, write_page
 from lamina.reports.records import Frame, Trial, read_run
 from lamina.reports.style import polish
 from lamina.training.monitor.alarms import FACTORS, Alarm, describe, read_alarms
-from lamina.training.monitor.writers import check_version, read_about
+from lamina.training.monitor.writers import read_about
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def gather(folder: Path) -> Evidence:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"run: {str(folder)!r} is no folder (allowed: a run of Lamina's, or one that was watched)")
-    check_version(folder)
+    about = read_about(folder)
     trial = read_run(folder).trials[0]
     rows = trial.layers
     if rows.empty:
@@ -159,7 +159,7 @@ def gather(folder: Path) -> Evidence:
             f"run: {str(folder)!r} has no records by layer (allowed: the folder of lamina pretrain, sft, ..., of "
             "lamina.LayerMonitor or of lamina.watch)"
         )
-    result, about = read_result(folder) or {}, read_about(folder)
+    result = read_result(folder) or {}
     try:
         settings = read_yaml(folder / CONFIG)
     except UserError:

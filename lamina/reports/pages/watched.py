@@ -14,14 +14,13 @@ from lamina.reports.page import Section, callouts, figure, write_page
 from lamina.reports.records import Study, read_run
 from lamina.reports.registry import report_of
 from lamina.training.monitor.alarms import read_alarms
-from lamina.training.monitor.writers import check_version, read_about
+from lamina.training.monitor.writers import read_about
 
 
 @report_of(Kind.WATCHED)
 def watched_report(folder: Path) -> Path:
     """Write ``folder/report.html``: the sections of a run's page that need nothing but the layer monitor's records."""
     folder = Path(folder)
-    check_version(folder)
     about = read_about(folder)
     study = read_run(folder)
     _, items, _ = sections.prepare(study)

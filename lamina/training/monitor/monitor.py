@@ -36,7 +36,7 @@ from lamina.training.monitor.writers import (
     Row,
     StepSeries,
     WatchSettings,
-    check_version,
+    read_about,
     spike_columns,
 )
 
@@ -59,7 +59,7 @@ class WatchedRecords:
     def __init__(self, settings: WatchSettings, *, resume: Resume = False, overwrite: bool = False, step: int = 0):
         self.folder = Path(settings.output)
         if resume and in_use(self.folder):
-            check_version(self.folder)
+            read_about(self.folder)  # refuses records of another version
             RunFolder(self.folder).require_records()
         with ExitStack() as held:
             held.enter_context(hold(self.folder, resume=resume, overwrite=overwrite))

@@ -17,9 +17,9 @@ import torch
 
 from lamina.core.json_types import Json
 from lamina.core.values import path
-from lamina.errors import UserError, one_line
+from lamina.errors import UserError
 from lamina.jobs.columns import SCORES, SPIKES
-from lamina.jobs.files import finite, write_lines, writing
+from lamina.jobs.files import finite, read_yaml, write_lines, writing
 from lamina.jobs.manifest import sync
 from lamina.jobs.names import METRICS
 from lamina.jobs.run_folder import RunFolder
@@ -320,23 +320,14 @@ WATCHED = "watched.json"
 
 
 def read_about(folder: Path) -> Json:
-    """watched.json: what was watched; empty where it is missing or damaged."""
-    try:
-        about = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """watched.json: what was watched; empty where it is missing.
+
+    Raises UserError if it is damaged, or the records are of another version than this package writes.
+    """
+    if not (folder / WATCHED).exists():
         return {}
-    return about if isinstance(about, dict) else {}
-
-
-def check_version(folder: Path) -> None:
-    """Raise UserError if a folder's records are of another version than this package writes, or damaged."""
-    try:
-        about = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
-        version = about.get("record")
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"record: {str(folder / WATCHED)!r} cannot be read ({one_line(error)})") from None
+    about = read_yaml(folder / WATCHED)  # JSON is YAML
+    version = about.get("record")
     if version != VERSION:
         raise UserError(
             f"record: {str(folder)!r} holds records of version {version!r} (allowed: {VERSION}, which this version of "
@@ -346,3 +337,4 @@ def check_version(folder: Path) -> None:
         entries, place = about.get(name, []), str(folder / WATCHED)
         if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
             raise UserError(f"{name}: {str(entries)[:60]} in {place!r} (allowed: a list, each a {kind.__name__})")
+    return about
