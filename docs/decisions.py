@@ -14,8 +14,7 @@ import yaml
 
 from lamina.core.json_types import Json
 from lamina.papers.judging.findings import FAILED, Verdict
-from lamina.papers.results.markdown import number, plain
-from lamina.papers.results.verdicts import best
+from lamina.papers.results.verdicts import best, number, plain
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "which-placement.md"

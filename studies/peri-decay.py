@@ -16,7 +16,7 @@ from lamina.papers.judging import (
     needs_scale,
 )
 from lamina.papers.judging.curves import along, numbers, rows
-from lamina.papers.judging.sweeps import at_best_rates, best_rate
+from lamina.papers.judging.rates import at_best_rates, best_rate
 
 
 def log_variance(table: Frame) -> float:

@@ -61,7 +61,7 @@ def _list(argv: list[str]) -> int:
     chosen = parser.parse(argv)
     from pathlib import Path
 
-    from lamina.papers.catalog.places import records_folder
+    from lamina.papers.catalog.definition import records_folder
     from lamina.papers.engine.verdicts import all_verdicts
 
     found = all_verdicts(None if chosen.records is None else Path(chosen.records))
@@ -83,7 +83,7 @@ def _list(argv: list[str]) -> int:
 
 def _show(argv: list[str]) -> int:
     settings = _given("show", "What a study asks, its trials, and the verdicts so far.", argv)[0]
-    from lamina.papers.engine.showing import description
+    from lamina.papers.engine.describe_study import description
 
     show(description(_record(settings)))
     return 0
@@ -91,7 +91,7 @@ def _show(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     typed, others = _given("run", "Train what is missing, measure, and judge the claims.", argv)
-    from lamina.papers.catalog.places import names
+    from lamina.papers.catalog.definition import names
 
     listed = str(typed.pop("study", None) or "")
     chosen = names() if listed == "all" else [name.strip() for name in listed.split(",") if name.strip()]
@@ -136,7 +136,7 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
 
 
 def _dry_run(records: list[StudySettings]) -> int:
-    from lamina.papers.engine.showing import dry_run_text
+    from lamina.papers.engine.describe_study import dry_run_text
 
     for record in records:
         show(dry_run_text(record))
@@ -146,7 +146,7 @@ def _dry_run(records: list[StudySettings]) -> int:
 def _worker(argv: list[str]) -> int:
     settings = _given("worker", "Train a share of a study's trials; other workers share the store.", argv)[0]
     from lamina.jobs.status import ENDED
-    from lamina.papers.engine.run import work
+    from lamina.papers.engine.study_run import work
 
     outcome = work(_record(settings))
     ended = sum(result["status"] in ENDED for result in outcome.values())

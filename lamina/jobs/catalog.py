@@ -293,7 +293,7 @@ JOBS: dict[str, JobRow] = {
   lamina coord-check --placement keel --width-scaling none --output runs/keel-plain
   lamina coord-check --backbone llama-71m --num-layers 12 --widths 128,256,512,1024 --width-scaling mup
 """,
-            settings="lamina.studies.width_settings:CoordCheckSettings",
+            settings="lamina.studies.settings:CoordCheckSettings",
             run="lamina.studies.coordinates:coord_check",
             returns="Returns the rows of slopes.csv and the page; OUTPUT/result.json has the verdict.",
             outcome="Comparison",
@@ -315,7 +315,7 @@ JOBS: dict[str, JobRow] = {
   lamina transfer --learning-rates 1e-3,4e-3,1.6e-2,6.4e-2 --verify-rates 4e-3,6.4e-2 --verify-width 256
   lamina transfer --output runs/ws --resume
 """,
-            settings="lamina.studies.width_settings:TransferSettings",
+            settings="lamina.studies.settings:TransferSettings",
             run="lamina.studies.transfer:transfer",
             returns=(
                 "Returns the rows of results.csv and the page; OUTPUT/transfer.json holds the interval, the "
@@ -342,8 +342,8 @@ JOBS: dict[str, JobRow] = {
   lamina max-lr --backbone llama-71m --corpus books/ --tokenizer bpe:8192 --steps 5000 --max-learning-rate 5e-2
   lamina max-lr --output runs/limits --resume
 """,
-            settings="lamina.studies.max_rate_settings:MaxRateStudySettings",
-            run="lamina.studies.max_rate:max_lr",
+            settings="lamina.studies.settings:MaxRateStudySettings",
+            run="lamina.studies.compare:max_lr",
             returns=(
                 "Returns the rows of results.csv (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of "
                 "every placement and seed) and the page. ``placements`` and ``seeds`` may also be lists."
@@ -357,7 +357,7 @@ JOBS: dict[str, JobRow] = {
             summary="run, list or show studies: each table and figure of the papers, with a verdict on its claim",
             about="Run a study and judge its claims, as `lamina study run` does.",
             settings="lamina.papers.engine.settings:StudySettings",
-            run="lamina.papers.engine.run:run_study",
+            run="lamina.papers.engine.study_run:run_study",
             returns="``study`` is a name of the catalog or the YAML file of your own; OUTPUT/report.html is the page.",
             outcome="StudyOutcome",
             raises="a study that can't be read or has changed since it ran",
@@ -366,7 +366,7 @@ JOBS: dict[str, JobRow] = {
                 Switch(name="dry_run", help="train nothing: parameters, tokens, FLOPs, hours"),
             ),
             positional=("study",),
-            folder="lamina.papers.engine.run:output_of",
+            folder="lamina.papers.engine.study_run:output_of",
             own_command=True,
         ),
         JobRow(

@@ -37,7 +37,7 @@ from lamina.jobs.names import COORDINATES, RESULT, SLOPES
 from lamina.jobs.resume import ResumePolicy
 from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, stored_study, write_study
-from lamina.studies.width_settings import CoordCheckSettings
+from lamina.studies.settings import CoordCheckSettings
 from lamina.training.objectives.objective import objective_of
 from lamina.training.objectives.text import CausalLM
 from lamina.training.optimization.optimizer import rate_factors, width_scaling_of

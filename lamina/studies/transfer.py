@@ -24,7 +24,7 @@ from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
 from lamina.studies.compare import read_study_data, run_study
 from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
-from lamina.studies.width_settings import TransferSettings
+from lamina.studies.settings import TransferSettings
 from lamina.training.execution.devices import decided
 from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.resolve import backbone_config, resolve_run

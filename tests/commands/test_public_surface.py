@@ -14,9 +14,7 @@ from lamina.papers.engine.settings import StudySettings
 from lamina.posttraining.settings import DpoSettings, RewardSettings, RlhfSettings, SftSettings
 from lamina.preflights.settings import PreflightSettings
 from lamina.probes.engine.probe_settings import ProbeSettings
-from lamina.studies.max_rate_settings import MaxRateStudySettings
-from lamina.studies.settings import CompareSettings
-from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
+from lamina.studies.settings import CompareSettings, CoordCheckSettings, MaxRateStudySettings, TransferSettings
 from lamina.training.settings import PretrainSettings
 
 SHARED = """

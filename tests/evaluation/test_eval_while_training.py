@@ -5,7 +5,7 @@ from training.tiny_runs import records, result, settings, write_corpus
 
 import lamina
 from lamina.errors import UserError
-from lamina.papers.trials import identity
+from lamina.papers.trials import trial
 from lamina.reports import report
 from lamina.training.pretrain import pretrain
 
@@ -47,11 +47,11 @@ def test_an_unknown_task_is_refused_before_the_folder_is_touched(tmp_path, data_
 def test_tasks_change_a_trial_s_key_and_their_absence_does_not(tmp_path):
     from lamina.training.settings import PretrainSettings
 
-    plain = identity.identity("pretrain", PretrainSettings())
+    plain = trial.identity("pretrain", PretrainSettings())
     assert "eval_tasks" not in plain["settings"]
     assert "eval_task_limit" not in plain["settings"]
-    other = identity.identity("pretrain", PretrainSettings(eval_tasks="quiz"))
-    assert identity.key(plain) != identity.key(other)
+    other = trial.identity("pretrain", PretrainSettings(eval_tasks="quiz"))
+    assert trial.key(plain) != trial.key(other)
 
 
 def test_an_objective_that_writes_no_text_has_no_tasks(tmp_path):

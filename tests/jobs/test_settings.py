@@ -16,8 +16,7 @@ from lamina.errors import UserError
 from lamina.jobs.settings import Settings, at_least, changed, setting
 from lamina.preflights.settings import PreflightSettings
 from lamina.probes.engine.probe_settings import ProbeSettings
-from lamina.studies.settings import CompareSettings
-from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
+from lamina.studies.settings import CompareSettings, CoordCheckSettings, TransferSettings
 from lamina.training.settings import PretrainSettings
 
 # Two quantities with one name: an exponent of the width, and a relative standard error.
@@ -165,7 +164,7 @@ def test_a_span_of_steps_is_a_share_or_a_whole_number(record, name):
 
 
 def test_settings_load_no_heavy_library():
-    modules = "lamina.preflights.settings, lamina.probes.engine.probe_settings, lamina.studies.width_settings"
+    modules = "lamina.preflights.settings, lamina.probes.engine.probe_settings, lamina.studies.settings"
     script = (
         f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'numpy', 'pandas') if m in sys.modules])"
     )

@@ -126,8 +126,7 @@ def test_a_misfit_is_noticed_on_the_backbones_width_unless_a_scheme_scales_it():
 
 def test_compare_and_max_lr_start_from_an_initializer_that_suits_their_width():
     from lamina.core.backbone_presets import PRESETS
-    from lamina.studies.max_rate_settings import MaxRateStudySettings
-    from lamina.studies.settings import CompareSettings
+    from lamina.studies.settings import CompareSettings, MaxRateStudySettings
 
     for job in (CompareSettings, MaxRateStudySettings):
         init = str(job.default("init")).removeprefix("same:")

@@ -9,9 +9,8 @@ from synthetic_claims import CLAIMS, write_claims_study
 
 from lamina.papers.pages.folder import StudyFolder
 from lamina.papers.results import write_results
-from lamina.papers.results.markdown import plain
 from lamina.papers.results.pages import tolerances
-from lamina.papers.results.verdicts import ours
+from lamina.papers.results.verdicts import ours, plain
 
 
 def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = ""):

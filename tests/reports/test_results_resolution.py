@@ -8,7 +8,7 @@ import pandas as pd
 from scipy import stats
 
 from lamina.papers.pages.folder import StudyFolder
-from lamina.papers.results.resolution import resolution
+from lamina.papers.results.pages import resolution
 
 LOSSES = {"pre_ln": {1e-3: 2.7, 2e-3: 2.6, 4e-3: 2.7}, "keel": {1e-3: 2.6, 2e-3: 2.5, 4e-3: 2.45}}
 NOISE = {"pre_ln": (-0.02, 0.0, 0.02), "keel": (-0.01, 0.02, -0.01)}

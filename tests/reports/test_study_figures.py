@@ -8,16 +8,13 @@ import pandas as pd
 import pytest
 from synthetic_claims import BEST, PLACEMENTS, write_claims_study
 
-from lamina.papers.catalog import places
-from lamina.papers.catalog.study import read_study
-from lamina.papers.pages import choice, interactive, printed
-from lamina.papers.pages.choice import drawings
+from lamina.papers.catalog.definition import names, read_study
+from lamina.papers.pages import figures, matplotlib_figures, plotly_figures
 from lamina.papers.pages.drawing import Request
+from lamina.papers.pages.figures import KINDS, _parts, _rows, drawings, sweep
 from lamina.papers.pages.folder import arms, read_folder
-from lamina.papers.pages.kinds import KINDS, sweep
-from lamina.papers.pages.measured import _parts, _rows
+from lamina.papers.pages.lines import ordered_values
 from lamina.papers.pages.page import _figures, claims_report
-from lamina.papers.pages.splitting import ordered_values
 from lamina.reports.palette import look
 
 
@@ -121,7 +118,7 @@ def test_steps_that_span_decades_from_the_start_are_numbers(tmp_path):
     rows.assign(step=rows["step"].map(steps).astype("int64")).to_parquet(path, index=False)
     drawing = drawn(read_folder(folder), "curves-loss")
     assert drawing.panels[0].series[0].x == (0.0, 1.0, 2000.0)
-    (written,) = printed.write(drawing, tmp_path / "figures", formats=("svg",))
+    (written,) = matplotlib_figures.write(drawing, tmp_path / "figures", formats=("svg",))
     assert written.stat().st_size > 1000
 
 
@@ -140,13 +137,13 @@ def everything(tmp_path_factory):
 
 def test_the_pages_figures_have_the_same_points(everything):
     sweep = drawn(everything, "sweep")
-    traces = {trace.name: trace for trace in interactive.plot(sweep).data if trace.mode == "lines+markers"}
+    traces = {trace.name: trace for trace in plotly_figures.plot(sweep).data if trace.mode == "lines+markers"}
     for series in sweep.panels[0].series:
         assert tuple(traces[series.label].x) == series.x
         assert tuple(traces[series.label].y) == series.y
         assert traces[series.label].line.dash == series.look.dash
     for drawing in drawings(everything):
-        assert interactive.plot(drawing).data
+        assert plotly_figures.plot(drawing).data
 
 
 def test_figures_beyond_the_first_few_are_named_and_written_for_a_paper(tmp_path, monkeypatch):
@@ -155,29 +152,29 @@ def test_figures_beyond_the_first_few_are_named_and_written_for_a_paper(tmp_path
     study = read_folder(folder)
     everything = [drawing.name for drawing in drawings(study)]
     assert len(everything) > 1
-    monkeypatch.setattr(choice, "_MOST", 1)
-    shown, left_out = choice.chosen(study)
+    monkeypatch.setattr(figures, "_MOST", 1)
+    shown, left_out = figures.chosen(study)
     assert [drawing.name for drawing in (*shown, *left_out)] == everything
-    assert len(shown) == max(1, len(choice._written(study)))
-    [figures] = _figures(study)
-    assert all(drawing.title in figures.html.split("not drawn here:")[1] for drawing in left_out)
-    assert {path.stem for path in printed.write_all(folder)} == set(everything)
+    assert len(shown) == max(1, len(figures._written(study)))
+    [section] = _figures(study)
+    assert all(drawing.title in section.html.split("not drawn here:")[1] for drawing in left_out)
+    assert {path.stem for path in matplotlib_figures.write_all(folder)} == set(everything)
 
 
 def test_figures_for_a_paper_are_svg_and_pdf_and_the_same_again(everything, tmp_path):
     pytest.importorskip("matplotlib")
     for drawing in drawings(everything):
-        svg, pdf = printed.write(drawing, tmp_path)
+        svg, pdf = matplotlib_figures.write(drawing, tmp_path)
         assert ElementTree.parse(svg).getroot().tag.endswith("svg")
         assert svg.stat().st_size > 3000
         assert pdf.read_bytes().startswith(b"%PDF")
         before = svg.read_bytes()
-        assert printed.write(drawing, tmp_path, ["svg"])[0].read_bytes() == before
+        assert matplotlib_figures.write(drawing, tmp_path, ["svg"])[0].read_bytes() == before
 
 
 def test_figures_load_no_torch():
     code = (
-        "import sys, lamina.papers.pages.printed as p, lamina.papers.pages.choice, matplotlib.figure; "
+        "import sys, lamina.papers.pages.matplotlib_figures as p, lamina.papers.pages.figures, matplotlib.figure; "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -214,7 +211,7 @@ def test_arms_of_one_placement_share_its_color_and_differ_in_form(tmp_path):
     assert lines["keel"] == look("keel")
 
 
-@pytest.mark.parametrize("name", places.names())
+@pytest.mark.parametrize("name", names())
 def test_every_figure_that_the_catalog_asks_for_is_of_a_known_kind_and_of_what_its_study_measures(name):
     study = read_study(name)
     for figure in study.figures:

@@ -5,13 +5,12 @@ import re
 import pandas as pd
 from synthetic_claims import write_claims_study
 
-from lamina.papers.pages import printed
-from lamina.papers.pages.choice import drawings
+from lamina.papers.pages import matplotlib_figures
 from lamina.papers.pages.drawing import Axis, Drawing, Panel, Request, Series
+from lamina.papers.pages.figures import KINDS, drawings
 from lamina.papers.pages.folder import read_folder
-from lamina.papers.pages.interactive import plot
-from lamina.papers.pages.kinds import KINDS
-from lamina.papers.pages.splitting import value_title
+from lamina.papers.pages.lines import value_title
+from lamina.papers.pages.plotly_figures import plot
 from lamina.reports.palette import Look
 
 
@@ -115,12 +114,12 @@ def test_a_long_title_of_a_panel_takes_two_lines(tmp_path):
 
 
 def test_a_printed_logarithmic_axis_reaches_over_all_panels_and_layers_are_whole(tmp_path):
-    (path,) = printed.write(panelled(["a", "b", "c"]), tmp_path, formats=("svg",))
+    (path,) = matplotlib_figures.write(panelled(["a", "b", "c"]), tmp_path, formats=("svg",))
     texts = re.findall(r"<text[^>]*>(?:<tspan[^>]*>)?([^<]+)", path.read_text(encoding="utf-8"))
     assert not [text for text in texts if re.fullmatch(r"\d+\.5", text)]
     from matplotlib.figure import Figure
 
-    axes = printed._figure(panelled(["a", "b", "c"]), Figure).axes
+    axes = matplotlib_figures._figure(panelled(["a", "b", "c"]), Figure).axes
     bottom, top = axes[0].get_ylim()
     assert bottom < 1e-11
     assert top > 0.01

@@ -9,7 +9,7 @@ from synthetic_claims import write_claims_study
 
 from lamina.commands import report as command
 from lamina.errors import UserError
-from lamina.papers.pages.printed import write_all
+from lamina.papers.pages.matplotlib_figures import write_all
 from lamina.reports import report
 
 

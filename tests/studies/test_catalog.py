@@ -14,9 +14,8 @@ from lamina.core.backbone_presets import PRESETS
 from lamina.errors import UserError
 from lamina.evaluation.generated import NAMES
 from lamina.jobs import columns
-from lamina.papers.catalog.arms import arms, matches
-from lamina.papers.catalog.places import BASES, catalog_folder
-from lamina.papers.catalog.study import SCALES, read_study
+from lamina.papers.catalog.definition import BASES, SCALES, catalog_folder, read_study
+from lamina.papers.engine.plan import arms, matches
 from lamina.papers.judging import Trials, judge, load_claims
 from lamina.placements import resolve
 from lamina.probes.engine.registry import listed

@@ -12,7 +12,7 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.reports import report
 from lamina.studies.coordinates import coord_check, outputs_of, slopes, verdict
-from lamina.studies.width_settings import CoordCheckSettings
+from lamina.studies.settings import CoordCheckSettings
 
 TINY = {"num_layers": 2, "batch_size": 4, "sequence_length": 32, "threads": 1}
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lamina.errors import UserError
-from lamina.papers.catalog.places import names
-from lamina.papers.catalog.study import read_study
-from lamina.papers.engine.plan import Plan
+from lamina.papers.catalog.definition import names, read_study
+from lamina.papers.engine.plan import StudyPlan
 from lamina.studies.dry_run import dry_run, table
 from lamina.training.settings import PretrainSettings
 
@@ -92,7 +91,7 @@ def test_a_studys_trials_at_the_papers_scale_all_build(name):
     if scale.job != "pretrain" or not scale.settings:
         pytest.skip("nothing to pretrain")
     trials = {
-        trial: settings for trial, settings in Plan(scale).dry().items() if isinstance(settings, PretrainSettings)
+        trial: settings for trial, settings in StudyPlan(scale).dry().items() if isinstance(settings, PretrainSettings)
     }
     arms = dry_run(trials)
     assert arms["trials"].sum() == len(trials)

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from lamina.papers.judging import Trials, compare_values, judge, lower, ordered, power
+from lamina.papers.judging import Trials, claims, compare_values, judge, lower, ordered
 from lamina.papers.judging.claims import Claim
 
 ARMS = ("one", "two", "three")
@@ -61,7 +61,7 @@ def tuned(random):
     best = swept.idxmin(axis=1)
     rows["tuned"] = rows["learning_rate"] == rows["placement"].map(best)
     rows = rows[rows["tuned"] | rows["seed"].isin(tuning)]
-    whole = power.judgeable(rows, ["placement"], tuning, (*tuning, *range(8)))
+    whole = claims.judgeable(rows, ["placement"], tuning, (*tuning, *range(8)))
     assert set(whole.loc[whole["tuned"], "seed"]) == set(range(8))
     return verdicts(whole.assign(at_edge=False))
 

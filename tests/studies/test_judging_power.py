@@ -5,9 +5,8 @@ import pytest
 from synthetic_trials import rows
 
 from lamina.papers.judging import Finding, Trials, Verdict, fails_to_train, judge, lower
-from lamina.papers.judging.claims import Claim
-from lamina.papers.judging.power import judgeable
-from lamina.papers.judging.sweeps import at_best_rates
+from lamina.papers.judging.claims import Claim, judgeable
+from lamina.papers.judging.rates import at_best_rates
 
 LOSSES = [3.00, 3.01, 3.02, 3.005, 3.015, 3.03]
 LOWER = [loss - 0.1 - loss / 1000 for loss in LOSSES]

@@ -4,7 +4,7 @@ import pytest
 from scipy import stats
 from synthetic_trials import rows, trials
 
-from lamina.papers.judging.spreads import detectable, spreads
+from lamina.papers.judging.rates import detectable, spreads
 
 BASE = [3.000, 3.010, 3.020]
 

@@ -14,8 +14,8 @@ from lamina.jobs.kinds import Kind, kind_of
 from lamina.papers.trials.jobs import JOBS
 from lamina.reports import report
 from lamina.reports.max_rates import spread, summarize
-from lamina.studies.max_rate import run_max_rate
-from lamina.studies.max_rate_settings import MaxRateSettings, MaxRateStudySettings
+from lamina.studies.compare import run_max_rate
+from lamina.studies.settings import MaxRateSettings, MaxRateStudySettings
 from lamina.studies.task import load
 from lamina.training.monitor.max_rate_rules import find_stop
 from lamina.training.monitor.recorder import RunRecorder

@@ -3,7 +3,7 @@
 import pytest
 from training.tiny_runs import settings
 
-from lamina.papers.trials import identity
+from lamina.papers.trials import trial
 from lamina.placements import names as placements
 from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
@@ -22,21 +22,21 @@ LOSSES = {
 @pytest.mark.parametrize("placement", LOSSES)
 def test_the_numbers_are_those_of_the_version(corpus, tmp_path, placement):
     run = settings(corpus, tmp_path / "run", placement=placement, init="recommended", precision="fp32", compile="off")
-    assert identity.NUMERICS == 1, "new numerics: write their losses here, and raise this number"
+    assert trial.NUMERICS == 1, "new numerics: write their losses here, and raise this number"
     assert pretrain(run, bar=False)["eval_loss"] == pytest.approx(LOSSES[placement], abs=2e-5)
 
 
 def test_every_setting_is_in_the_identity_or_is_known_not_to_matter():
-    first = identity.identity("pretrain", PretrainSettings())["settings"]
+    first = trial.identity("pretrain", PretrainSettings())["settings"]
     outside, names = {"placement", "num_layers", "corpus"}, set(PretrainSettings.names())
-    younger = set(identity.YOUNGER) & names
+    younger = set(trial.YOUNGER) & names
     assert set(first) | outside | PretrainSettings.undecided() | younger == names
 
 
 @pytest.mark.parametrize("placement", placements())
 def test_a_placement_by_another_name_is_the_same_trial(placement):
-    key = identity.key(identity.identity("pretrain", PretrainSettings(placement=placement, num_layers=4)))
-    again = identity.key(identity.identity("pretrain", PretrainSettings(placement=f"{placement}()", num_layers=4)))
+    key = trial.key(trial.identity("pretrain", PretrainSettings(placement=placement, num_layers=4)))
+    again = trial.key(trial.identity("pretrain", PretrainSettings(placement=f"{placement}()", num_layers=4)))
     assert key == again
 
 
@@ -53,30 +53,30 @@ def test_a_placement_by_another_name_is_the_same_trial(placement):
 )
 def test_whatever_changes_the_numbers_changes_the_key(change):
     base = {"placement": "keel", "num_layers": 4}
-    key = identity.key(identity.identity("pretrain", PretrainSettings(**base)))
-    assert identity.key(identity.identity("pretrain", PretrainSettings(**{**base, **change}))) != key
+    key = trial.key(trial.identity("pretrain", PretrainSettings(**base)))
+    assert trial.key(trial.identity("pretrain", PretrainSettings(**{**base, **change}))) != key
 
 
 def test_how_a_trial_is_run_does_not_change_its_key():
     base = {"placement": "keel", "num_layers": 4}
-    key = identity.key(identity.identity("pretrain", PretrainSettings(**base)))
+    key = trial.key(trial.identity("pretrain", PretrainSettings(**base)))
     other = PretrainSettings(**base, output="elsewhere", threads=3, save_steps=5)
-    assert identity.key(identity.identity("pretrain", other)) == key
+    assert trial.key(trial.identity("pretrain", other)) == key
 
 
 def test_another_text_is_another_trial(corpus, tmp_path):
-    key = identity.key(identity.identity("pretrain", PretrainSettings(num_layers=4, corpus=str(corpus))))
+    key = trial.key(trial.identity("pretrain", PretrainSettings(num_layers=4, corpus=str(corpus))))
     same = tmp_path / corpus.name
     same.write_bytes(corpus.read_bytes())
-    assert identity.key(identity.identity("pretrain", PretrainSettings(num_layers=4, corpus=str(same)))) == key
+    assert trial.key(trial.identity("pretrain", PretrainSettings(num_layers=4, corpus=str(same)))) == key
     same.write_bytes(corpus.read_bytes() + b"more")
-    identity.read_again()
-    assert identity.key(identity.identity("pretrain", PretrainSettings(num_layers=4, corpus=str(same)))) != key
+    trial.read_again()
+    assert trial.key(trial.identity("pretrain", PretrainSettings(num_layers=4, corpus=str(same)))) != key
 
 
 def key_of(**settings):
-    identity.read_again()
-    return identity.key(identity.identity("pretrain", PretrainSettings(num_layers=4, **settings)))
+    trial.read_again()
+    return trial.key(trial.identity("pretrain", PretrainSettings(num_layers=4, **settings)))
 
 
 def test_another_share_of_a_mix_is_another_trial(corpus, tmp_path):

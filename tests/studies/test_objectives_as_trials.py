@@ -6,13 +6,12 @@ from studies.study_files import run_here, write_study
 from training.tiny_runs import SMALL
 from transformers import ModernBertConfig
 
-from lamina.papers.catalog.study import read_study
+from lamina.papers.catalog.definition import read_study
 from lamina.papers.engine.driver import run_plan
-from lamina.papers.engine.plan import Plan
-from lamina.papers.engine.results import results_table
-from lamina.papers.trials import identity
-from lamina.papers.trials.records import Records
-from lamina.papers.trials.store import Store
+from lamina.papers.engine.plan import StudyPlan
+from lamina.papers.engine.study_run import results_table
+from lamina.papers.trials.store import Records, Store
+from lamina.papers.trials.trial import read_again
 
 PLAIN = {"init": "normal", "precision": "fp32", "compile": "off"}
 
@@ -28,7 +27,7 @@ def run(tmp_path):
             tmp_path, claims="", corpus=corpus, settings={**PLAIN, **settings, "corpus": str(corpus)}, axes=axes,
             measures=measures,
         )  # fmt: skip
-        plan = Plan(read_study(file).scale("cpu"))
+        plan = StudyPlan(read_study(file).scale("cpu"))
         store = Store(tmp_path / "trials", Records(tmp_path / "records"))
         run_plan(plan, store, workers=1, bar=False, execute=run_here)
         return results_table(plan, store), store, plan
@@ -53,10 +52,10 @@ def test_image_classifiers_are_trials(run, tmp_path):
     assert rows["accuracy"].between(0, 1).all()
     assert measured(rows, store)
     path.write_text(path.read_text() + ",".join(["7"] * 64 + ["1"]) + "\n")
-    identity.read_again()
+    read_again()
     keys = {trial.key for trial in plan.wanted(store.result)}
     assert keys == set(rows["key"])  # as it was planned
-    again = {trial.key for trial in Plan(plan.scale).wanted(store.result)}
+    again = {trial.key for trial in StudyPlan(plan.scale).wanted(store.result)}
     assert not again & keys  # other images: another trial
 
 

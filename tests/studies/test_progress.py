@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from lamina.papers.engine.driver import run_plan
-from lamina.studies.progress import Progress
+from lamina.studies.running import Progress
 
 
 def task(steps=9):

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from lamina.errors import UserError
-from lamina.papers.trials.records import Records, write_results, write_table
+from lamina.papers.trials.store import Records, write_results, write_table
 
 
 @pytest.fixture

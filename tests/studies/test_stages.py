@@ -8,15 +8,13 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.columns import RESULT_COLUMNS
-from lamina.papers.catalog.study import read_study
+from lamina.papers.catalog.definition import read_study
 from lamina.papers.engine.driver import run_plan
-from lamina.papers.engine.plan import Plan
-from lamina.papers.engine.results import results_table
-from lamina.papers.engine.run import _refuse_edited
+from lamina.papers.engine.plan import StudyPlan
+from lamina.papers.engine.study_run import _refuse_edited, results_table
+from lamina.papers.trials.jobs import columns_of
 from lamina.papers.trials.measures import measure, missing
-from lamina.papers.trials.records import Records, write_results
-from lamina.papers.trials.scores import columns_of
-from lamina.papers.trials.store import Store
+from lamina.papers.trials.store import Records, Store, write_results
 
 ROWS = [{"prompt": f"{i}?", "completion": f" {i}"} for i in range(12)]
 SHORT = {"steps": 2, "batch_size": 2, "eval_fraction": 0.25}
@@ -46,7 +44,7 @@ def plan(tmp_path, corpus):
         axes = {"placement": ["pre_ln", "keel"], "learning_rate": [3e-3], "seed": 2}
         given = {"axes": axes, **scale}
         file = write_study(tmp_path / "files", claims="", corpus=corpus, changed=changed, then=then, **given)
-        return Plan(read_study(file).scale("cpu"))
+        return StudyPlan(read_study(file).scale("cpu"))
 
     return make
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+from lamina.papers.catalog.study import read_study
+from lamina.papers.engine.results import measured_table, results_table
+from lamina.papers.trials.records import Records
 from posttraining.tiny import preferences, write_rows
 from studies.study_files import run_here, write_study
 
-from lamina.papers.catalog.study import read_study
 from lamina.papers.engine.driver import run_plan
-from lamina.papers.engine.plan import Plan
-from lamina.papers.engine.results import measured_table, results_table
+from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.judging import Trials, at_equal_kl, frontiers
 from lamina.papers.trials import store as stores
-from lamina.papers.trials.records import Records
 from lamina.papers.trials.store import Store
 
 LENGTH = 32
@@ -38,7 +38,7 @@ def plan(tmp_path, corpus):
         axes = {"placement": ["pre_ln", "keel"], "learning_rate": [3e-3], "seed": seeds}
         settings = {"sequence_length": LENGTH, **changed}
         file = write_study(tmp_path / "files", claims="", corpus=corpus, changed=settings, axes=axes, then=then)
-        return Plan(read_study(file).scale("cpu"))
+        return StudyPlan(read_study(file).scale("cpu"))
 
     return make
 

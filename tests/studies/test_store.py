@@ -10,13 +10,12 @@ from studies.study_files import write_study
 from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.papers.catalog.study import read_study
-from lamina.papers.engine.chains import runnable
-from lamina.papers.engine.plan import Plan
+from lamina.papers.catalog.definition import read_study
+from lamina.papers.engine.driver import runnable
+from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.verdicts import all_verdicts
 from lamina.papers.trials import measures
-from lamina.papers.trials.records import Records, write_results, write_table
-from lamina.papers.trials.store import Store
+from lamina.papers.trials.store import Records, Store, write_results, write_table
 from lamina.studies.task import task_of
 
 GAINS = "end/gains"
@@ -44,7 +43,7 @@ def copy(ended, tmp_path):
 
 
 def wanted(where):
-    trials = Plan(read_study(where / "mine.yaml").scale("cpu")).wanted(lambda trial: None)
+    trials = StudyPlan(read_study(where / "mine.yaml").scale("cpu")).wanted(lambda trial: None)
     return {trial.placement: trial for trial in trials}
 
 

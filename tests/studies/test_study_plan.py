@@ -9,13 +9,11 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.papers.catalog.arms import arms
-from lamina.papers.catalog.study import read_study
-from lamina.papers.engine.plan import Best, Plan, _rank, best_rate
-from lamina.papers.engine.results import _named, results_table
-from lamina.papers.engine.run import _refuse_edited, make_plan, run_study
+from lamina.papers.catalog.definition import read_study
+from lamina.papers.engine.describe_study import description, dry_run_text
+from lamina.papers.engine.plan import Best, StudyPlan, _rank, arms, best_rate
 from lamina.papers.engine.settings import StudySettings
-from lamina.papers.engine.showing import description, dry_run_text
+from lamina.papers.engine.study_run import _named, _refuse_edited, make_plan, results_table, run_study
 from lamina.papers.judging import Trials
 
 AXES = {"placement": ["pre_ln", "keel", "post_ln"], "num_layers": [2, 3]}
@@ -25,7 +23,7 @@ BEST = {"pre_ln": 1e-3, "keel": 4e-3, "post_ln": 2e-3}
 def plan_of(folder, corpus, **rates):
     learning_rate = {"tune": [5e-4, 1e-3, 2e-3, 4e-3, 8e-3], **rates}
     axes = {**AXES, "learning_rate": learning_rate, "seed": 3}
-    return Plan(read_study(write_study(folder, corpus=corpus, axes=axes, claims="")).scale("cpu"))
+    return StudyPlan(read_study(write_study(folder, corpus=corpus, axes=axes, claims="")).scale("cpu"))
 
 
 def known(trial):
@@ -87,7 +85,7 @@ def test_two_arms_that_are_one_computation_have_their_rows_each(tmp_path, corpus
     arms = {"plain": {"placement": "pre_ln"}, "zero": {"placement": "mix_ln(alpha=0)"}, "keel": {"placement": "keel"}}
     for rates in ([1e-3], {"tune": [5e-4, 1e-3, 2e-3]}):
         axes = {"arm": arms, "learning_rate": rates, "seed": 2}
-        plan = Plan(read_study(write_study(tmp_path, corpus=corpus, axes=axes, claims="")).scale("cpu"))
+        plan = StudyPlan(read_study(write_study(tmp_path, corpus=corpus, axes=axes, claims="")).scale("cpu"))
         store = SimpleNamespace(result=lambda trial: {"status": "finished", "eval_loss": trial.learning_rate})
         rows = results_table(plan, store)
         assert rows.groupby("arm")["seed"].nunique().to_dict() == {"plain": 2, "zero": 2, "keel": 2}
@@ -225,7 +223,7 @@ def test_a_study_is_not_recorded_with_changed_seeds(tmp_path, corpus):
 
 def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corpus):
     file = write_study(tmp_path, corpus=corpus, axes={**AXES, "learning_rate": {"tune": [5e-4, 1e-3, 2e-3]}, "seed": 3})
-    plan, definition = Plan(read_study(file).scale("cpu")), read_yaml(file)
+    plan, definition = StudyPlan(read_study(file).scale("cpu")), read_yaml(file)
     stored = {"trials": [trial.key for trial in plan.wanted(known)], "definition": definition}
     full, empty = (SimpleNamespace(result=found, outcome=lambda _: None) for found in (known, lambda _: None))
     for store in (full, empty):
@@ -235,7 +233,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
     file.write_text(yaml.safe_dump(edited))
     for store in (full, empty):
         with pytest.raises(UserError, match="it has changed since it ran here"):
-            _refuse_edited(stored, edited, Plan(read_study(file).scale("cpu")), store)
+            _refuse_edited(stored, edited, StudyPlan(read_study(file).scale("cpu")), store)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,11 @@ from training.tiny_runs import result, start, wait_for
 
 from lamina.api import study
 from lamina.cli import main
-from lamina.papers.catalog.study import read_study
+from lamina.papers.catalog.definition import read_study
 from lamina.papers.engine.driver import run_plan
-from lamina.papers.engine.plan import Plan
-from lamina.papers.engine.results import results_table
-from lamina.papers.trials.records import Records
-from lamina.papers.trials.store import Store
+from lamina.papers.engine.plan import StudyPlan
+from lamina.papers.engine.study_run import results_table
+from lamina.papers.trials.store import Records, Store
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -82,7 +81,7 @@ def test_a_trial_on_ray_has_the_numbers_of_this_process(tmp_path, corpus):
         if "no cluster could be started" not in said:
             break
     assert driver.returncode == 0, said
-    plan, store = Plan(read_study(file).scale("cpu")), Store(tmp_path / "here", Records(tmp_path / "records"))
+    plan, store = StudyPlan(read_study(file).scale("cpu")), Store(tmp_path / "here", Records(tmp_path / "records"))
     run_plan(plan, store, workers=1, bar=False, execute=run_here)
     here = results_table(plan, store)[["key", "status", "eval_loss"]].to_dict("records")
     assert here == losses(tmp_path, "ray")

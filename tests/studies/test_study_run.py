@@ -14,14 +14,14 @@ from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.papers.catalog.study import read_study
+from lamina.papers.catalog.definition import read_study
 from lamina.papers.engine import run as studies_run
 from lamina.papers.engine import verdicts
 from lamina.papers.engine.plan import _rank
 from lamina.papers.judging import Trials, judge, load_claims
 from lamina.papers.pages.folder import read_folder
-from lamina.papers.results.writing import write_results
-from lamina.papers.trials.records import Records
+from lamina.papers.results.pages import write_results
+from lamina.papers.trials.store import Records
 
 
 @pytest.fixture

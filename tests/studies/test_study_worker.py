@@ -8,8 +8,8 @@ from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.folder import lock
-from lamina.papers.engine.run import work
 from lamina.papers.engine.settings import StudySettings
+from lamina.papers.engine.study_run import work
 
 
 def places(tmp_path):

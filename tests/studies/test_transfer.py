@@ -10,8 +10,8 @@ from training.tiny_runs import SMALL, flags
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.reports.terminal import transferred
+from lamina.studies.settings import TransferSettings
 from lamina.studies.transfer import role_rates, summarize, transfer
-from lamina.studies.width_settings import TransferSettings
 
 SIZES = {"backbone": "llama-nano", "num_layers": 2, "sequence_length": 16, "batch_size": 2, "threads": 1}
 

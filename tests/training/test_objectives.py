@@ -16,7 +16,7 @@ import lamina.api
 from lamina.errors import UserError
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.modeling_lamina import ADAPTERS, HEADS
-from lamina.papers.trials import identity
+from lamina.papers.trials import trial
 from lamina.training.objectives.objective import objective_of, objectives
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
@@ -98,11 +98,11 @@ def test_the_setting_allows_what_is_registered():
 def test_settings_that_are_younger_than_trials_leave_their_keys():
     base = PretrainSettings(num_layers=4)
     names = {*ObjectiveSettings.names(), *ImageSettings.names(), *RegularizationSettings.names()}
-    known = identity.identity("pretrain", base)
+    known = trial.identity("pretrain", base)
     assert not names & set(known["settings"])
     for name, value in (("mixup", 0.8), ("ema_decay", 0.9), ("mask_ratio", 0.15)):
         other = PretrainSettings(num_layers=4, **{name: value})
-        assert identity.identity("pretrain", other)["settings"][name] == value
+        assert trial.identity("pretrain", other)["settings"][name] == value
 
 
 def test_an_image_run_leaves_a_whole_folder(of_images, tmp_path):

@@ -8,7 +8,7 @@ import lamina
 from lamina.data.tokenizers import load_tokenizer
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.studies.coordinates import coord_check
-from lamina.studies.width_settings import CoordCheckSettings
+from lamina.studies.settings import CoordCheckSettings
 from lamina.training.objectives.objective import objective_of
 
 

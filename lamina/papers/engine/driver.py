@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from lamina.core.json_types import Json
 from lamina.jobs.status import ENDED
-from lamina.papers.engine.chains import blocked, runnable, without_model
-from lamina.papers.engine.plan import Plan
+from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.trials.store import Store
-from lamina.papers.trials.trial import Trial
-from lamina.studies.running import Executor, run_tasks
-from lamina.studies.workers import run_trials
+from lamina.papers.trials.trial import StudyTrial
+from lamina.studies.running import Executor, run_tasks, run_trials
+
+Known = Callable[[StudyTrial], Json | None]
+
+
+def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
+    """By key, the trials to run so that all get a result: those that can start, in place of those that wait for them.
+
+    A trial whose result only the records have is run again where its model is needed.
+    """
+    found: dict[str, StudyTrial] = {}
+
+    def visit(trial: StudyTrial) -> None:
+        lacking = [source for source in trial.inputs.values() if not store.has_model(source)]
+        for source in lacking:
+            visit(source)
+        if not lacking:
+            found[trial.key] = trial
+
+    for trial in trials:
+        if known(trial) is None:
+            visit(trial)
+    return found
+
+
+def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
+    """The result of a trial one of whose inputs has failed; None for any other."""
+    for source in trial.inputs.values():
+        found = failed.get(source.key)
+        if found is None or found["status"] in ENDED:  # it ended, and only a measurement failed
+            found = blocked(source, failed)
+        if found is not None:
+            return {"status": "failed", "reason": f"it starts from a trial that is {found['status']}: {source.name}"}
+    return None
+
+
+def without_model(ran: Mapping[str, StudyTrial], waiting: Iterable[StudyTrial], store: Store) -> dict[str, Json]:
+    """The trials of ``ran`` that others wait for but that left no model: they would be run for ever."""
+    needed = {source.key for trial in waiting for source in trial.inputs.values()}
+    return {
+        key: {"status": "failed", "reason": "it left no model"}
+        for key, trial in ran.items()
+        if key in needed and not store.has_model(trial)
+    }
 
 
 def run_plan(
-    plan: Plan,
+    plan: StudyPlan,
     store: Store,
     *,
     workers: int | None,
@@ -33,10 +74,10 @@ def run_plan(
     """
     failed: dict[str, Json] = {}
 
-    def known(trial: Trial) -> Json | None:
+    def known(trial: StudyTrial) -> Json | None:
         return failed.get(trial.key) or store.complete(trial) or blocked(trial, failed)
 
-    def result(trial: Trial) -> Json | None:
+    def result(trial: StudyTrial) -> Json | None:
         return store.result(trial) or failed.get(trial.key) or blocked(trial, failed)
 
     while True:
@@ -60,7 +101,7 @@ def run_plan(
         failed.update(without_model(todo, [trial for trial in wanted if known(trial) is None], store))
 
 
-def _unmeasured(todo: Mapping[str, Trial], store: Store, failed: Mapping[str, Json]) -> dict[str, Json]:
+def _unmeasured(todo: Mapping[str, StudyTrial], store: Store, failed: Mapping[str, Json]) -> dict[str, Json]:
     """Trials that ended but whose measures are still missing: they would be tried for ever."""
     return {
         key: result

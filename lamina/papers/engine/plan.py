@@ -1,8 +1,8 @@
 """Which trials a scale needs, given what is known so far.
 
 A study that tunes rates needs its sweep first, then wider rates where the best one is at the sweep's edge, then the
-study's seeds at each arm's best rate and, where the study asks for it, at another arm's. ``Plan.wanted`` is a function
-of the results, so resuming needs no state.
+study's seeds at each arm's best rate and, where the study asks for it, at another arm's. ``StudyPlan.wanted`` is a
+function of the results, so resuming needs no state.
 """
 
 from __future__ import annotations
@@ -10,23 +10,84 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import stdev
 
 from lamina.core.json_types import Json
+from lamina.errors import UserError
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, severity
-from lamina.papers.catalog.arms import Arm, arms, matches
-from lamina.papers.catalog.rates import Rule, Tuning
-from lamina.papers.catalog.stages import STAGE, Stage
-from lamina.papers.catalog.study import Scale
+from lamina.papers.catalog.definition import Scale
+from lamina.papers.catalog.scale import ENGINE, STAGE, Rule, Stage, Tuning
 from lamina.papers.trials import measures
-from lamina.papers.trials.trial import Trial, make_chained, make_trial
+from lamina.papers.trials.trial import StudyTrial, make_chained, make_trial
 
-Results = Callable[[Trial], Json | None]
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What is compared: a value on each axis but those of the learning rate and the seed.
+
+    Attributes:
+        values: the label of each axis's value.
+        settings: those that differ from the job's defaults.
+    """
+
+    values: Mapping[str, str]
+    settings: Json
+
+    def trial(self, scale: Scale, learning_rate: float | None, seed: int) -> Settings:
+        """The settings of one trial. Raises UserError that names the setting."""
+        varied = {"seed": seed} if learning_rate is None else {"seed": seed, "learning_rate": learning_rate}
+        return scale.record.settings_class().from_dict({**self.settings, **varied})
+
+
+def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
+    """The arms of a scale in the order of its axes. ``changes``: settings over the scale's own, under the axes'."""
+    found = []
+    for labels in product(*(scale.axes[axis] for axis in scale.axes)):
+        values = dict(zip(scale.axes, labels, strict=True))
+        if any(matches(values, pattern) for pattern in scale.skip):
+            continue
+        settings = {**scale.settings, **(changes or {})}
+        for axis, label in values.items():
+            settings |= scale.axes[axis][label]
+        found.append(Arm(values=values, settings=resolved(settings, scale)))
+    if not found:
+        raise UserError(f"skip: leaves no arm of the {scale.name} scale (allowed: to skip some combinations)")
+    return found
+
+
+def resolved(settings: Json, scale: Scale) -> Json:
+    """Settings with a placement that begins with ``./`` relative to the study's file."""
+    placement = str(settings.get("placement", ""))
+    return {**settings, "placement": str(scale.folder / placement[2:])} if placement.startswith("./") else settings
+
+
+def refuse_without_effect(scale: Scale, changes: Json) -> None:
+    """Raise UserError for a change of what each arm or trial says itself."""
+    own: dict[str, str] = {**ENGINE, "seed": "--seeds"}
+    if scale.rates or scale.tuning is not None:
+        own["learning_rate"] = "a copy of the study with other rates"
+    every = [set.intersection(*({*point} for point in points.values())) for points in scale.axes.values()]
+    own |= {name: "a copy of the study with another axis" for names in every for name in names}
+    for name in changes:
+        if name in own:
+            raise UserError(f"set.{name}: has no effect: the study's trials say it themselves (allowed: {own[name]})")
+
+
+def matches(values: Mapping[str, str], pattern: Json) -> bool:
+    """Whether values on the axes are those of a pattern under ``skip``."""
+    for axis, label in pattern.items():
+        if values[axis] not in ([str(one) for one in label] if isinstance(label, list) else [str(label)]):
+            return False
+    return True
+
+
+Results = Callable[[StudyTrial], Json | None]
 
 
 @dataclass
-class Plan:
+class StudyPlan:
     """The trials of a scale.
 
     Attributes:
@@ -44,7 +105,7 @@ class Plan:
     def __post_init__(self) -> None:
         self.arms = arms(self.scale, self.changes)
         self._measures = measures.names(self.scale.measures)
-        self._made: dict[tuple[int, float | None, int, bool | str], Trial] = {}
+        self._made: dict[tuple[int, float | None, int, bool | str], StudyTrial] = {}
 
     def dry(self) -> dict[str, Settings]:
         """The settings of all trials by name, the text unread; a tuned arm's other seeds at its first rate."""
@@ -62,7 +123,7 @@ class Plan:
                     found.setdefault(_label(arm, scale), {})[", ".join(words)] = arm.trial(scale, rate, seed)
         return found
 
-    def wanted(self, result: Results) -> list[Trial]:
+    def wanted(self, result: Results) -> list[StudyTrial]:
         """The trials that are needed given the results so far, seed by seed; ``chosen`` is brought up to date."""
         scale, wanted = self.scale, []
         if scale.tuning is None:
@@ -87,18 +148,18 @@ class Plan:
                 wanted.append(self._trial(number, rate, seed, measured=False))
         return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
-    def is_tuned(self, trial: Trial) -> bool:
+    def is_tuned(self, trial: StudyTrial) -> bool:
         """Whether a trial has its arm's chosen rate and one of the study's seeds; True in a study that tunes none."""
         if self.scale.tuning is None:
             return True
         return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
 
-    def places(self, trial: Trial) -> Json:
+    def places(self, trial: StudyTrial) -> Json:
         """What a trial's row says of its arm's rate: ``tuned``, and in a study that tunes rates ``at_edge``."""
         edge = {} if self.scale.tuning is None else {"at_edge": self.at_edge.get(self._number(trial))}
         return {"tuned": self.is_tuned(trial), **edge}
 
-    def _number(self, trial: Trial) -> int:
+    def _number(self, trial: StudyTrial) -> int:
         """The number of a trial's arm."""
         stage = {STAGE: self.scale.job} if self.scale.stages else {}
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
@@ -110,12 +171,12 @@ class Plan:
         found = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
         return {number: self.chosen[other] for number, other in found.items() if other in self.chosen}
 
-    def _chain(self, number: int, rate: float | None, seed: int) -> list[Trial]:
+    def _chain(self, number: int, rate: float | None, seed: int) -> list[StudyTrial]:
         """An arm's first trial and those of the stages after it, as far as they are known."""
         stages = (self._staged(stage, number, rate, seed) for stage in self.scale.stages)
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
-    def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> Trial | None:
+    def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> StudyTrial | None:
         """A stage's trial for an arm; None where it is left out, or where the arm that it is of has no rate yet."""
         if stage.of:
             values = {**self.arms[number].values, **stage.of}
@@ -130,7 +191,7 @@ class Plan:
             return self._made[place]
         earlier = {each.name: each for each in self.scale.stages}
         root = self._trial(number, rate, seed, measured=True)
-        inputs: dict[str, Trial] = {}
+        inputs: dict[str, StudyTrial] = {}
         for name, source in stage.inputs.items():
             found = self._staged(earlier[source], number, rate, seed) if source in earlier else root
             if found is None:
@@ -140,7 +201,7 @@ class Plan:
         self._made[place] = make_chained(stage.job, values, settings, stage.measures, inputs=inputs, root=root)
         return self._made[place]
 
-    def _trial(self, number: int, rate: float | None, seed: int, *, measured: bool) -> Trial:
+    def _trial(self, number: int, rate: float | None, seed: int, *, measured: bool) -> StudyTrial:
         place = (number, rate, seed, measured)
         if place not in self._made:
             arm: Arm = self.arms[number]

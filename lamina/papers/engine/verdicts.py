@@ -15,13 +15,11 @@ from lamina.errors import UserError
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_sealed
 from lamina.jobs.names import CLAIMS, STUDY
-from lamina.papers.catalog.places import catalog_folder, names, records_folder
-from lamina.papers.catalog.study import Scale, Study, read_study
-from lamina.papers.judging.claims import Claim, judge, load_claims
+from lamina.papers.catalog.definition import Scale, StudyDefinition, catalog_folder, names, read_study, records_folder
+from lamina.papers.judging.claims import Claim, judge, judgeable, load_claims
 from lamina.papers.judging.findings import Verdict
-from lamina.papers.judging.power import judgeable
 from lamina.papers.judging.trials import Reader, Trials
-from lamina.papers.trials.records import recorded_keys
+from lamina.papers.trials.store import recorded_keys
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def judge_study(
-    study: Study, scale: Scale, results: pd.DataFrame, store: Store, *, missing: int = 0, looks: int = 1
+    study: StudyDefinition, scale: Scale, results: pd.DataFrame, store: Store, *, missing: int = 0, looks: int = 1
 ) -> list[Json]:
     """The verdict on each of a study's claims.
 
@@ -87,7 +85,7 @@ def _reader(scale: Scale, store: Store) -> Reader:
     return read
 
 
-def _provenance(study: Study, scale: Scale) -> Json:
+def _provenance(study: StudyDefinition, scale: Scale) -> Json:
     known = environment(0)
     return {
         "study": study.name,
@@ -108,7 +106,7 @@ def all_verdicts(records: Path | None = None) -> list[Json]:
     return [one for name in names() for one in verdicts_of(read_study(name), folder)]
 
 
-def verdicts_of(study: Study, records: Path) -> list[Json]:
+def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
     """Every claim of a study with its verdict at every scale that was recorded.
 
     Of a study of the catalog, a claim without one is `not run yet`, with the command. Raises UserError for a file that
@@ -124,7 +122,7 @@ def verdicts_of(study: Study, records: Path) -> list[Json]:
     return found
 
 
-def _of(verdict: Json, study: Study, scale: str, records: Path) -> Json:
+def _of(verdict: Json, study: StudyDefinition, scale: str, records: Path) -> Json:
     """The verdict. Raises UserError if it is another study's: its folder may have been exchanged."""
     if (own := (verdict.get("study"), verdict.get("scale"))) != (study.name, scale):
         raise UserError(
@@ -148,18 +146,18 @@ def read_claims(folder: Path) -> list[Json] | None:
     return claims
 
 
-def _claims(study: Study) -> list[Json]:
+def _claims(study: StudyDefinition) -> list[Json]:
     if not study.claims_file.is_file():
         return []
     return [{"claim": claim.name, "says": claim.says, "paper": claim.paper} for claim in _load(study)]
 
 
-def _load(study: Study) -> list[Claim]:
+def _load(study: StudyDefinition) -> list[Claim]:
     """The claims of a study; only a user's own file is said to run as code."""
     return load_claims(study.claims_file, trusted=study.file.parent == catalog_folder())
 
 
-def _not_run(study: Study, scale: str, claim: Json) -> Json:
+def _not_run(study: StudyDefinition, scale: str, claim: Json) -> Json:
     return {
         **claim,
         "study": study.name,

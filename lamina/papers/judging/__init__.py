@@ -13,9 +13,16 @@ from lamina.papers.judging.checks import (
 )
 from lamina.papers.judging.claims import Claim, Judged, claim, judge, load_claims
 from lamina.papers.judging.findings import Finding, Verdict, all_of, any_of, denied, needs_scale
-from lamina.papers.judging.frontiers import at_equal_kl, frontiers
-from lamina.papers.judging.iso_loss import Budget, at_loss, at_other_budgets, better_at_equal_loss, iso_loss
-from lamina.papers.judging.spreads import spreads
+from lamina.papers.judging.matched import (
+    Budget,
+    at_equal_kl,
+    at_loss,
+    at_other_budgets,
+    better_at_equal_loss,
+    frontiers,
+    iso_loss,
+)
+from lamina.papers.judging.rates import spreads
 from lamina.papers.judging.trials import NotMeasured, Trials, label
 from lamina.papers.judging.value_checks import (
     above,

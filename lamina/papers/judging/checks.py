@@ -14,8 +14,19 @@ from dataclasses import dataclass
 from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.jobs.status import Status
-from lamina.papers.judging.differences import Region, number, pairs_in, seeds_text, too_few
-from lamina.papers.judging.findings import FEW, MOST, TOO_FEW, Finding, Verdict, all_of
+from lamina.papers.judging.findings import (
+    FEW,
+    MOST,
+    TOO_FEW,
+    Finding,
+    Region,
+    Verdict,
+    all_of,
+    number,
+    pairs_in,
+    seeds_text,
+    too_few,
+)
 from lamina.papers.judging.statistics import (
     ALPHA,
     Optimum,

@@ -5,8 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from lamina.papers.judging.differences import BySeed, Region, mean, number, p_text, pairs_in, seeds_text
-from lamina.papers.judging.findings import TOO_FEW, Finding, Verdict
+from lamina.papers.judging.findings import (
+    TOO_FEW,
+    BySeed,
+    Finding,
+    Region,
+    Verdict,
+    mean,
+    number,
+    p_text,
+    pairs_in,
+    seeds_text,
+)
 from lamina.papers.judging.statistics import ALPHA, kendall, p_above, tau_draws
 
 _RANKED = 5  # arms below which a ranking says little

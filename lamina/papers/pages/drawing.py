@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,6 +11,7 @@ from lamina.core.json_types import Json
 from lamina.reports.palette import Look
 
 Value = float | str
+LOST_AT = 1.06  # where the marks of points without a seed that trained stand, in heights of the data
 _LONG = 28  # letters of a panel's title, from which on it takes two lines
 
 
@@ -32,6 +34,12 @@ class Series:
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     lost: tuple[tuple[Value, str], ...] = ()
+
+    @property
+    def bars(self) -> tuple[list[float], list[float]]:
+        """How far the spread reaches below and above each point."""
+        below = [y - low for low, y in zip(self.low, self.y, strict=True)]
+        return below, [high - y for high, y in zip(self.high, self.y, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +75,8 @@ def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
     ends = [tick for tick in axis.ticks if isinstance(tick, float)]
     reach = (max(ends) / min(ends)) ** (1 / 70) if axis.log and ends else (max(ends) - min(ends)) / 70 if ends else 0.0
-    shifted: list[Value] = []
-    for x, _ in panel.series[number].lost:
-        if isinstance(x, str):
-            shifted.append(x)
-        else:
-            shifted.append(x * reach**aside if axis.log and reach else x + aside * reach)
-    return shifted
+    places = (x for x, _ in panel.series[number].lost)
+    return [x if isinstance(x, str) else x * reach**aside if axis.log and reach else x + aside * reach for x in places]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,11 @@ class Axis:
     title: str
     log: bool = False
     ticks: tuple[Value, ...] = ()
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether its values are categories."""
+        return any(isinstance(tick, str) for tick in self.ticks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +129,25 @@ class Drawing:
         names = {series.label for panel in self.panels for series in panel.series}
         return len(names) > 1 and not names <= set(self.x.ticks)
 
+    def height(self, reach: float) -> float | None:
+        """A height in heights of the data: 0 is its lowest point, 1 its highest; None for a figure without points."""
+        lines = [series for panel in self.panels for series in panel.series]
+        values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
+        if not values:
+            return None
+        low, high = min(values), max(values)
+        if self.y.log and low > 0:
+            return low * (high / low) ** reach
+        height = max(high - low, 0.02 * abs(high), 1e-9)
+        return (low if reach < 0 else high) + (reach if reach < 0 else reach - 1) * height
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A figure that a study's YAML asks for, or that follows from its axes.
 
     Attributes:
-        kind: a name in ``lamina.papers.pages.kinds.KINDS``.
+        kind: a name in ``lamina.papers.pages.figures.KINDS``.
         x, y: columns; "" leaves them to the kind.
         color: the axis that has the lines; "" for the placement, or the first axis that varies.
         measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.

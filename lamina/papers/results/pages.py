@@ -1,21 +1,28 @@
-"""The pages of docs/results: one of all claims, and one per study."""
+"""The pages of docs/results, made from the records of studies: one of all claims, and one per study."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from lamina.core.json_types import Json
-from lamina.papers.catalog.study import Study
+from lamina.jobs.files import write_text
+from lamina.jobs.names import CLAIMS, RESULTS
+from lamina.papers.catalog.definition import StudyDefinition
 from lamina.papers.judging.checks import TRAINED
+from lamina.papers.judging.rates import spreads
 from lamina.papers.judging.scaling import tolerance
+from lamina.papers.judging.trials import Trials
 from lamina.papers.pages.drawing import Drawing
-from lamina.papers.pages.folder import OURS, StudyFolder, arms
-from lamina.papers.pages.printed import FIGURES
-from lamina.papers.pages.splitting import arms_title
+from lamina.papers.pages.figures import drawings
+from lamina.papers.pages.folder import OURS, StudyFolder, arms, read_folder
+from lamina.papers.pages.lines import arms_title
+from lamina.papers.pages.matplotlib_figures import FIGURES, write
+from lamina.papers.pages.plotly_figures import plot
 from lamina.papers.results import verdicts as said
-from lamina.papers.results.markdown import NONE, code, number, plain, table
-from lamina.papers.results.resolution import resolution
+from lamina.papers.results.verdicts import NONE, code, number, plain, table
 from lamina.reports.records import rows_of
 
 PAPERS = {
@@ -43,7 +50,7 @@ _SHOWN = 2  # numbers of a claim on the page of all; its own page has the rest
 _GENERATED = "<!-- Made from studies/records by `make results-docs`. -->"
 
 
-def index(studies: Sequence[Study], verdicts: Sequence[Json], folders: Iterable[StudyFolder]) -> str:
+def index(studies: Sequence[StudyDefinition], verdicts: Sequence[Json], folders: Iterable[StudyFolder]) -> str:
     """The page of all claims."""
     parts = [
         _GENERATED,
@@ -67,7 +74,10 @@ def index(studies: Sequence[Study], verdicts: Sequence[Json], folders: Iterable[
 
 
 def study_page(
-    study: Study, verdicts: Sequence[Json], folders: Mapping[str, StudyFolder], figures: Mapping[str, list[Drawing]]
+    study: StudyDefinition,
+    verdicts: Sequence[Json],
+    folders: Mapping[str, StudyFolder],
+    figures: Mapping[str, list[Drawing]],
 ) -> str:
     """The page of one study: ``folders`` and ``figures`` by scale, of those that ran."""
     own = [one for one in verdicts if one["study"] == study.name]
@@ -104,7 +114,7 @@ def _span(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _claim(study: Study, one: Json) -> list[str]:
+def _claim(study: StudyDefinition, one: Json) -> list[str]:
     says = plain(one.get("says") or study.title)
     link = f"[{plain(one['claim'])}]({study.name}.md)"
     return [
@@ -117,7 +127,7 @@ def _claim(study: Study, one: Json) -> list[str]:
     ]
 
 
-def _not_run(study: Study, scale: str, verdicts: Sequence[Json]) -> str:
+def _not_run(study: StudyDefinition, scale: str, verdicts: Sequence[Json]) -> str:
     needs = study.scales[scale].needs
     if needs:
         return f"Not decidable at this scale: {plain(needs)}"
@@ -203,3 +213,125 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
     again = code(said.command(folder.name, folder.scale))
     pdf = code(f"lamina report runs/studies/{folder.name}-{folder.scale} --figures")
     return f"{', '.join(facts)}. Run it again: {again}; {pdf} then writes its figures as SVG and PDF."
+
+
+PAIRS = 5
+_REFERENCE = "pre_ln"
+
+
+def resolution(folder: StudyFolder) -> list[str]:
+    """The section of a study that sweeps the learning rate of placements and tunes none; empty for any other study."""
+    if folder.arm_axes != ("placement",) or not folder.has_sweep or folder.results["tuned"].any():
+        return []
+    trials = Trials(folder.results, axes=list(folder.axes), scale=folder.scale)
+    rows = rows_of(spreads(trials, reference=_REFERENCE, pairs=PAIRS))
+    if not rows:
+        return []
+    headings = [
+        "placement",
+        "best rate tried:",
+        "optimum of a parabola:",
+        "loss there, mean ± std over seeds:",
+        "seeds:",
+        f"less that of {_REFERENCE}, paired:",
+        "std of the paired difference:",
+        f"difference that {PAIRS} pairs show:",
+    ]
+    cells = [
+        [
+            plain(row["placement"]),
+            number(row["best_rate"], "g"),
+            number(row["optimum"], ".2g") + (" (at the edge)" if row["at_edge"] else ""),
+            _with_spread(row["loss"], row["std"]),
+            str(row["seeds"]),
+            number(row["difference"], "+.3f"),
+            number(row["paired_std"], ".3f"),
+            number(row["detectable"], ".3f"),
+        ]
+        for row in rows
+    ]
+    trained = {row["placement"] for row in rows}
+    lost = [str(placement) for placement in trials.values("placement") if placement not in trained]
+    return [
+        "### What this size can decide",
+        table(headings, cells),
+        _sentence([row["detectable"] for row in rows], lost),
+    ]
+
+
+def _with_spread(mean: float, std: float) -> str:
+    spread = number(std, ".3f")
+    return number(mean, ".3f") + ("" if spread == NONE else f" ± {spread}")
+
+
+def _sentence(detectable: list[float], lost: list[str]) -> str:
+    known = sorted(value for value in detectable if math.isfinite(value))
+    words = [
+        "A difference that pairs show is one that a two-sided t test at 95 % finds nine times in ten.",
+        *([f"Here {PAIRS} pairs show {known[0]:.3f} nats at best, {known[-1]:.3f} at worst."] if known else []),
+        *([f"At no rate did all seeds of these train: {', '.join(map(plain, lost))}."] if lost else []),
+    ]
+    return " ".join(words)
+
+
+_FIGURES_OF_A_PAGE = 3
+_DIGITS = 5  # of the numbers in a figure
+
+
+def write_results(
+    verdicts: Sequence[Json], studies: Sequence[StudyDefinition], records: Path, folder: Path, *, draw: bool = True
+) -> list[Path]:
+    """Write a page of all claims and a page per study; returns the paths of the pages.
+
+    ``folder`` holds nothing else: what an earlier call wrote and this one did not is deleted.
+
+    Args:
+        verdicts: as ``all_verdicts`` gives them, with those that were not run.
+        studies: the catalog.
+        records: a folder ``STUDY-SCALE`` for each study that ran.
+        draw: whether the figures are drawn, too (SVG, and JSON for the site); it needs matplotlib.
+    """
+    (folder / FIGURES).mkdir(parents=True, exist_ok=True)
+    pages: dict[Path, str] = {}
+    drawn: set[Path] = set()
+    folders: list[StudyFolder] = []
+    for study in studies:
+        places = {scale: records / f"{study.name}-{scale}" for scale in study.scales}
+        ran = {scale: read_folder(place) for scale, place in places.items() if _is_whole(place)}
+        figures = {scale: drawings(one)[:_FIGURES_OF_A_PAGE] for scale, one in ran.items()}
+        folders += ran.values()
+        pages[folder / f"{study.name}.md"] = study_page(study, verdicts, ran, figures)
+        if draw:
+            for drawing in (drawing for listed in figures.values() for drawing in listed):
+                drawn |= _draw(drawing, folder / FIGURES)
+    pages[folder / "index.md"] = index(studies, verdicts, folders)
+    for path, text in pages.items():
+        write_text(path, text)
+    stale = [*folder.glob("*.md"), *((folder / FIGURES).iterdir() if draw else ())]
+    for path in stale:
+        if path not in pages and path not in drawn:
+            path.unlink()
+    return sorted(pages)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether it is the record of a study that has ended: one that was stopped has no verdicts."""
+    return all((folder / name).is_file() for name in (RESULTS, CLAIMS))
+
+
+def _draw(drawing: Drawing, folder: Path) -> set[Path]:
+    path = folder / f"{drawing.name}.json"
+    figure = _rounded(json.loads(str(plot(drawing).to_json())))
+    write_text(path, json.dumps(figure, separators=(",", ":"), allow_nan=False) + "\n")
+    return {path, *write(drawing, folder, ["svg"])}
+
+
+def _rounded(value: object) -> object:
+    """Numbers with as many digits as a figure shows: the same file on every machine."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items() if name != "template"}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -9,7 +10,60 @@ from typing import cast
 from lamina.core.json_types import Json
 from lamina.jobs import catalog
 from lamina.jobs.catalog import load
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.names import CONFIG, PLAN, RESULT
 from lamina.jobs.settings import Settings
+from lamina.jobs.status import Status
+from lamina.training.settings import PretrainSettings
+
+SCORE = "score"
+"""The column of the average over the tasks, in percent; each task's is ``score_TASK``."""
+
+
+def columns_of(result: Json) -> Json:
+    """``score``, the average of a table's shares in percent, and ``score_HEADING`` of each column.
+
+    A result that a study's records hold has its columns already, and stays as it is.
+    """
+    if "table" not in result:
+        return result
+    kept = {name: result[name] for name in ("status", "seconds", "reason") if name in result}
+    table = result["table"]
+    lines = table["lines"]
+    if not lines:
+        return kept
+    values = list(zip(table["headings"], lines[0]["mean"], table["shares"], strict=True))
+    shares = [value for _, value, share in values if share]
+    # a table of several shares ends with their average, one of a single share has none
+    several = len(shares) > 1
+    tasks = {
+        re.sub(r"\W+", "_", heading).strip("_").lower(): value
+        for heading, value, _ in values[: -1 if several else None]
+    }
+    return {
+        **kept,
+        **({SCORE: shares[-1]} if shares else {}),
+        **{f"{SCORE}_{task}": value for task, value in tasks.items()},
+    }
+
+
+def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool = True) -> Json:
+    """Write the folder of a model that is not trained: its settings, its plan, and a result of 0 steps.
+
+    Raises UserError for invalid settings and a folder in use.
+    """
+    from lamina.training.resolve import resolve_run  # it loads torch
+
+    del bar  # nothing here takes long
+    resolved = resolve_run(settings)
+    result: Json = {"status": str(Status.FINISHED), "steps": 0, "init": settings.init, "seconds": 0.0, "reason": ""}
+    with open_job(Kind.RUN, PretrainSettings, settings, resume=resume) as job:
+        job.write_yaml(CONFIG, settings.to_dict())
+        job.write_json(PLAN, resolved.plan.to_dict())
+        job.write_json(RESULT, result)
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +79,7 @@ class TrialJob:
             a chain, whose settings have ``placement``.
         files: the settings that name data or code, which an identity has by its content.
         seeded: whether the seed of a chain is the job's, too.
-        columns: "module:function" from result.json to the numbers of a row; "" for the result's own.
+        numbers: from result.json to what a row has of it.
     """
 
     name: str
@@ -35,15 +89,11 @@ class TrialJob:
     inputs: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     seeded: bool = True
-    columns: str = ""
+    numbers: Callable[[Json], Json] = lambda result: result
 
     def settings_class(self) -> type[Settings]:
         """The class of the settings."""
         return cast(type[Settings], load(self.settings))
-
-    def numbers(self, result: Json) -> Json:
-        """What a row has of a result."""
-        return cast(Callable[[Json], Json], load(self.columns))(result) if self.columns else result
 
 
 JOBS = {
@@ -57,13 +107,13 @@ JOBS = {
         TrialJob(
             name="init",
             settings="lamina.training.settings:PretrainSettings",
-            run="lamina.papers.trials.initial:initialize",
+            run="lamina.papers.trials.jobs:initialize",
             trains=False,
         ),
         TrialJob(
             name="max-lr",
-            settings="lamina.studies.max_rate_settings:MaxRateSettings",
-            run="lamina.studies.max_rate:run_max_rate",
+            settings="lamina.studies.settings:MaxRateSettings",
+            run="lamina.studies.compare:run_max_rate",
         ),
         *(
             TrialJob(name=row.name, settings=row.settings, run=row.run, inputs=row.inputs, files=row.files)
@@ -78,7 +128,7 @@ JOBS = {
             inputs=("models",),
             files=("tasks",),
             seeded=False,
-            columns="lamina.papers.trials.scores:columns_of",
+            numbers=columns_of,
         ),
     )
 }

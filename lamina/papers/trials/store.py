@@ -1,27 +1,227 @@
-"""The store of trials: each in a folder named by its key, for all studies; and the records of earlier ones."""
+"""The store of trials, each in a folder named by its key, and the records of studies that were run before."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import read_result
+from lamina.jobs import columns
+from lamina.jobs.catalog import load
+from lamina.jobs.files import read_result, read_yaml, write_json, write_text, writing
+from lamina.jobs.folder import lock
 from lamina.jobs.manifest import what_is_missing
 from lamina.jobs.model_folder import MODEL
-from lamina.jobs.names import MANIFEST
+from lamina.jobs.names import CONFIG, MANIFEST, RESULT, RESULTS
+from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status
 from lamina.papers.trials import measures
 from lamina.papers.trials.jobs import JOBS
-from lamina.papers.trials.records import Records
-from lamina.papers.trials.task import StoredTask, refuse_another
-from lamina.papers.trials.trial import Trial
+from lamina.papers.trials.measures import file_name, measure, read_table
+from lamina.papers.trials.trial import SPELLED, StudyTrial, key, may_be
+from lamina.studies.task import Busy, Task
+from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
     import pandas as pd
+
+TABLES = "tables"
+
+
+class Records:
+    """The records in a folder, read when they are needed.
+
+    Args:
+        folder: of the records; it need not exist.
+        own: the name of a study's own record. Where it and another have the same trial, it counts: a trial that was
+            trained again on another kind of machine has a slightly different loss.
+    """
+
+    def __init__(self, folder: Path, own: str = ""):
+        self.folder, self.own = folder, own
+        self._tables: dict[str, dict[str, pd.DataFrame]] = {}
+
+    @cached_property
+    def rows(self) -> dict[str, Json]:
+        """The result of every recorded trial that ended, by its key. Raises UserError for a file that can't be read."""
+        import pandas as pd
+
+        tables, places = [], set()
+        for path in self._files(RESULTS):
+            try:
+                table = pd.read_csv(path.absolute(), dtype={"key": str})
+                tables.append(table[table["status"].isin(ENDED)])  # what failed may be tried again
+                places |= _places(table)
+            except (OSError, ValueError, KeyError) as error:
+                raise UserError(f"{str(path)!r}: no record of a study ({type(error).__name__}: {error})") from None
+        rows: dict[str, Json] = {}
+        for table in tables:
+            kept = table.drop(columns=[name for name in table if name in places]).astype(object)
+            for row in kept.where(kept.notna(), None).to_dict("records"):
+                key = str(row["key"])
+                rows[key] = _filled({str(name): value for name, value in row.items()}, rows.get(key, {}))
+        return rows
+
+    def row(self, trial: StudyTrial) -> Json | None:
+        """The recorded result of a trial; None if there is none. Raises UserError for one that is another trial's."""
+        row = self.rows.get(trial.key)
+        own = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
+        for name, value in own.items():
+            stored = None if row is None else row.get(name)
+            if None in (stored, value) or stored == value or (name == "placement" and may_be(trial.first, str(stored))):
+                continue
+            raise UserError(
+                f"records: {str(self.folder)!r}: the row of the trial {trial.key} has {name} {stored!r}, but the trial "
+                f"has {value!r} (allowed: {RESULTS} as it was recorded)"
+            )
+        return row
+
+    def table(self, key: str, measure: str) -> pd.DataFrame | None:
+        """A measure's table of one trial; None if there is no record of it."""
+        if measure not in self._tables:
+            self._tables[measure] = self._read(measure)
+        return self._tables[measure].get(key)
+
+    def _files(self, name: str) -> list[Path]:
+        """The records' files of a name, the study's own last: what is read later counts."""
+        own = self.folder / self.own / name
+        return sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == own, path))
+
+    def _read(self, measure: str) -> dict[str, pd.DataFrame]:
+        found: dict[str, pd.DataFrame] = {}
+        for path in self._files(f"{TABLES}/{file_name(measure)}"):
+            for name, rows in read_table(path).groupby("key", sort=False):
+                found[str(name)] = rows.drop(columns="key").reset_index(drop=True)
+        return found
+
+
+def _places(table: pd.DataFrame) -> set[str]:
+    """The columns of a study's axes: a trial's place in that study, which is none of its results."""
+    ahead = [str(name) for name in table.columns[: list(table.columns).index("tuned")]]
+    return set(ahead) - {"key", *columns.names()}
+
+
+def _filled(row: Json, other: Json) -> Json:
+    """A trial's row, with what only another study's record of it has: an older record lacks later columns."""
+    if row.get("eval_loss") != other.get("eval_loss"):
+        return row  # trained again, on another kind of machine
+    return {**other, **{name: value for name, value in row.items() if value is not None or name not in other}}
+
+
+def recorded_keys(record: Path) -> list[str]:
+    """The keys of the trials in one study's record; none without one."""
+    import pandas as pd
+
+    path = record / RESULTS
+    return pd.read_csv(path.absolute(), dtype={"key": str})["key"].tolist() if path.is_file() else []
+
+
+def write_results(folder: Path, results: pd.DataFrame) -> None:
+    """Write a study's rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / RESULTS, results.to_csv(index=False))
+
+
+def write_table(folder: Path, measure: str, rows: pd.DataFrame) -> None:
+    """Write a measure's rows of all trials, each with its trial's key."""
+    (folder / TABLES).mkdir(parents=True, exist_ok=True)
+    with writing(folder / TABLES / file_name(measure)) as temporary:
+        rows.to_parquet(temporary.absolute(), index=False, compression="zstd")
+
+
+IDENTITY = "trial.json"
+_CLAIMS = ".claims"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTask(Task):
+    """A trial of the store, which several drivers and studies may share.
+
+    Attributes:
+        measures: what is measured on the trial, as "TIME/NAME".
+        identity: all that decides its numbers.
+    """
+
+    measures: tuple[str, ...] = ()
+    identity: Json
+
+    def to_request(self) -> Json:
+        """Return the task as JSON."""
+        return {**super().to_request(), "measures": list(self.measures), "identity": self.identity}
+
+    @classmethod
+    def from_request(cls, request: Json) -> StoredTask:
+        """Return the task that JSON describes."""
+        task = Task.from_request(request)
+        stored = {"measures": tuple(request["measures"]), "identity": request["identity"]}
+        return cls(settings=task.settings, job=task.job, trains=task.trains, **stored)
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Hold the trial while it runs. Entering raises Busy if another driver runs it."""
+        return _claimed(self.folder)
+
+    def run(self) -> Json:
+        """Run or resume the trial, then measure what it does not have yet; returns its result."""
+        refuse_another(self.folder)
+        settings = _as_stored(self.settings, self.folder)
+        write_json(self.folder / IDENTITY, self.identity)
+        result = load(self.job)(settings, resume="auto", bar=False)
+        if self.measures and result["status"] in ENDED:
+            measure(self.folder, cast(PretrainSettings, settings), self.measures)
+        return result
+
+
+def refuse_another(folder: Path) -> None:
+    """Raise UserError if a folder of the store does not hold the trial whose key is its name: it may be a copy."""
+    path = folder / IDENTITY
+    if not path.is_file() and not (folder / RESULT).is_file():
+        return  # it has not begun
+    try:
+        own = key(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"store: {str(path)!r} is not readable ({error}), so it is not known whose results the folder holds "
+            "(allowed: the file as it was; without the folder, the trial is run again)"
+        ) from None
+    if own != folder.name:
+        raise UserError(
+            f"store: the folder {str(folder)!r} holds the trial {own}, as its {IDENTITY} says (allowed: each trial in "
+            "the folder of its name; without the folder, the trial is run again)"
+        )
+
+
+def _as_stored(settings: Settings, folder: Path) -> Settings:
+    """The settings with the words that the trial's folder has for them.
+
+    The folder's name is the hash of what they mean, so these only differ in how they say it: a depth that is the
+    backbone's own or given, another path of the same text.
+    """
+    path = folder / CONFIG
+    stored = read_yaml(path) if path.is_file() else {}
+    ours = settings.to_dict()
+    changes = {name: stored[name] for name in SPELLED if name in stored and name in ours and stored[name] != ours[name]}
+    return replace(settings, **changes) if changes else settings
+
+
+class _claimed(AbstractContextManager[None]):
+    def __init__(self, folder: Path):
+        self._lock = lock(folder.parent / _CLAIMS / folder.name)
+
+    def __enter__(self) -> None:
+        try:
+            self._lock.__enter__()
+        except UserError as error:
+            raise Busy(str(error)) from None
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.__exit__(None, None, None)
+
 
 UNTRAINED = (Status.DIVERGED.value, Status.STUCK.value)
 """How a model ended that no other trial starts from."""
@@ -50,7 +250,7 @@ class Store:
             self._verified.add(key)
         return folder
 
-    def task(self, trial: Trial) -> StoredTask:
+    def task(self, trial: StudyTrial) -> StoredTask:
         """The trial as a process runs it."""
         places = {name: str((self.folder / source.key).absolute()) for name, source in trial.inputs.items()}
         changes: Json = {"output": str(self.folder / trial.key), **places}
@@ -62,7 +262,7 @@ class Store:
             settings=settings, job=job.run, trains=job.trains, measures=trial.measures, identity=trial.identity
         )
 
-    def result(self, trial: Trial) -> Json | None:
+    def result(self, trial: StudyTrial) -> Json | None:
         """The result of a trial that has ended; None for any other."""
         if trial.key in self._ended:
             return self._ended[trial.key]
@@ -72,12 +272,12 @@ class Store:
         self._ended[trial.key] = result
         return result
 
-    def outcome(self, trial: Trial) -> Json | None:
+    def outcome(self, trial: StudyTrial) -> Json | None:
         """How a trial's folder says that it ended, failed and interrupted included; None if there is none."""
         folder = self.place(trial.key)
         return read_result(folder) if folder.is_dir() else None
 
-    def has_model(self, trial: Trial) -> bool:
+    def has_model(self, trial: StudyTrial) -> bool:
         """Whether a trial's model is here for other trials to start from. Raises UserError if it is cut short."""
         model = self.place(trial.key) / MODEL
         if (model / MANIFEST).is_file() and (broken := what_is_missing(model)) is not None:
@@ -87,17 +287,17 @@ class Store:
             )
         return model.is_dir()
 
-    def damage(self, trials: Iterable[Trial]) -> list[str]:
+    def damage(self, trials: Iterable[StudyTrial]) -> list[str]:
         """Return a line for each model and checkpoint of an ended trial that lacks a file or has a cut one."""
         lines = []
-        for key in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
-            folder = self.folder / key
+        for name in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
+            folder = self.folder / name
             for sealed in (folder / MODEL, *sorted(folder.glob("checkpoints/checkpoint-*"))):
                 if (sealed / MANIFEST).is_file() and (broken := what_is_missing(sealed)) is not None:
                     lines.append(f"{sealed.relative_to(self.folder)}: {broken}")
         return lines
 
-    def _inherited(self, trial: Trial) -> Json | None:
+    def _inherited(self, trial: StudyTrial) -> Json | None:
         """The result of a trial whose model did not train: it has nothing to start from."""
         for source in trial.inputs.values():
             result = self.result(source)
@@ -105,7 +305,7 @@ class Store:
                 return {"status": str(result["status"]), "reason": f"it starts from a model that is {result['status']}"}
         return None
 
-    def complete(self, trial: Trial) -> Json | None:
+    def complete(self, trial: StudyTrial) -> Json | None:
         """The result of a trial that has ended and has all its measures; None for any other."""
         result, place = self.result(trial), (trial.key, trial.measures)
         if result is None or not trial.measures or place in self._complete or self._inherited(trial) is not None:

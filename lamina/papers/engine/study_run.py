@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lamina.core.json_types import Json
 from lamina.core.values import writable_folder
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
+from lamina.jobs import columns
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json, write_sealed
 from lamina.jobs.folder import Resume
@@ -22,24 +25,21 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CLAIMS, RESULTS, STUDY
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
-from lamina.papers.catalog.arms import refuse_without_effect
-from lamina.papers.catalog.places import catalog_folder
-from lamina.papers.catalog.rates import check_seeds
-from lamina.papers.catalog.study import Study, read_study
+from lamina.papers.catalog.definition import StudyDefinition, catalog_folder, read_study
+from lamina.papers.catalog.scale import check_seeds
 from lamina.papers.engine import verdicts
 from lamina.papers.engine.driver import run_plan
-from lamina.papers.engine.plan import Plan
-from lamina.papers.engine.results import measured_table, results_table, with_bigrams
+from lamina.papers.engine.plan import StudyPlan, refuse_without_effect
 from lamina.papers.engine.settings import StudySettings
-from lamina.papers.trials import identity, measures
-from lamina.papers.trials.records import TABLES, Records, recorded_keys, write_results, write_table
-from lamina.papers.trials.store import Store
-from lamina.papers.trials.trial import Trial
+from lamina.papers.trials import measures
+from lamina.papers.trials.jobs import JOBS
+from lamina.papers.trials.store import TABLES, Records, Store, recorded_keys, write_results, write_table
+from lamina.papers.trials.trial import StudyTrial, read_again
 from lamina.studies import processes
 from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.record import read_study as read_record
-from lamina.studies.running import Executor
-from lamina.studies.workers import run_trials
+from lamina.studies.running import Executor, run_trials
+from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,7 +124,7 @@ def record_name(settings: StudySettings) -> str:
     return f"{read_study(settings.study).name}-{settings.scale}"
 
 
-def records_are_of(study: Study, settings: StudySettings) -> bool:
+def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
     """Whether the records may hold this study: Lamina's own are of the catalog's studies alone."""
     return settings.records is not None or study.file.parent == catalog_folder()
 
@@ -150,9 +150,9 @@ def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
     return run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings))
 
 
-def make_plan(study: Study, settings: StudySettings) -> Plan:
+def make_plan(study: StudyDefinition, settings: StudySettings) -> StudyPlan:
     """The plan of a study's scale, with the seeds and settings that the user changed. Raises UserError."""
-    identity.read_again()
+    read_again()
     scale = study.scale(settings.scale)
     if settings.seeds is not None:
         seeds = tuple(int(seed) for seed in settings.seeds.split(","))
@@ -161,7 +161,7 @@ def make_plan(study: Study, settings: StudySettings) -> Plan:
     refuse_without_effect(scale, settings.changes)
     for stage in scale.stages:
         stage.refuse_missing()
-    return Plan(scale, settings.changes)
+    return StudyPlan(scale, settings.changes)
 
 
 def _executor(settings: StudySettings) -> Executor:
@@ -175,7 +175,13 @@ def _executor(settings: StudySettings) -> Executor:
 
 
 def _run(
-    study: Study, plan: Plan, settings: StudySettings, store: Store, folder: Path, execute: Executor, bar: bool
+    study: StudyDefinition,
+    plan: StudyPlan,
+    settings: StudySettings,
+    store: Store,
+    folder: Path,
+    execute: Executor,
+    bar: bool,
 ) -> pd.DataFrame:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     header: Json = {
@@ -223,13 +229,13 @@ def _say_damage(lines: list[str]) -> None:
         logger.warning("store: %d more files are damaged", len(lines) - SHOWN)
 
 
-def _write_tables(plan: Plan, results: pd.DataFrame, store: Store, folder: Path) -> None:
+def _write_tables(plan: StudyPlan, results: pd.DataFrame, store: Store, folder: Path) -> None:
     for measure in measures.names(plan.scale.all_measures):
         if (rows := measured_table(results, store, measure)) is not None:
             write_table(folder, measure, rows)
 
 
-def _refuse_edited(stored: Json, definition: Json, plan: Plan, store: Store) -> None:
+def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store) -> None:
     """Raise UserError if trials that ran in this folder are no longer the study's."""
     allowed = (
         "(allowed: the study as it was; another --output; or --overwrite, which keeps all trials in the store and "
@@ -239,7 +245,7 @@ def _refuse_edited(stored: Json, definition: Json, plan: Plan, store: Store) -> 
     ran = set(stored.get("trials", []))
 
     # A rate of which a trial failed was known to lose when the study ran here.
-    def known(trial: Trial) -> Json | None:
+    def known(trial: StudyTrial) -> Json | None:
         return store.result(trial) or store.outcome(trial)
 
     wanted = plan.wanted(known)
@@ -258,7 +264,7 @@ def _scale_of(definition: object, name: str) -> object:
     return {key: value for key, value in (scale or {}).items() if key not in ("notes", "figure", "figures")}
 
 
-def _record(study: Study, settings: StudySettings, folder: Path, *, whole: bool = True) -> None:
+def _record(study: StudyDefinition, settings: StudySettings, folder: Path, *, whole: bool = True) -> None:
     """Copy what a study says to the records: tables and verdicts, no models, and no paths of this machine.
 
     A study that is not ``whole`` has no verdicts yet, and never replaces one that has.
@@ -292,3 +298,92 @@ def _record(study: Study, settings: StudySettings, folder: Path, *, whole: bool 
             "definition": read_mapping(study.file),
         },
     )
+
+
+_NOTES = {*columns.NOTES, "rollbacks", "key", "tuned", "at_edge"}
+
+
+def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
+    """A row per trial that has a result: its key, its place on the axes and in its arm's sweep, and the result."""
+    failed = failed or {}
+    found: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
+
+    def known(trial: StudyTrial) -> Json | None:
+        return failed.get(trial.key) or store.result(trial)
+
+    for trial in plan.wanted(known):
+        if (result := known(trial)) is not None:
+            found[trial.key, *trial.values.values()] = result_row(
+                trial, result, _values(plan, trial), **plan.places(trial)
+            )
+    return as_table(found.values(), list(plan.scale.axis_names))
+
+
+def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
+    """The rows of a study as a table: the key, the axes, then the columns of a result."""
+    import pandas as pd
+
+    rows = list(rows)
+    names = ["key", *axes, "placement", "learning_rate", "seed", "tuned"]
+    rest = [name for name in columns.names() if name not in (*names, "trial")]
+    more = list(dict.fromkeys(name for row in rows for name in row if name not in names and name not in rest))
+    return pd.DataFrame(rows, columns=list(dict.fromkeys([*names, *rest, *more])))
+
+
+def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **places: object) -> Json:
+    """A trial's row: its key, its result's numbers and texts, and where it stands.
+
+    ``values``: on the axes; ``places``: in its arm's sweep (``tuned``, ``at_edge``).
+    """
+    left_out = {*_NOTES, *values, "trial"}
+    numbers = JOBS[trial.job].numbers(result)
+    scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
+    own: Json = {"key": trial.key, "placement": _named(trial.placement), **values, "seed": trial.seed}
+    return {**scalars, **own, "learning_rate": trial.learning_rate, **places}
+
+
+def _named(placement: str) -> str:
+    """A placement's spec without the folders of a file of the user's own: they are of one machine."""
+    return re.sub(r"^[^(]*/", "", placement)
+
+
+def _values(plan: StudyPlan, trial: StudyTrial) -> Json:
+    """A trial's value on each axis: a setting's value as it is written, or a label."""
+    axes = plan.scale.axes
+    return {axis: axes[axis][label].get(axis, label) if axis in axes else label for axis, label in trial.values.items()}
+
+
+def with_bigrams(results: pd.DataFrame, plan: StudyPlan, store: Store) -> pd.DataFrame:
+    """The rows, those of runs that were stored without ``bigram_entropy`` with it: from the text that they read."""
+    lacking = results["bigram_entropy"].isna() if "bigram_entropy" in results else results["key"].notna()
+    keys = set(results.loc[lacking, "key"])
+    found = {
+        trial.key: _bigrams(trial)
+        for trial in plan.wanted(store.result)
+        if trial.key in keys and trial.job == "pretrain"
+    }
+    return results.assign(bigram_entropy=results.get("bigram_entropy", math.nan)).assign(
+        bigram_entropy=lambda table: table["bigram_entropy"].fillna(table["key"].map(found))
+    )
+
+
+def _bigrams(trial: StudyTrial) -> float:
+    from lamina.training.objectives.bigram import bigram_entropy  # it loads torch
+
+    try:
+        found = bigram_entropy(cast(PretrainSettings, trial.settings))
+    except UserError:  # the text is not on this machine
+        found = None
+    return math.nan if found is None else found
+
+
+def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
+    """A measure's rows of all trials, each with its trial's key first; None if no trial has them."""
+    import pandas as pd
+
+    tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]
+    rows = [table.assign(key=key) for key, table in tables if table is not None and len(table)]
+    if not rows:
+        return None
+    joined = pd.concat(rows, ignore_index=True)
+    return joined.reindex(columns=["key", *(name for name in joined.columns if name != "key")])

@@ -12,10 +12,9 @@ import numpy as np
 
 from lamina.errors import UserError
 from lamina.jobs.files import writing
-from lamina.papers.pages.choice import chosen
-from lamina.papers.pages.drawing import Axis, Drawing, Panel, Series, Value, marks
+from lamina.papers.pages.drawing import LOST_AT, Axis, Drawing, Panel, Value, marks
+from lamina.papers.pages.figures import chosen
 from lamina.papers.pages.folder import has_claims, read_folder
-from lamina.papers.pages.interactive import top_edge
 from lamina.reports.charts import Grid
 from lamina.reports.style import log_ticks
 
@@ -98,11 +97,15 @@ def write(drawing: Drawing, folder: Path, formats: Sequence[str] = ("svg", "pdf"
 def _figure(drawing: Drawing, make: type[Figure]) -> Figure:
     grid = Grid(len(drawing.panels))
     alone = 1.5 if grid.count == 1 else 1.0
-    height = (_HEIGHT * alone + _below(drawing.x)) * grid.down + _above(drawing, grid.across)
+    longest = max((len(tick if isinstance(tick, str) else f"{tick:g}") for tick in drawing.x.ticks), default=0)
+    names = {series.label for panel in drawing.panels for series in panel.series}
+    legend = 0.18 * math.ceil(len(names) / (3 + grid.across)) if drawing.has_legend else 0.0
+    height = (_HEIGHT * alone + (0.035 * longest if _turned(drawing.x) else 0.0)) * grid.down + legend
     figure = make(figsize=(_WIDTH * alone * grid.across, height), layout="constrained")
-    axes = figure.subplots(grid.down, grid.across, sharex=not _texts(drawing.x), sharey=True, squeeze=False)
-    mapped, top = None, top_edge(drawing, 1.06)
-    low, high = _color_range(drawing)
+    axes = figure.subplots(grid.down, grid.across, sharex=not drawing.x.has_texts, sharey=True, squeeze=False)
+    mapped, top = None, drawing.height(LOST_AT)
+    values = [v for panel in drawing.panels if panel.cells for row in panel.cells.values for v in row if np.isfinite(v)]
+    low, high = min(values, default=None), max(values, default=None)
     for number in range(grid.down * grid.across):
         row, col = number // grid.across, number % grid.across
         field: Axes = axes[row][col]
@@ -112,9 +115,9 @@ def _figure(drawing: Drawing, make: type[Figure]) -> Figure:
         panel = drawing.panels[number]
         field.set_title(_plain(panel.heading), fontsize=8)
         if panel.cells is not None:
-            values = np.ma.masked_invalid(np.asarray(panel.cells.values, dtype=float))
+            cells = np.ma.masked_invalid(np.asarray(panel.cells.values, dtype=float))
             mapped = field.pcolormesh(
-                panel.cells.columns, panel.cells.rows, values, vmin=low, vmax=high, rasterized=True, shading="nearest"
+                panel.cells.columns, panel.cells.rows, cells, vmin=low, vmax=high, rasterized=True, shading="nearest"
             )
             field.grid(visible=False)
         _lines(field, drawing, panel, top)
@@ -123,18 +126,31 @@ def _figure(drawing: Drawing, make: type[Figure]) -> Figure:
             field.tick_params(labelbottom=True)
         if col == 0:
             field.set_ylabel(_plain(drawing.y.title))
-    if drawing.y.log:
-        _decades(axes)
+    if drawing.y.log:  # ticks that can be read: 0.2, 0.5, 1 within two decades, powers of ten beyond
+        field = axes[0][0]
+        bottom, top = field.get_ylim()
+        exponents, texts = log_ticks(math.log10(bottom), math.log10(top))
+        texts = [text.replace("<sup>", "$^{").replace("</sup>", "}$") for text in texts]
+        field.set_yticks([10**exponent for exponent in exponents], texts, minor=False)
+        field.set_yticks([], minor=True)
+        field.set_ylim(bottom, top)
     if mapped is not None:
         figure.colorbar(mapped, ax=axes, label=_plain(drawing.quantity))
     if drawing.has_legend:
-        _legend(figure, axes, grid.across)
+        named: dict[str, Artist] = {}
+        for field in axes.ravel():
+            handles, labels = field.get_legend_handles_labels()
+            named |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in named}
+        columns = min(len(named), 3 + grid.across)
+        figure.legend(list(named.values()), list(named), loc="outside upper left", ncols=columns, columnspacing=1.2)
     return figure
 
 
 def _lines(field: Axes, drawing: Drawing, panel: Panel, top: float | None) -> None:
+    points = [x for series in panel.series for x in series.x]
+    apart = len(set(points)) == len(points)  # no two series have a point at the same place
     for number, series in enumerate(panel.series):
-        aside = 0.0 if drawing.joined or _apart(panel) else _ASIDE * (number - (len(panel.series) - 1) / 2)
+        aside = 0.0 if drawing.joined or apart else _ASIDE * (number - (len(panel.series) - 1) / 2)
         x = [place + aside for place in _places(series.x, drawing.x)]
         color, few = series.look.color, len(x) <= 16
         field.plot(
@@ -146,7 +162,7 @@ def _lines(field: Axes, drawing: Drawing, panel: Panel, top: float | None) -> No
             label=_plain(series.label),
         )
         if series.low and drawing.spread == "bars":
-            field.errorbar(x, series.y, yerr=_bars(series), fmt="none", ecolor=color, capsize=2, elinewidth=0.8)
+            field.errorbar(x, series.y, yerr=series.bars, fmt="none", ecolor=color, capsize=2, elinewidth=0.8)
         if series.low and drawing.spread == "band":
             field.fill_between(x, series.low, series.high, color=color, alpha=0.14, linewidth=0)
         if series.lost and top is not None:
@@ -157,14 +173,8 @@ def _lines(field: Axes, drawing: Drawing, panel: Panel, top: float | None) -> No
         field.set_yscale("log")
 
 
-def _apart(panel: Panel) -> bool:
-    """Whether no two series have a point at the same place."""
-    places = [x for series in panel.series for x in series.x]
-    return len(set(places)) == len(places)
-
-
 def _scale(field: Axes, axis: Axis) -> None:
-    if _texts(axis):
+    if axis.has_texts:
         field.set_xticks(range(len(axis.ticks)), [_plain(str(tick)) for tick in axis.ticks])
         if _turned(axis):
             field.tick_params(axis="x", rotation=40)
@@ -186,65 +196,19 @@ def _scale(field: Axes, axis: Axis) -> None:
             field.tick_params(axis="x", rotation=40)
 
 
-def _decades(axes: np.ndarray) -> None:
-    """Ticks of the shared logarithmic y axis that can be read: 0.2, 0.5, 1 within two decades, powers of ten beyond."""
-    field: Axes = axes[0][0]
-    low, high = field.get_ylim()
-    exponents, texts = log_ticks(math.log10(low), math.log10(high))
-    texts = [text.replace("<sup>", "$^{").replace("</sup>", "}$") for text in texts]
-    field.set_yticks([10**exponent for exponent in exponents], texts, minor=False)
-    field.set_yticks([], minor=True)
-    field.set_ylim(low, high)
-
-
 def _turned(axis: Axis) -> bool:
     """Whether the texts at the ticks of x need to be turned, to stand beside one another."""
-    if _texts(axis):
+    if axis.has_texts:
         return max(len(str(tick)) for tick in axis.ticks) * len(axis.ticks) > 34
     return 5 < len(axis.ticks) <= 10
 
 
-def _below(axis: Axis) -> float:
-    """The height of turned texts below a panel, in inches."""
-    longest = max((len(tick if isinstance(tick, str) else f"{tick:g}") for tick in axis.ticks), default=0)
-    return 0.035 * longest if _turned(axis) else 0.0
-
-
-def _above(drawing: Drawing, across: int) -> float:
-    """The height of the legend, in inches."""
-    names = {series.label for panel in drawing.panels for series in panel.series}
-    return 0.18 * math.ceil(len(names) / (3 + across)) if drawing.has_legend else 0.0
-
-
-def _legend(figure: Figure, axes: np.ndarray, across: int) -> None:
-    named: dict[str, Artist] = {}
-    for field in axes.ravel():
-        handles, labels = field.get_legend_handles_labels()
-        named |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in named}
-    columns = min(len(named), 3 + across)
-    figure.legend(list(named.values()), list(named), loc="outside upper left", ncols=columns, columnspacing=1.2)
-
-
 def _places(values: Sequence[Value], axis: Axis) -> list[float]:
     """Where values stand along x: numbers at themselves, texts by their order."""
-    if not _texts(axis):
+    if not axis.has_texts:
         return [value for value in values if isinstance(value, float)]
     order = {str(tick): place for place, tick in enumerate(axis.ticks)}
     return [float(order[str(value)]) for value in values]
-
-
-def _texts(axis: Axis) -> bool:
-    return any(isinstance(tick, str) for tick in axis.ticks)
-
-
-def _bars(series: Series) -> list[list[float]]:
-    below = [y - low for low, y in zip(series.low, series.y, strict=True)]
-    return [below, [high - y for high, y in zip(series.high, series.y, strict=True)]]
-
-
-def _color_range(drawing: Drawing) -> tuple[float | None, float | None]:
-    values = [v for panel in drawing.panels if panel.cells for row in panel.cells.values for v in row if np.isfinite(v)]
-    return (min(values), max(values)) if values else (None, None)
 
 
 def _plain(text: str) -> str:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from html import escape
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from lamina.papers.pages.drawing import Axis, Drawing, Series, Value, marks
+from lamina.papers.pages.drawing import LOST_AT, Drawing, Series, Value, marks
 from lamina.reports import charts
 from lamina.reports.charts import Grid
 from lamina.reports.style import polish, rgba
 
 _HEIGHT, _MAP = 330, 250  # of a row of panels, in pixels
-_TOP = 1.06  # where the marks of points without a seed that trained stand, in heights of the data
 
 
 def plot(drawing: Drawing) -> go.Figure:
@@ -29,7 +27,7 @@ def plot(drawing: Drawing) -> go.Figure:
         subplot_titles=[escape(panel.heading).replace("\n", "<br>") for panel in drawing.panels],
     )
     named: set[str] = set()
-    top = _edge(drawing)
+    top = drawing.height(LOST_AT)
     for number, panel in enumerate(drawing.panels):
         row, col = grid.place(number)
         if panel.cells is not None:
@@ -45,7 +43,13 @@ def plot(drawing: Drawing) -> go.Figure:
             figure.update_xaxes(title=escape(drawing.x.title), row=row, col=col)
     for row in range(grid.down):
         figure.update_yaxes(title=escape(drawing.y.title), row=row + 1, col=1)
-    _scale(figure.update_xaxes, drawing.x)
+    if drawing.x.has_texts:
+        figure.update_xaxes(type="category", categoryorder="array", categoryarray=list(drawing.x.ticks))
+    elif drawing.x.log:
+        ticks = list(drawing.x.ticks)
+        figure.update_xaxes(type="log")
+        if ticks:
+            figure.update_xaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
     if drawing.y.log:
         charts.log_axis(figure)
     _frame(figure, drawing, grid.down, len(named))
@@ -67,16 +71,18 @@ def _frame(figure: go.Figure, drawing: Drawing, down: int, lines: int) -> None:
     figure.update_layout(
         showlegend=drawing.has_legend, margin_t=titles + legend, margin_b=below, legend_y=1 + titles / inside
     )
-    low, high = top_edge(drawing, -0.05), top_edge(drawing, 1.1)
+    low, high = drawing.height(-0.05), drawing.height(1.1)
     if not drawing.is_map and not drawing.y.log and low is not None and high is not None:
         figure.update_yaxes(range=[low, high])
 
 
 def _draw(figure: go.Figure, drawing: Drawing, series: Series, *, legend: bool, row: int, col: int) -> None:
     color, label = series.look.color, escape(series.label)
-    place = {"row": row, "col": col, "legendgroup": label}
-    band, bars = bool(series.low) and drawing.spread == "band", bool(series.low) and drawing.spread == "bars"
-    if band:
+    place, bars = {"row": row, "col": col, "legendgroup": label}, None
+    if series.low and drawing.spread == "bars":
+        below, above = series.bars
+        bars = {"type": "data", "array": above, "arrayminus": below, "thickness": 1.1, "width": 3}
+    elif series.low:
         figure.add_scatter(
             x=[*series.x, *series.x[::-1]],
             y=[*series.high, *series.low[::-1]],
@@ -91,7 +97,7 @@ def _draw(figure: go.Figure, drawing: Drawing, series: Series, *, legend: bool, 
     figure.add_scatter(
         x=series.x or [None],
         y=series.y or [None],
-        error_y=_bars(series) if bars else None,
+        error_y=bars,
         mode="lines" if len(series.x) > 40 else "lines+markers" if drawing.joined else "markers",
         line={"color": color, "width": 2.2, "dash": series.look.dash},
         marker={"symbol": series.look.marker, "size": 7 if len(series.x) <= 16 else 4, "color": color},
@@ -120,38 +126,3 @@ def _lost(figure: go.Figure, series: Series, places: list[Value], top: float, *,
         row=row,
         col=col,
     )
-
-
-def _bars(series: Series) -> dict[str, object]:
-    above = [high - y for high, y in zip(series.high, series.y, strict=True)]
-    below = [y - low for low, y in zip(series.low, series.y, strict=True)]
-    return {"type": "data", "array": above, "arrayminus": below, "thickness": 1.1, "width": 3}
-
-
-def _edge(drawing: Drawing) -> float | None:
-    """The height of the marks of what did not train."""
-    return top_edge(drawing, _TOP)
-
-
-def top_edge(drawing: Drawing, reach: float) -> float | None:
-    """A height in heights of the data: 0 is its lowest point, 1 its highest; None for a figure without points."""
-    lines = [series for panel in drawing.panels for series in panel.series]
-    values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
-    if not values:
-        return None
-    low, high = min(values), max(values)
-    if drawing.y.log and low > 0:
-        return low * (high / low) ** reach
-    height = max(high - low, 0.02 * abs(high), 1e-9)
-    return (low if reach < 0 else high) + (reach if reach < 0 else reach - 1) * height
-
-
-def _scale(update: object, axis: Axis) -> None:
-    assert callable(update)
-    texts = any(isinstance(tick, str) for tick in axis.ticks)
-    if texts:
-        update(type="category", categoryorder="array", categoryarray=list(axis.ticks))
-    elif axis.log and axis.ticks:
-        update(type="log", tickvals=list(axis.ticks), ticktext=[f"{tick:g}" for tick in axis.ticks])
-    elif axis.log:
-        update(type="log")

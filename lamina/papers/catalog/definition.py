@@ -1,22 +1,75 @@
-"""A study as data: its scales, their axes, and what is measured; read from YAML and checked."""
+"""A study as data, read from YAML and checked; and where the catalog of studies is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, unknown
 from lamina.jobs import columns
-from lamina.papers.catalog.entries import known, mapping, mappings, read_seeds, read_skip, text, whole
-from lamina.papers.catalog.places import BASES, catalog_folder, find
-from lamina.papers.catalog.rates import Tuning, check_also, check_seeds, read_rates
-from lamina.papers.catalog.stages import ENGINE, RECORDS, STAGE, Stage, read_stages
+from lamina.papers.catalog.scale import (
+    ENGINE,
+    RECORDS,
+    STAGE,
+    Stage,
+    Tuning,
+    check_also,
+    check_seeds,
+    known,
+    mapping,
+    mappings,
+    read_rates,
+    read_seeds,
+    read_skip,
+    read_stages,
+    text,
+    whole,
+)
 from lamina.papers.trials.jobs import JOBS, TrialJob
 from lamina.probes.engine.registry import check_probe
+
+BASES = "bases.yaml"
+_RECORDS = "lamina_records"
+
+
+def catalog_folder() -> Path:
+    """Return the folder of the studies that come with Lamina: the repository's, or the package's."""
+    repository = Path(__file__).parents[3] / "studies"
+    return repository if (repository / BASES).is_file() else Path(__file__).parents[1] / "studies"
+
+
+def records_folder() -> Path:
+    """Return the folder of their records: the repository's, or the one that lamina[papers] installs.
+
+    It does not exist without either: then nothing is recorded.
+    """
+    spec = find_spec(_RECORDS)
+    installed = list(spec.submodule_search_locations or ()) if spec else []
+    folder = catalog_folder() / "records"
+    return Path(installed[0]) if installed and not folder.is_dir() else folder
+
+
+def names() -> list[str]:
+    """The names of all studies of the catalog."""
+    return sorted(path.stem for path in catalog_folder().glob("*.yaml") if path.name != BASES)
+
+
+def find(study: str) -> Path:
+    """The file of a study: a name of the catalog, or the path of a user's own. Raises UserError."""
+    path = Path(study)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"study: {study!r} is no file (allowed: a YAML file, or a name: see `lamina study list`)")
+        return path.resolve()
+    if study not in (known := names()):
+        raise unknown("study", study, known)
+    return catalog_folder() / f"{study}.yaml"
+
 
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
 SCALES = ("cpu", "gpu", "paper")
@@ -104,7 +157,7 @@ class Scale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class StudyDefinition:
     """A study: one question, at up to three scales.
 
     Attributes:
@@ -137,7 +190,7 @@ class Study:
         return self.scales[name]
 
 
-def read_study(study: str | Path) -> Study:
+def read_study(study: str | Path) -> StudyDefinition:
     """Read a study by its name in the catalog or by its file.
 
     Raises UserError that names the file, the field and the nearest allowed name.
@@ -158,7 +211,7 @@ def read_study(study: str | Path) -> Study:
     for scale in scales:
         if scale not in SCALES:
             raise unknown(f"scale in {path.name}", str(scale), SCALES)
-    return Study(
+    return StudyDefinition(
         name=name,
         paper=paper,
         source=text(where, data, "source", default=""),

@@ -7,18 +7,17 @@ from typing import cast
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.settings import Settings
-from lamina.papers.catalog.rates import Tuning
-from lamina.papers.catalog.stages import Stage
-from lamina.papers.catalog.study import Study, read_study
-from lamina.papers.engine.plan import Plan
-from lamina.papers.engine.run import make_plan, records_are_of, store_of
+from lamina.papers.catalog.definition import StudyDefinition, read_study
+from lamina.papers.catalog.scale import Stage, Tuning
+from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.settings import StudySettings
+from lamina.papers.engine.study_run import make_plan, records_are_of, store_of
 from lamina.papers.engine.verdicts import verdicts_of
-from lamina.papers.judging.differences import seeds_text
+from lamina.papers.judging.findings import seeds_text
 from lamina.papers.trials import measures
 from lamina.papers.trials.jobs import JOBS
-from lamina.studies.max_rate_settings import MaxRateSettings
 from lamina.studies.running import cores
+from lamina.studies.settings import MaxRateSettings
 from lamina.training.settings import PretrainSettings
 
 
@@ -39,7 +38,7 @@ def _verdict(one: Json) -> list[str]:
     return lines + [f"    {word}: {one[word]}" for word in ("ours", "paper", "note") if one.get(word)]
 
 
-def _trials(plan: Plan, settings: StudySettings) -> list[str]:
+def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
     store = store_of(settings)
     try:
         wanted = plan.wanted(store.result)
@@ -79,7 +78,7 @@ def dry_run_text(settings: StudySettings) -> str:
     from lamina.studies.dry_run import dry_run, minutes_here, table
 
     assert settings.study is not None
-    study: Study = read_study(settings.study)
+    study: StudyDefinition = read_study(settings.study)
     scale = study.scale(settings.scale)
     if scale.needs:
         return f"{study.name}, scale {scale.name}: {scale.needs}"

@@ -1,7 +1,8 @@
-"""The control of a better result after tuning: is it more than the lower loss of pretraining?
+"""Comparisons on equal terms: at one loss of pretraining, and at one KL to the start.
 
 An arm whose pretraining ended at a lower loss may be better in all that follows for that reason alone. So the other arm
-is also pretrained longer, and both are compared at one loss.
+is also pretrained longer, and both are compared at one loss. Of policies, equal steps favor the one whose logits move
+faster, so these are compared at equal KL.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+from lamina.core.frames import Frame
 from lamina.papers.judging.checks import higher, values_of
-from lamina.papers.judging.differences import BySeed
-from lamina.papers.judging.findings import Finding, Verdict
+from lamina.papers.judging.curves import trained
+from lamina.papers.judging.findings import BySeed, Finding, Verdict
 from lamina.papers.judging.trials import Arm, Trials, label
 from lamina.papers.judging.value_checks import compare_values
 
@@ -108,3 +111,36 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 def _has(budget: Budget, seed: int) -> bool:
     pair: Mapping[str, float | None] = {"loss": budget.losses.get(seed), "value": budget.values.get(seed)}
     return all(number is not None and math.isfinite(number) for number in pair.values())
+
+
+Frontier: TypeAlias = Sequence[tuple[float, float]]
+"""The reward that a policy had at each KL to its start, in nats per answer, sorted by the KL."""
+
+
+def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
+    """By seed, the reward-KL frontier of an arm's policy: its means over the held-out prompts at each evaluation.
+
+    ``trials``: of the stage with the policies, which records ``held_out``. Seeds that did not train are left out.
+    """
+    chosen = trained(trials.arm(arm))
+    if not len(chosen):
+        return {}
+    table: Frame = chosen.record("held_out")
+    found: dict[int, Frontier] = {}
+    for seed, rows in table.groupby("seed"):
+        means = rows.groupby("step")[["kl", "reward"]].mean()
+        found[int(str(seed))] = sorted((float(kl), float(reward)) for kl, reward in means.to_numpy())
+    return found
+
+
+def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
+    """Each arm's reward by seed at the largest KL that all of the arms reached with that seed, and these KLs.
+
+    ``arms``: the frontiers by seed, by any name. Between two evaluations the reward is interpolated.
+    """
+    seeds = set.intersection(*(set(by_seed) for by_seed in arms.values()))
+    reached = {seed: min(by_seed[seed][-1][0] for by_seed in arms.values()) for seed in sorted(seeds)}
+    rewards = {
+        name: {seed: interpolated(by_seed[seed], kl) for seed, kl in reached.items()} for name, by_seed in arms.items()
+    }
+    return rewards, reached

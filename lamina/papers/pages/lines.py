@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
-from lamina.papers.catalog.stages import STAGE
+from lamina.papers.catalog.scale import STAGE
 from lamina.papers.pages.drawing import Axis, Panel, Series, Value
 from lamina.papers.pages.folder import StudyFolder
 from lamina.reports.palette import PALETTE, Look, looks
@@ -78,25 +77,26 @@ def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
     for value in values:
         look = own[value if axis == "placement" else placements[value][0]]
         same = sum(other.color == look.color for other in chosen.values())
-        chosen[value] = _other(same, look.color) if same else look
+        chosen[value] = Look(look.color, _DASHES[same % len(_DASHES)], _MARKERS[same % len(_MARKERS)]) if same else look
     return chosen
 
 
-def _other(place: int, color: str) -> Look:
-    """The look of the value at a place among those of one color."""
-    return Look(color, _DASHES[place % len(_DASHES)], _MARKERS[place % len(_MARKERS)])
-
-
 def panels(
-    study: StudyFolder, rows: Frame, color: str, x: str, series: Callable[[Frame, str, Look], Series | None]
+    study: StudyFolder, rows: Frame, color: str, x: str, *, band: str = "std", numeric: bool = False, lost: bool = True
 ) -> tuple[Panel, ...]:
-    """Rows as panels of lines: ``series`` makes a line of the rows of one color, its label and its look.
+    """Rows as panels of lines (``line``), a line for the rows of one color.
 
-    The axes that have neither the colors nor ``x`` tell panels apart; if there were too many, the lines' names.
+    The axes that have neither the colors nor ``x`` tell panels apart; if there were too many, the lines' names. Lines
+    stand in the order of the axes that vary: numbers by size, texts as the study has them. ``lost``: points at which no
+    seed trained are marked, too.
     """
     if rows.empty:
         return ()
-    rows = _in_order(study, rows)
+    ranks = {}
+    for name in (name for name in study.measured_axes if name in rows):
+        places = {value: place for place, value in enumerate(ordered_values(study.results[name]))}
+        ranks[f"rank of {name}"] = [places.get(_key(value, places), len(places)) for value in rows[name]]
+    rows = rows.assign(**ranks).sort_values(list(ranks), kind="stable") if ranks else rows
     rest = [study.label(row, without=(color, x)) for row in rows_of(rows)]
     several = len(set(rest)) <= _MOST_PANELS
     rows = rows.assign(panel=rest if several else "", line=[_text(value) for value in rows[color]], rest=rest)
@@ -105,20 +105,12 @@ def panels(
         lines = []
         for (name, more), part in group.groupby(["line", "rest"], sort=False):
             label = str(name) if several or not more else f"{name}, {more}"
-            lines.append(series(part, label, chosen.get(str(name), _ALONE)))
+            part = part if lost else part[part["mean"].notna()]
+            lines.append(line(part, x, label, chosen.get(str(name), _ALONE), band=band, numeric=numeric))
         kept = tuple(line for line in lines if line is not None)
         if kept:
             made.append(Panel(title=str(title), series=kept))
     return tuple(made)
-
-
-def _in_order(study: StudyFolder, rows: Frame) -> Frame:
-    """The rows sorted by the axes that vary: numbers by size, texts as the study has them."""
-    ranks = {}
-    for name in (name for name in study.measured_axes if name in rows):
-        places = {value: place for place, value in enumerate(ordered_values(study.results[name]))}
-        ranks[f"rank of {name}"] = [places.get(_key(value, places), len(places)) for value in rows[name]]
-    return rows.assign(**ranks).sort_values(list(ranks), kind="stable") if ranks else rows
 
 
 def axis(column: str, values: Iterable[object]) -> Axis:
@@ -168,31 +160,24 @@ def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", nume
     lost = rows[rows["mean"].isna()]
     if known.empty and lost.empty:
         return None
-    y = tuple(float(value) for value in known["mean"])
     several = bool((known["trained"] > 1).any())
+    low, high = (tuple(map(float, known[name])) for name in ("low", "high"))
     if band == "std":
-        spread = [0.0 if math.isnan(std) else float(std) for std in known["std"]]
-        low, high = _around(y, spread, -1), _around(y, spread, 1)
-    else:
-        low, high = (tuple(float(value) for value in known[name]) for name in ("low", "high"))
+        spread = known["std"].fillna(0.0)
+        low, high = (tuple(map(float, known["mean"] + sign * spread)) for sign in (-1, 1))
     return Series(
         label=label,
         look=look,
         x=tuple(_key(value, order) for value in known[x]),
-        y=y,
+        y=tuple(map(float, known["mean"])),
         low=low if several else (),
         high=high if several else (),
         lost=tuple((_key(row[x], order), str(row["ended"])) for row in rows_of(lost)),
     )
 
 
-def _around(y: Sequence[float], spread: Sequence[float], sign: int) -> tuple[float, ...]:
-    return tuple(value + sign * by for value, by in zip(y, spread, strict=True))
-
-
 def _key(value: object, order: dict[Value, int]) -> Value:
-    as_point = point(value)
-    return as_point if as_point in order else _text(value)
+    return as_point if (as_point := point(value)) in order else _text(value)
 
 
 def _text(value: object) -> str:
