@@ -13,7 +13,9 @@ from lamina.core.late_imports import when_imported
 
 
 class _Configurations(dict):
-    """transformers' table of the configurations that others have registered."""
+    """A copy of transformers' table of registered configurations that imports Lamina's models once somebody asks for
+    "lamina".
+    """
 
     def __contains__(self, key: object) -> bool:
         if key == "lamina" and not super().__contains__(key):

@@ -34,19 +34,19 @@ class TrialsFailed(UserError):
 
 
 def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that a misspelled one most likely means; None when nothing is near."""
+    """Return the allowed name nearest to a misspelled one; None if none is near."""
     if len(name) > 100:
         return None  # no misspelled name, and the search takes the square of its length
     return next(iter(difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)), None)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """A hint ``; did you mean 'keel'?`` for a misspelled name, or an empty string when nothing is near."""
+    """Return a hint ``; did you mean 'keel'?`` for a misspelled name; empty if no name is near."""
     return did_you_mean(nearest_name(name, allowed))
 
 
 def nearest_file(name: str, files: Iterable[str]) -> str:
-    """The same hint for a missing file: compares what stands before the suffix, since others share that."""
+    """Give the same hint for a missing file; names are compared without the suffix, which many share."""
     whole = {file.partition(".")[0]: file for file in files}
     return did_you_mean(whole.get(nearest_name(name.partition(".")[0], whole) or ""))
 
@@ -65,7 +65,7 @@ def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:
 
 
 def shortened(text: str, longest: int) -> str:
-    """The text, without its middle where it is longer than ``longest`` characters."""
+    """Return the text, with its middle left out if it is longer than ``longest`` characters."""
     if len(text) <= longest:
         return text
     head = longest * 2 // 3
@@ -74,7 +74,9 @@ def shortened(text: str, longest: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
-    """Which memory ran out, where that caused the exception (in Python, or in torch on the CPU or a GPU); else None."""
+    """Return which memory ran out (Python's, or torch's on the CPU or a GPU) if that caused the exception, or else
+    None.
+    """
     while error is not None:
         text = f"{type(error).__name__}: {error}"
         if "CUDA out of memory" in text or "MPS backend out of memory" in text:

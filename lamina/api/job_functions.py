@@ -71,7 +71,7 @@ def _modes(row: JobRow) -> list[inspect.Parameter]:
 
 
 def _signature(row: JobRow, record: type[Settings], modes: list[inspect.Parameter]) -> inspect.Signature:
-    """A keyword for every setting with the type that Python takes and its default, then the modes."""
+    """Build a job's signature: a keyword per setting, with its type and default, then the modes."""
     settings = []
     for name in record.names():
         kind, wanted = record.kind(name), taken(record.check_of(name))

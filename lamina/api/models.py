@@ -53,7 +53,7 @@ def generate(
 def speaker_of(
     model: str | PathLike[str], max_new_tokens: int, temperature: float, seed: int, *, trust_remote_code: bool = False
 ) -> Speaker:
-    """The model that continues texts, with torch seeded. Raises UserError as ``generate`` does."""
+    """Load the model that continues texts, and seed torch. Raises UserError as ``generate`` does."""
     source = path("model", model)
     whole_number("max_new_tokens", max_new_tokens)
     number("temperature", temperature, 0.0)

@@ -118,7 +118,7 @@ class StudyOutcome:
 
 
 class RunResult(dict[str, object]):
-    """What result.json holds, with the folder of the job that wrote it."""
+    """A dict of the content of result.json that also knows the folder of its job."""
 
     def __init__(self, result: Mapping[str, object], folder: Path) -> None:
         super().__init__(result)
@@ -147,7 +147,7 @@ class RunResult(dict[str, object]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Diagnosis:
-    """What left its range first in a run, and what to change.
+    """The diagnosis of a run: which layer left its range first, and what to change.
 
     Attributes:
         sentences: the diagnosis.

@@ -41,7 +41,7 @@ class Reader:
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """The types that are allowed; text for a Literal, whose own error suggests the nearest word."""
+        """Return the allowed types. A Literal counts as text: its own error suggests the nearest word."""
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in kinds)
 
@@ -66,7 +66,7 @@ class Reader:
 
     @property
     def shown(self) -> str:
-        """What the help calls the value."""
+        """Return the placeholder of the value in the help."""
         if str in self.kinds:
             return "WORD" if any(get_origin(k) is Literal for k in (self.kind, *get_args(self.kind))) else "TEXT"
         return " .KEY VALUE" if dict in self.kinds else "X" if float in self.kinds else "N"
@@ -115,7 +115,7 @@ class Parser(ArgumentParser):
         self.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 
     def settings_from(self, argv: Sequence[str]) -> tuple[Json, Namespace]:
-        """The settings from the command line and --config, by name, where the command line wins; and all options."""
+        """Return the settings by name (the command line wins over --config), and all options."""
         assert self.record is not None
         options = self.parse(argv)
         typed = {name: value for name, value in vars(options).items() if name in self.record.names() and value != []}
@@ -212,7 +212,7 @@ def help_rows(action: Action) -> Iterator[str]:
 
 
 def _named(action: Action) -> tuple[str, str]:
-    """The shortest flag of an action, and what stands for its value."""
+    """Return an action's shortest flag and the placeholder of its value."""
     flags = [flag for flag in action.option_strings if len(flag) > 2 and not flag.startswith("--no-")]
     if not flags:
         return str(action.metavar or action.dest).upper(), ""

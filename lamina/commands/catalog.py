@@ -1,4 +1,4 @@
-"""The commands: the jobs of ``lamina.jobs.catalog``, and those that are written out here."""
+"""All commands: the jobs of ``lamina.jobs.catalog``, and those with a module of their own."""
 
 from __future__ import annotations
 

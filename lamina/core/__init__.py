@@ -1,1 +1,1 @@
-"""What every room may use: values from users, files that are read safely, registries."""
+"""Tools for every room: values from users, safe reading of files, registries."""

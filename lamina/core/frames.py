@@ -1,4 +1,4 @@
-"""What pandas hands on."""
+"""A type for pandas' tables."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from urllib.request import getproxies
 
 
 def hub_resolves() -> bool:
-    """Whether the host name of the hub resolves; assumed behind a proxy, which resolves names itself."""
+    """Return whether the hub's host name resolves; True behind a proxy, which resolves names itself."""
     from huggingface_hub import constants
 
     if getproxies():
@@ -25,7 +25,7 @@ def hub_resolves() -> bool:
 
 @contextmanager
 def local_when_unreachable() -> Iterator[bool]:
-    """In this context the hub's libraries use only local files if the hub is unreachable. Yields whether it is used.
+    """Restrict the hub's libraries to local files if the hub is unreachable; yields whether it did.
 
     The libraries read their offline switch from the environment at import, so it is set in place and restored.
     """

@@ -24,7 +24,7 @@ WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
 
 class Facts(Protocol):
-    """What an initializer may need to know of a weight.
+    """The facts of a weight that an initializer may need.
 
     ``layer`` is 0-based, -1 outside the blocks; ``wiring`` is the sub-layer's part of the plan; ``num_layers`` counts
     blocks; ``fan_in`` and ``fan_out`` count channels.
@@ -157,7 +157,7 @@ def check(init: str) -> tuple[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Weight:
-    """A square weight of a block whose output feeds no stream: what an initializer is asked about a width."""
+    """A made-up square weight, whose output feeds no stream, to ask an initializer about a width."""
 
     hidden_size: int
     role: str = "query"
@@ -175,7 +175,7 @@ class _Weight:
 
 
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
-    """The standard deviation of an initializer in the blocks and SmallInit's, if it does not suit the width; else None.
+    """Return the standard deviations of an initializer and of SmallInit if the initializer does not suit the width.
 
     It suits a width d where a norm's output keeps its size through a weight, up to a factor of two: between half of
     SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun

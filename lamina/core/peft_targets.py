@@ -25,7 +25,7 @@ _NORMS = ("pre_norm", "out_norm", "post_norm", "embedding_norm")
 
 
 def targets(of_llama: Iterable[str]) -> list[str]:
-    """The names in Lamina models of what PEFT adapts in a Llama: its linear layers and norms by name."""
+    """List the modules to adapt in Lamina models, as PEFT does in a Llama: linear layers and norms by name."""
     from lamina.core.architectures import ROLES  # here, so that `import lamina` stays light
 
     names: set[str] = set()
@@ -48,5 +48,5 @@ def put_rows(module: ModuleType) -> None:
 
 
 def register() -> None:
-    """Do it now where PEFT is imported, else when it is."""
+    """Register now if PEFT is imported, or else when it is."""
     when_imported("peft.utils.constants", put_rows)

@@ -1,4 +1,4 @@
-"""Progress: bars on a terminal and in a notebook, a plain line every so often anywhere else."""
+"""Progress: bars on a terminal and in a notebook, plain lines at intervals anywhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own Python files: they run as code, and whatever they raise is a UserError that names the file."""
+"""A user's own Python files. They run as code; an exception in them becomes a UserError that names the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registries: what a decorator adds by name, from the package's own files, installed plug-ins and a user's file."""
+"""Registries of entries that a decorator adds by name: the package's, plug-ins', a user's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Registry(Generic[Entry]):
         self._entries[name] = entry
 
     def registered(self, name: str) -> Entry | None:
-        """The entry that has been added under this name so far. For decorators: it loads nothing."""
+        """Return the entry added under this name so far. Loads nothing, so decorators can use it."""
         return self._entries.get(name)
 
     def names(self) -> list[str]:
@@ -45,14 +45,14 @@ class Registry(Generic[Entry]):
         return sorted(self._entries)
 
     def get(self, name: str, *, other_names: Iterable[str] = ()) -> Entry:
-        """The entry of this name. Raises UserError that suggests the nearest name, of ``other_names`` as well."""
+        """Return the entry of this name. Raises UserError that suggests the nearest name, also of ``other_names``."""
         self._load()
         if name not in self._entries:
             raise unknown(self.kind, name, [*self._entries, *other_names])
         return self._entries[name]
 
     def from_file(self, path: Path) -> Entry:
-        """The one entry that a user's Python file registers; the registry itself stays as it was.
+        """Return the one entry that a user's Python file registers, and leave the registry unchanged.
 
         The file runs as code. Raises UserError that names it, whatever it raises.
         """

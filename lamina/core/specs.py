@@ -17,7 +17,7 @@ _QUOTES = "'\""
 
 
 def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
-    """The name (or path) and the options of ``"name(option=value, ...)"``. ``kind`` is what it names, for the messages.
+    """Split ``"name(option=value, ...)"`` into name (or path) and options; messages call it a ``kind``.
 
     Raises UserError for text of another form.
     """
@@ -36,14 +36,14 @@ def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
 
 
 def split(text: str, kind: str) -> list[str]:
-    """The specs of a comma-separated list. ``kind`` names what they are, for the message."""
+    """Split a comma-separated list into specs; messages call them ``kind``."""
     if not isinstance(text, str):
         raise UserError(f"{kind}s: {shortened(repr(text), 200)} (allowed: text with commas between the names)")
     return [part for part in _parts(text, whole=False) if part is not None]
 
 
 def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
-    """The parts between the commas outside brackets and quotes, none empty; None last where one is not closed.
+    """Split at the commas outside brackets and quotes, without empty parts; None last if one is not closed.
 
     ``whole``: the text is options. Else it is a list of specs, where only options in brackets hold a comma.
     """
@@ -71,7 +71,7 @@ def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
 
 
 def read_value(text: str) -> object:
-    """The value that a text stands for, as in YAML; 1e-3 is a number."""
+    """Read a text's value as YAML does, except that 1e-3 is a number."""
     import yaml  # only where a spec has options
 
     try:

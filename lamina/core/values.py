@@ -1,4 +1,4 @@
-"""What a value from a user may be: each check raises a UserError with the field, the value and what is allowed."""
+"""Checks of users' values. Each raises a UserError with the field, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def takes(kind: object) -> Callable[[C], C]:
 
 
 def taken(check: object) -> Any:
-    """What Python may give a setting with this check; None if the setting's type says it all."""
+    """Return the types that Python may give a setting with this check; None for the setting's own type."""
     return getattr(check.func if isinstance(check, partial) else check, "takes", None)
 
 
@@ -85,7 +85,7 @@ LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a 
 
 
 def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> int:
-    """The value, where it is a whole number from ``low`` to the field's limit; ``says`` goes before the message."""
+    """Return the value if it is a whole number from ``low`` to the field's limit; ``says`` begins the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise UserError(f"{says}{name}: {_shown(value)} is not a whole number of at least {low}")
     if value > (high := LIMITS.get(name, MOST)):
@@ -94,7 +94,7 @@ def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> i
 
 
 def seed_number(name: str, value: object) -> int:
-    """The value, where it is a whole number that every random generator takes as a seed."""
+    """Return the value if it is a whole number that every random generator takes as a seed."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= SEED_LIMIT:
         raise UserError(f"{name}: {_shown(value)} (allowed: a whole number from 0 to {SEED_LIMIT})")
     return value
@@ -103,7 +103,7 @@ def seed_number(name: str, value: object) -> int:
 def number(
     name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> float:
-    """The value, where it is a finite number from ``low`` to ``high``; an open end is not allowed itself."""
+    """Return the value if it is a finite number from ``low`` to ``high``, without the ends that are open."""
     if is_finite(value):
         too_low = value <= low if open_low else value < low
         too_high = value >= high if open_high else value > high
@@ -116,7 +116,7 @@ def number(
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """The value, where it is a share of all steps below 1 (``open_low``: not 0), or a whole number of steps."""
+    """Return the value if it is a share of all steps below 1 (``open_low``: not 0), or a whole number of steps."""
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
         raise UserError(f"{name}: {_shown(value)} (allowed: a share of all steps below 1, or a whole number of steps)")
@@ -135,7 +135,7 @@ def is_finite(value: object) -> TypeGuard[int | float]:
 
 @takes(PathLike)
 def path(name: str, value: object) -> str:
-    """A path as text, where a file or folder could have it."""
+    """Return a path as text if a file or folder could have that name."""
     if not isinstance(value, str | os.PathLike):
         raise UserError(f"{name}: {_shown(value)} is not a path")
     written = os.fspath(value)
@@ -206,7 +206,7 @@ def text(name: str, value: object) -> str:
 
 @takes(PathLike)
 def place(name: str, value: object) -> str:
-    """A text that may be a path, several paths or another name: no part of it is longer than a file's name can be."""
+    """Return a text that may be a path, several paths or a name: no part is too long for a file's name."""
     place = text(name, value)
     if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in re.split(r"[/,:]", place)):
         raise UserError(f"{name}: {_shown(place)} is too long (allowed: names of at most {LONGEST_NAME} bytes)")
@@ -235,7 +235,7 @@ def switch(name: str, value: object) -> bool:
 
 
 def one_of(name: str, value: object, allowed: Collection[str]) -> str:
-    """The value, where it is among the allowed ones. The error says which are, and which is nearest."""
+    """Return the value if it is allowed. The error lists the allowed ones and names the nearest."""
     if not isinstance(value, str) or value not in allowed:
         hint = nearest(value, allowed) if isinstance(value, str) else ""
         raise UserError(f"{name}: {_shown(value)}{hint} (allowed: {', '.join(allowed)})")
@@ -243,7 +243,7 @@ def one_of(name: str, value: object, allowed: Collection[str]) -> str:
 
 
 def mapping(name: str, value: object) -> Mapping[str, object]:
-    """A mapping whose keys are text."""
+    """Return a mapping if its keys are text."""
     if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         raise UserError(f"{name}: {_shown(value)} (allowed: a mapping of names to values)")
     return value
@@ -251,7 +251,7 @@ def mapping(name: str, value: object) -> Mapping[str, object]:
 
 @takes(Names)
 def comma_separated(name: str, value: object) -> str:
-    """A list as the command line has it, with commas between its entries; text and a single number stay as they are."""
+    """Join a list with commas, as on the command line; text and a single number stay unchanged."""
     if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
         return str(value)
     if isinstance(value, Mapping | bytes | bytearray | memoryview) or not isinstance(value, Iterable):

@@ -17,7 +17,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Strict(_Loader):
-    """A safe loader that refuses a key that is given twice."""
+    """A safe YAML loader that refuses a repeated key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Json:
         """The mapping of a node; YAML would keep the last value of a key without a word."""
@@ -31,7 +31,7 @@ class _Strict(_Loader):
 
 
 def read_mapping(path: Path, needed: str = "a YAML mapping") -> Json:
-    """The mapping that a YAML file holds. Raises UserError that names the file and why it is invalid."""
+    """Read a YAML file's mapping. Raises UserError that names the file and what is invalid."""
     source = repr(str(path))
     try:
         if not path.exists():

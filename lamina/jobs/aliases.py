@@ -1,4 +1,4 @@
-"""Settings by the names that transformers, TRL, litgpt and nanoGPT give them, and by our own singular or plural."""
+"""Other names of settings: those of transformers, TRL, litgpt and nanoGPT, and our own singulars and plurals."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ loss_on: completion_only_loss assistant_only_loss; overwrite: overwrite_output_d
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """The first offered setting that another name stands for (``near``: nearly); None if there is none, or no need."""
+    """Return the first offered setting that another name means (``near``: nearly); None if none does, or the name is
+    offered.
+    """
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
     return None if name in offered else next((setting for setting in ours if setting in offered), None)
 
 
 def suggestion(name: str, offered: Collection[str]) -> str | None:
-    """The offered setting whose name, or another name of it, is nearest to an unknown one."""
+    """Return the offered setting with a name, or other name, nearest to an unknown one."""
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     known = {other: setting for other in others if (setting := meaning(other, offered, near=True)) is not None}
     match = nearest_name(name, [*offered, *known])

@@ -151,7 +151,7 @@ def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
 
 
 def aggregated(aggregate: str) -> tuple[str, ...]:
-    """The names of the columns that the ranking aggregates in this way."""
+    """List the columns that the ranking aggregates in this way."""
     return names(column for column in RESULT_COLUMNS if column.aggregate == aggregate)
 
 

@@ -26,7 +26,7 @@ DIGEST = "digest"
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path``; what is written there is synced to disk, then renamed to ``path``.
+    """Yield a temporary path; at the end its content is synced to disk and the file renamed to ``path``.
 
     A job writes every file this way. If the body fails, the temporary file is deleted and ``path`` stays as it was.
     Raises OSError.
@@ -100,7 +100,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def finite(data: Any) -> Any:
-    """The same data with None for every NaN and infinity, for which JSON has no number."""
+    """Return the data with None for NaN and infinity, which JSON does not have."""
     if isinstance(data, float) and not math.isfinite(data):
         return None
     if isinstance(data, Mapping):
@@ -109,7 +109,7 @@ def finite(data: Any) -> Any:
 
 
 def read_result(folder: Path) -> Json | None:
-    """A run's result.json; None if the run has not ended, or if the file is not readable."""
+    """Read a run's result.json; None if the run has not ended or the file is not readable."""
     try:
         data = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -118,7 +118,7 @@ def read_result(folder: Path) -> Json | None:
 
 
 def disk_full(error: BaseException | None) -> bool:
-    """Whether a full disk is behind an exception; libraries wrap it in errors of their own."""
+    """Return whether a full disk caused an exception; libraries wrap it in their own errors."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True

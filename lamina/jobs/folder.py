@@ -1,4 +1,4 @@
-"""A job's folder: who may write into it, and what --overwrite does with its content."""
+"""A job's folder: its lock, its owner, and what --overwrite does with its content."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def _flock(folder: Path, wait: float) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """A descriptor of the lock file, which is never emptied: a hard link may be somebody's own file."""
+    """Open the lock file without emptying it: a hard link may be somebody else's file."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:

@@ -85,7 +85,7 @@ def open_job(
     stored: Stored | None = None,
     wait: float = 0.0,
 ) -> Job[S]:
-    """A job whose folder is checked now but touched only in ``with``: slow or failing work comes in between.
+    """Open a job: check its folder now, touch it only in ``with``, so that slow or failing work can come in between.
 
     Args:
         kind: of the job.

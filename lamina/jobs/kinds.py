@@ -1,4 +1,4 @@
-"""The kinds of folders, each that of one job, and which kind a folder is of: its environment.json says."""
+"""The kinds of folders, one per job; a folder's environment.json names its kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lamina.jobs.names import ENVIRONMENT
 
 
 class Kind(StrEnum):
-    """What kind of job a folder is of; a job of your own has any other text."""
+    """The kind of job that wrote a folder. A job of the user's own may have any other text."""
 
     RUN = "run"
     COMPARE = "study"
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 
 def kind_of(folder: Path) -> str | None:
-    """The kind of job a folder is of; None if its environment.json does not say."""
+    """Return the kind of a folder; None if its environment.json does not name one."""
     try:
         kind = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):

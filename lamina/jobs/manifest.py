@@ -72,7 +72,7 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
 
 
 def listed(folder: Path) -> dict[str, Entry]:
-    """The files that a manifest lists. Raises OSError, or one of NOT_A_MANIFEST if the manifest is altered."""
+    """Read a manifest's files. Raises OSError, or one of NOT_A_MANIFEST if it was altered."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     entries = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
     if manifest["checksum"] != checksum(entries):
@@ -81,7 +81,7 @@ def listed(folder: Path) -> dict[str, Entry]:
 
 
 def what_is_broken(folder: Path) -> str | None:
-    """The first fault of a sealed folder: the file that is missing, cut short or altered. None if it is whole.
+    """Name the first file of a sealed folder that is missing, cut short or altered; None if it is whole.
 
     Files that the manifest does not list are no fault; see ``strays``.
     """
@@ -89,7 +89,7 @@ def what_is_broken(folder: Path) -> str | None:
 
 
 def what_is_missing(folder: Path) -> str | None:
-    """The first file of a sealed folder that is missing or has another size; None if none is. No content is read."""
+    """Name the first file of a sealed folder that is missing or has another size, without reading content; or None."""
     return _first_fault(folder, content=False)
 
 
@@ -121,7 +121,7 @@ def strays(folder: Path) -> list[str]:
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Raise UserError if a saved model or a checkpoint is not as it was written; another library's passes."""
+    """Raise UserError if a saved model or a checkpoint was altered. A folder without a manifest passes."""
     if not (folder / MANIFEST).exists() and not (folder.name == "model" and (folder.parent / RESULT).is_file()):
         return
     broken = what_is_broken(folder)

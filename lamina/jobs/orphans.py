@@ -1,4 +1,4 @@
-"""Whether the process that started this one has ended: a trial must not outlive its study."""
+"""A watch on the parent process, so that no trial outlives its study."""
 
 from __future__ import annotations
 

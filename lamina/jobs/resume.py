@@ -1,4 +1,4 @@
-"""The policy for what a resumed job may change: how it is run, but not what it computes."""
+"""The policy of resuming: a resumed job may change how it runs, but not what it computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lamina.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePolicy:
-    """What one kind of job may change when it is resumed.
+    """The settings that one kind of job may change when it resumes.
 
     Attributes:
         what: the noun in the messages: "run", "study".
@@ -25,7 +25,7 @@ class ResumePolicy:
     def merge(
         self, stored: Mapping[str, object], given: Mapping[str, object], defaults: Mapping[str, object]
     ) -> dict[str, object]:
-        """The settings to resume with: the user's over the stored ones; ``auto`` is what the job decided when it began.
+        """Return the settings to resume with: the user's over the stored ones; ``auto`` keeps the job's first choice.
 
         Args:
             stored: the folder's settings.

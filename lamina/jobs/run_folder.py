@@ -1,4 +1,4 @@
-"""A run's folder, read: its growing records, and what is damaged among them."""
+"""Reading a run's folder: its growing records, and which of them are damaged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lamina.jobs.names import ALARMS, METRICS, NOTES
 
 
 class RunFolder:
-    """What a run's folder holds; an empty value stands for each file that is missing or not readable."""
+    """The content of a run's folder; missing or unreadable files are empty values."""
 
     def __init__(self, path: Path):
         self.path = path

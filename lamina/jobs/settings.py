@@ -53,7 +53,7 @@ def setting(default: T, help: str, check: Check | None = None, *, decides: bool 
 
 
 def changed(default: T, *, help: str | None = None, check: Check | None = None, decides: bool | None = None) -> T:
-    """An inherited field with another default; all else stays unless it is also replaced."""
+    """Change an inherited field's default; help, check and ``decides`` stay unless given."""
     return _field(default, {"help": help, "check": check, "decides": decides, "changed": True})
 
 
@@ -161,7 +161,7 @@ class Settings:
 
     @classmethod
     def undecided(cls) -> frozenset[str]:
-        """The settings on which no number depends: where and how the job is run, how many of its parts."""
+        """The settings that change no number: where and how the job runs, and in how many parts."""
         return frozenset(name for name in cls.names() if not _detail(cls, name, "decides"))
 
     def require(self, *names: str) -> None:
@@ -173,7 +173,7 @@ class Settings:
 
     @classmethod
     def group_of(cls, name: str) -> str:
-        """The heading under which a field's flag stands; empty for one of the command's own."""
+        """The heading of a field's flag in the help; empty for the command's own."""
         declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
         return declaring[-1].group
 
@@ -196,7 +196,7 @@ class Settings:
         return {name: value for name, value in self.to_dict().items() if name in names}
 
     def command(self) -> str:
-        """The command line for these settings: every flag that is not at its default."""
+        """Return the command line for these settings: every flag with another value than its default."""
         words = ["lamina", self.command_name]
         for name, value in self.to_dict().items():
             if value == self.default(name):

@@ -1,4 +1,4 @@
-"""Ctrl-C and similar signals: handled while a job runs; the old handlers are restored when it ends."""
+"""Handling of Ctrl-C and other signals while a job runs; the old handlers come back when it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasatt
 
 @contextmanager
 def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
-    """Ctrl-C during an import ends the process with the exit code that ``leave`` returns; else, KeyboardInterrupt.
+    """End the process with the code that ``leave`` returns if Ctrl-C comes during an import.
 
     An import can lose a KeyboardInterrupt: in ``__set_name__`` it becomes a RuntimeError, in a weak reference's
     callback a printed remark, in transformers a ModuleNotFoundError, and in torch's C++ code it aborts the process. If

@@ -1,4 +1,4 @@
-"""How a job, a run or a trial ended: the statuses, their severity, and which of them are final."""
+"""The statuses of jobs, runs and trials: their severity, and which are final."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Status(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over: a resumed job leaves it as it is."""
+        """Whether the run is over, so that a resumed job does not run it again."""
         return self not in (Status.INTERRUPTED, Status.FAILED)
 
 
