@@ -274,7 +274,7 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
 
 
 def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Cross-entropy of the held-out tokens given the one before each, under a table of the train pairs, in nats.
+    """Return the mean cross-entropy in nats of held-out tokens under a table of the train split's pairs of tokens.
 
     Of each block all tokens but the first are predicted, as by a model. The table is smoothed as by Witten and Bell
     (1991), p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)), with c the counts of pairs, n(u) the number of different
@@ -310,7 +310,7 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 
 
 class DrawnItems(ItemSource[T]):
-    """Items of another source, each changed with random numbers that belong to its position.
+    """Items of another source, each changed by random numbers that depend on its position.
 
     The random numbers are a function of the seed and the position alone. So a resumed run, a run after a rollback, and
     a run of several processes draw what an undisturbed run draws.
@@ -480,7 +480,7 @@ def _share_of(blocks: int, share: Fraction) -> int:
 
 
 def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
-    """Mix several pairs of splits into one, with the same shares in training and held out. One part stays as it is.
+    """Mix several pairs of splits into one, with the same shares in both splits. A single pair is returned unchanged.
 
     The held-out split has as many blocks as these shares allow without repeating one. ``train`` is as long as all parts
     together; ``MixedBlocks.for_run`` gives the order and length for a run.

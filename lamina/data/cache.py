@@ -1,4 +1,4 @@
-"""The cache: results that are costly to compute, in folders named by a hash, each complete or absent."""
+"""The cache of costly results: each in a folder named by a hash, complete or absent."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class HubShard:
-    """A shard of a data set that the datasets library streams; the positions are that library's."""
+    """A shard of a streamed data set of the hub; positions are those of the datasets library."""
 
     corpus: str
     dataset: IterableDataset

@@ -1,4 +1,4 @@
-"""Which text is held out. It is decided by characters, so that every tokenizer sees the same split."""
+"""The held-out part of a text, chosen by characters, so that it is the same for every tokenizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Segment:
 
     @property
     def end(self) -> tuple[int, int]:
-        """The document and the character at which a segment that continues this one begins."""
+        """The document and the character after the segment's last one."""
         return self.document, self.start + len(self.text)
 
 

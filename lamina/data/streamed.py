@@ -1,4 +1,4 @@
-"""A corpus that is read while training goes on: the held-out text is chosen first, the rest becomes a stream."""
+"""A corpus that is read while training goes on: the held-out text comes first, the rest is a stream."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: in
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a stream stands before a batch of text. All fields have JSON's types.
+    """A stream's position before a batch of text. All fields have JSON's types.
 
     Attributes:
         turn: how many times the corpus has been read to its end.

@@ -184,7 +184,7 @@ def _pretrained(spec: str) -> PreTrainedTokenizerFast:
 
 
 def _with_end_and_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
-    """Add a token that ends a document: the tokenizer's own, else its separator (as in BERT), else a new one."""
+    """Add a token that ends a document: the tokenizer's own, or its separator (BERT), or else a new one."""
     if tokenizer.eos_token is None:
         if tokenizer.sep_token is not None:
             tokenizer.eos_token = tokenizer.sep_token

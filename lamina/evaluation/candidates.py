@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def left_out(self) -> str:
-        """Why it is not evaluated; "" if it is."""
+        """The reason why it is not evaluated; "" if it is."""
         if self.status in (Status.DIVERGED, Status.STUCK, Status.FAILED, Status.INTERRUPTED):
             return self.status
         return ""

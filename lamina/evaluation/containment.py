@@ -1,4 +1,4 @@
-"""What a task file may do without `--run-code`: name what the harness knows, and fill in templates."""
+"""Containment of task files: without `--run-code` they may name what the harness knows and fill in templates."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -75,7 +75,9 @@ def contained(run_code: bool) -> Iterator[None]:
 
 
 def _no_scripts(inside: list[bool]) -> ModuleType:
-    """A stand-in for `evaluate`, which takes seconds to import; once ``inside`` is empty, it loads as that does."""
+    """Make a light stand-in for `evaluate` that refuses scripts until ``inside`` is empty, and then loads metrics as
+    usual.
+    """
 
     def load(path: str, *args: object, **options: object) -> object:
         if inside:

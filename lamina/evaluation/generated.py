@@ -118,7 +118,7 @@ def _shuffled(rng: random.Random, question: str, right: str, wrong: list[str]) -
 
 @_task("continuation", "Continuation")
 def continuation(rng: random.Random, source: Passages) -> Item:
-    """How a sentence goes on; the wrong endings are other sentences' (HellaSwag's question)."""
+    """Ask how a sentence goes on; the wrong endings are those of other sentences (HellaSwag's question)."""
     first, right = _halves(rng, source)
     wrong: list[str] = []
     while len(wrong) < CHOICES - 1:
@@ -136,7 +136,7 @@ def _halves(rng: random.Random, source: Passages) -> tuple[str, str]:
 
 @_task("blank", "Blank")
 def blank(rng: random.Random, source: Passages) -> Item:
-    """Which word was left out; the wrong ones are as frequent as the corpus has them (LAMBADA's question)."""
+    """Ask which word was left out; wrong words are drawn by their frequency in the corpus (LAMBADA's question)."""
     while True:
         sentence = rng.choice(source.sentences)
         if words := [word for word in words_of(sentence) if sentence.count(word) == 1]:
@@ -152,7 +152,7 @@ def blank(rng: random.Random, source: Passages) -> Item:
 
 @_task("contains", "Contains", choices=2)
 def contains(rng: random.Random, source: Passages) -> Item:
-    """Whether a sentence holds a word, yes and no equally often (BoolQ's form)."""
+    """Ask whether a sentence holds a word; "yes" and "no" are equally frequent (BoolQ's form)."""
     sentence = ""
     while not words_of(sentence):
         sentence = rng.choice(source.sentences)
@@ -167,7 +167,7 @@ def contains(rng: random.Random, source: Passages) -> Item:
 
 @_task("book", "Book")
 def book(rng: random.Random, source: Passages) -> Item:
-    """Which book a sentence is from, the books equally often (a question of knowledge, as ARC's)."""
+    """Ask which book a sentence is from; all books are equally frequent (a question of knowledge, like ARC's)."""
     right = rng.choice(list(source.books))
     sentence = rng.choice(source.books[right])
     wrong = rng.sample([title for title in BOOKS if title != right], CHOICES - 1)
@@ -176,7 +176,7 @@ def book(rng: random.Random, source: Passages) -> Item:
 
 @_task("order", "Order")
 def order(rng: random.Random, source: Passages) -> Item:
-    """Which order of a sentence's four parts is the right one."""
+    """Ask for the right order of a sentence's four parts."""
     while True:
         words = rng.choice(source.sentences).split()
         parts = [" ".join(words[at * len(words) // 4 : (at + 1) * len(words) // 4]) for at in range(4)]

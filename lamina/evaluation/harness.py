@@ -131,7 +131,7 @@ class Runner:
 
 @contextlib.contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """No key-value cache in plain forward passes, which would only be thrown away; ``generate`` makes its own."""
+    """Turn off the key-value cache, which plain forward passes would throw away; ``generate`` makes one anyway."""
     configs = [model.config, model.config.get_text_config()]
     before = [getattr(config, "use_cache", None) for config in configs]
     for config in configs:

@@ -53,7 +53,7 @@ POLICY = ResumePolicy(what="evaluation", free=EvalSettings.undecided() | {"batch
 
 
 def one_model(path: str) -> list[Candidate] | None:
-    """No folder of several runs: every path is a checkpoint of its own."""
+    """Take every path as one checkpoint: here no folder stands for several runs."""
     del path
     return None
 
@@ -95,7 +95,7 @@ def evaluate(
 
 
 def _stored(folder: Path) -> Json | None:
-    """The settings in a folder; None where no evaluation has begun, as in the folder of a study's trial."""
+    """Return the settings in a folder; None if no evaluation has begun there, as in a trial's folder."""
     path = folder / CONFIG
     return read_yaml(path) if path.is_file() else None
 
@@ -258,7 +258,7 @@ class Evaluation:
         return documents_of(str(self.settings.corpus), self.settings.text_field, self.settings.limit)
 
     def _state(self, candidate: Candidate, unit: str) -> list[str]:
-        """What a score rests on: the weights, and the files of the text or of the tasks' data."""
+        """Return what a score depends on: the weights, and the files of the text or of the tasks' data."""
         if unit == PERPLEXITY:
             corpus = Corpus.parse(str(self.settings.corpus), self.settings.text_field)
             return [candidate.state(), stamp(corpus.changed_since(0.0))]
@@ -354,7 +354,7 @@ def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, in
 
 
 def _file_name(name: str) -> str:
-    """A name as a file's: letters, digits and a few marks; a name that is changed gets a hash, so that none clash."""
+    """Make a name fit for a file: letters, digits and a few marks. A changed name gets a hash, so that none clash."""
     plain = re.sub(r"[^A-Za-z0-9@._-]+", "-", name).strip("-.")[-80:]
     return plain if plain == name else f"{plain or 'model'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 

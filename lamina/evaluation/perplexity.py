@@ -21,7 +21,7 @@ ROWS = 1024  # predictions whose logits are in float64 at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """What a model makes of a text.
+    """The summed loss of a text, and what it is divided by.
 
     Attributes:
         nll: the negative log-likelihood of the whole text, nats.
@@ -58,7 +58,7 @@ class Window:
 
 
 def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:
-    """Windows in which every token of a document is scored once, the first one given ``prefix``.
+    """Cut a document into windows that score every token once, the first one after ``prefix``.
 
     The first window scores ``window`` tokens; each further one the next ``stride``, with at least ``window - stride``
     tokens before them to read. With ``stride == window`` the windows share no scored token and almost no context, as in
@@ -125,7 +125,7 @@ def perplexity(
 
 
 def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
-    """The summed loss of windows, nats; the shorter ones are padded on the right, where a causal model sees nothing."""
+    """Return the summed loss of windows in nats; shorter ones are padded on the right, which a causal model ignores."""
     longest = max(len(one.inputs) for one in batch)
     inputs = torch.full((len(batch), longest), padding)
     labels = torch.full((len(batch), longest), UNSCORED)

@@ -49,7 +49,7 @@ class Score:
 
 
 def scores_of(results: Json) -> list[Score]:
-    """The numbers in what the harness returns: of each task, and of each group."""
+    """Read the numbers of each task and each group from the harness's result."""
     counted, shots = results.get("n-samples", {}), results.get("n-shot", {})
     better, configs = results.get("higher_is_better", {}), results.get("configs", {})
     scores = []
@@ -78,7 +78,7 @@ def scores_of(results: Json) -> list[Score]:
 
 
 def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
-    """Scores as ``to_rows`` wrote them, through JSON, too."""
+    """Read scores that ``to_rows`` wrote, also after JSON."""
     known = {entry.name for entry in fields(Score)}
     return [
         Score(**{name: value for name, value in row.items() if name in known} | {"value": float(str(row["value"]))})  # type: ignore[arg-type]
@@ -87,14 +87,14 @@ def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
 
 
 def to_rows(scores: Sequence[Score]) -> list[Json]:
-    """Scores as JSON; an infinite value or NaN is a text, since JSON files hold null in place of such a number."""
+    """Return scores as JSON. Infinite values and NaN become texts, since JSON files write null for them."""
     return [
         asdict(score) | {"value": score.value if math.isfinite(score.value) else str(score.value)} for score in scores
     ]
 
 
 def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
-    """The number that a column prints; None if the unit has none.
+    """Return the number that a column prints; None if the unit has none.
 
     Of a group without a number of its own: the mean over its tasks.
     """

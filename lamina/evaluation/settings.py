@@ -13,7 +13,7 @@ from lamina.jobs.settings import Settings, at_least, changed, setting
 
 @takes(Names)
 def model_names(name: str, value: object) -> str:
-    """Comma-separated models; several of a list have no comma of their own."""
+    """Return models as a comma-separated text; a model in a list may not contain a comma."""
     if isinstance(value, list | tuple) and len(value) > 1:
         for model in value:
             if "," in str(model):

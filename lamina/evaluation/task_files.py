@@ -74,7 +74,7 @@ def _shipped() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """The tasks that can be run: the harness's, and those of folders.
+    """The tasks that can be run: the harness's, and those of the user's folder.
 
     Attributes:
         own: the file and the content of each task and group in the folders.
@@ -171,7 +171,7 @@ class Tasks:
                 raise UserError(self._reason(name, error, reachable)) from error
 
     def _files(self, name: str) -> list[Json]:
-        """What the harness reads in place of the files of a name, of its members and of theirs."""
+        """Return what the harness may read for a name and for all members of a group."""
         files: dict[str, Json] = {}
         waiting, seen = [name], set()
         while waiting:
@@ -189,7 +189,7 @@ class Tasks:
         return list(files.values())
 
     def _readable(self, name: str, config: Json) -> Json:
-        """The file of a task or group as the harness may read it. Raises UserError for code that may not run."""
+        """Return what the harness may read of a task or group. Raises UserError for code that may not run."""
         plain = name in self.own and not self.run_code
         if plain:
             check_plain(config, name)
@@ -256,7 +256,7 @@ class DataFolder:
         return self.path / "tasks"
 
     def local(self, config: Json, task: str) -> Json:
-        """The fields of a task's configuration that read its data from the folder; none if it reads files already.
+        """Return the fields that let a task read its data from the folder; none if it reads files already.
 
         A split that the folder does not hold is None, so that the harness takes another.
 

@@ -1,4 +1,4 @@
-"""The papers' sets of tasks as data: which tasks, which number of each, how many examples before a question."""
+"""The papers' sets of tasks as data: the tasks, the metric of each, and the examples before a question."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GENERATED = "generated"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A task to run and the number of it that a table prints.
+    """A task to run, and the metric that a table prints.
 
     Attributes:
         task: its name in lm-evaluation-harness, or of a generated task.
@@ -30,7 +30,7 @@ class Wanted:
 
     @property
     def unit(self) -> str:
-        """What is run once, however many columns print from it: ``hellaswag``, or ``hellaswag@5``."""
+        """The name of the run that a column reads, which several may share: ``hellaswag``, or ``hellaswag@5``."""
         return self.task if self.num_fewshot is None else f"{self.task}@{self.num_fewshot}"
 
     @property

@@ -1,4 +1,4 @@
-"""Images as the tensors that a classifier takes: the held-out ones as they are, those of the training changed."""
+"""Images as tensors for a classifier: augmented in training, unchanged when held out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SEEDS = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """How the images of a training are changed; the default changes nothing.
+    """The augmentation of training images; the default changes nothing.
 
     Attributes:
         size: side of the square that a crop is resized to.
@@ -282,7 +282,8 @@ def mix(x: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
-    """Images [batch, channels, height, width] with a box of their partners', and the share that stays their own.
+    """Paste a box of each image's partner into it. Returns [batch, channels, height, width] and the share left of the
+    image.
 
     The box has the sides of the image times sqrt(1 - share) and is cut off at the edges; the share is then that of the
     area outside it.

@@ -64,7 +64,7 @@ class LabeledImages(ABC):
         """Return an image, in mode L or RGB. Raises UserError that names an image that can't be read."""
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Raise UserError that names the first image that can't be read, as far as that can be told in short time."""
+        """Raise UserError that names the first image that a quick look finds unreadable."""
         return
 
     def check(self) -> None:
@@ -192,7 +192,7 @@ class ImageFiles(LabeledImages):
 
     @contextmanager
     def _open(self, number: int) -> Iterator[Image]:
-        """Open an image file. Errors while it is used, too, become a UserError that names it."""
+        """Open an image file. Any error, also a later one while it is used, becomes a UserError that names it."""
         from PIL import Image
 
         path = self.paths[number]
