@@ -146,7 +146,7 @@ def _is_of_the_body(model: PreTrainedModel, key: str) -> bool:
 
 
 def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class that saved the checkpoint, or the one with a head that its configuration has."""
+    """Return the class that saved the checkpoint, or one with the head that its configuration names."""
     for architecture in config.architectures or ():
         for module in (modeling_lamina, transformers):
             if hasattr(module, architecture):

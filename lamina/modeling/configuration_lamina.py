@@ -78,7 +78,7 @@ class LaminaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """A field of the backbone's; Python asks here only for what this configuration does not have itself."""
+        """Return the backbone's field; Python asks here only for fields that this configuration lacks."""
         backbone = self.__dict__.get("backbone_config")
         if not name.startswith("_") and isinstance(backbone, PreTrainedConfig) and hasattr(backbone, name):
             return getattr(backbone, name)
@@ -101,7 +101,7 @@ class LaminaConfig(PreTrainedConfig):
         return {**super().to_dict(), **self._copies()}
 
     def to_diff_dict(self) -> dict:
-        """What config.json gets: what differs from transformers' defaults, and the copies."""
+        """Return the content of config.json: what differs from transformers' defaults, and the copies."""
         return {**super().to_diff_dict(), **self._copies()}
 
     def _copies(self) -> dict[str, object]:

@@ -191,7 +191,7 @@ def _accumulate(total: torch.Tensor, gradient: torch.Tensor, rows: torch.Tensor)
 
 
 def _torch_sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int) -> torch.Tensor:
-    """PyTorch's own (2.13): the fastest in float32 on a CPU. In bfloat16 its loss comes back rounded to bfloat16."""
+    """Use PyTorch's loss (2.13), the fastest in float32 on a CPU. It rounds the loss in bfloat16."""
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
     with torch.autocast(hidden.device.type, enabled=False):
         return functional.linear_cross_entropy(  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ def _torch_sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 
 
 def _liger() -> Callable[..., torch.Tensor] | None:
-    """Liger's loss where it is installed and can gather the weight's gradient in float32."""
+    """Return Liger's loss if it is installed and can gather the weight's gradient in float32."""
     try:
         from liger_kernel.transformers import functional as liger  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -14,7 +14,7 @@ _CGROUP = Path("/sys/fs/cgroup")  # a container's own limit
 
 
 def available(device: str = "cpu") -> int:
-    """Bytes that can still be allocated: of the GPU's memory, or of the machine's, its swap and a container's limit."""
+    """Return the bytes that can still be allocated on the GPU, or on the machine with swap and a container's limit."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     free = psutil.virtual_memory().available + psutil.swap_memory().free

@@ -48,7 +48,7 @@ logger = logging.get_logger(__name__)
 
 
 class Record(dict):
-    """A part of a plan: a dict whose fields can be read as attributes, too."""
+    """A part of a plan: a dict whose fields are attributes, too."""
 
     def __getattr__(self, name: str) -> Any:
         """The field of this name."""
@@ -159,7 +159,7 @@ class Adapter:
 
     @classmethod
     def of(cls, names: object) -> Adapter:
-        """The row that a configuration's ``lamina_adapter`` writes out. Raises ValueError naming what does not fit."""
+        """Read the adapter in a configuration's ``lamina_adapter``. Raises ValueError that names the invalid field."""
         if not isinstance(names, Mapping):
             raise ValueError(f"adapter: {names!r} (allowed: a mapping from a field to a module's name)")
         own = {f.name: f.default for f in fields(cls) if f.name != "arguments"}  # those a file may not choose
@@ -210,7 +210,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapter_of(config: PreTrainedConfig) -> Adapter:
-    """The row of a backbone's configuration: what it says itself, that of its model type, or that of the decoders."""
+    """Return a configuration's adapter: its own, or its model type's, or the one of decoders."""
     own = getattr(config, "lamina_adapter", None)
     return ADAPTERS.get(config.model_type, DECODER) if own is None else Adapter.of(own)
 
@@ -226,7 +226,7 @@ def check_head(config: PreTrainedConfig, head: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NormStyle:
-    """The style of the backbone's own norms, which norms of kind "backbone" take over.
+    """The style of the backbone's own norms, for the plan's norms of kind "backbone".
 
     ``kind`` is "rms" or "layer"; ``eps`` is the epsilon of every norm; ``bias``: whether a LayerNorm has one.
     """
@@ -446,7 +446,7 @@ class Residual(nn.Module):
 
     @property
     def graph_key(self) -> tuple[str, bool, bool]:
-        """What decides the compiled graph: the skip's source and which scales are applied."""
+        """What decides the compiled graph: the skip's source, and which scales are applied."""
         return self.skip, self._has_skip_scale, self._has_pre_scale
 
 
@@ -548,7 +548,7 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
-    """Have the backbone's plans for tensor and expert parallelism and for FSDP name the modules that are there now.
+    """Put the modules' new names into the backbone's plans for tensor and expert parallelism and for FSDP.
 
     The layers' own norms are gone from the plans: Lamina's stand where every process has all channels. Those on
     queries, keys and values do so only in a head; over the full width the projections are gathered, as in OLMo 2.
@@ -698,7 +698,7 @@ class LaminaModel(LaminaPreTrainedModel):
 
     @property
     def norm(self) -> nn.Module:
-        """The norm behind the last block; Identity where the plan has none."""
+        """The norm after the last block; Identity if the plan has none."""
         return self.backbone.get_submodule(self._adapter.norm)
 
     def get_input_embeddings(self) -> nn.Module:

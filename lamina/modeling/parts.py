@@ -1,4 +1,4 @@
-"""The parts of a Lamina model that measurements walk through: its body and its sub-layers."""
+"""The parts of a Lamina model that measurements need: its body and its sub-layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Width scaling: how learning rates and initial weights go with the width, so that a rate tuned narrow holds wide.
+"""Width scaling: learning rates and initial weights by width, so that a rate tuned narrow holds wide.
 
 Everett et al. 2024 (arXiv 2407.05872): with width n a weight is multiplied by n^-a, starts with the standard deviation
 n^-b and learns at the rate n^-c. The multiplier is folded into the other two: under Adam, whose steps don't depend on

@@ -78,7 +78,7 @@ def norm_detail(norms: list[Norm]) -> str:
 
 
 def scale_label(values: Iterable[float], learned: Learned) -> str:
-    """Empty for a constant 1, else "64", "1 … 0.177" where it differs from first layer to last, "64 learned"."""
+    """Return a scale as text: "64", "1 … 0.177" if it differs from first to last layer, "64 learned"; empty for 1."""
     distinct = list(dict.fromkeys(values))
     label = number(distinct[0]) if len(distinct) == 1 else f"{number(distinct[0])} … {number(distinct[-1])}"
     if learned == "no":

@@ -316,7 +316,7 @@ class ExampleEncoder:
         return better, worse
 
     def _spans(self, example: Fields) -> tuple[str, list[tuple[int, int]]]:
-        """An example's text, and where its answers are in it, from and to which character."""
+        """Return an example's text, and the first and last character of each answer in it."""
         if "completion" in example:
             end = str(self.tokenizer.eos_token)
             completion = example["completion"]

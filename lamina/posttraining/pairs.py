@@ -117,7 +117,7 @@ class PairTrainer(TunedTrainer):
         return measured
 
     def _forward(self, **inputs: Passed) -> Passed:
-        """The model in the run's precision, before training, too, when accelerate has not wrapped it yet."""
+        """Return the model in the run's precision, also before training, when accelerate has not wrapped it yet."""
         with self.accelerator.autocast():
             outputs = self.bare_model()(**inputs)
         return convert_to_fp32(outputs) if self.accelerator.native_amp else outputs
@@ -148,7 +148,7 @@ def _overall(batches: Sequence[Measured]) -> dict[str, list[float]]:
 
 @contextmanager
 def _on_its_own(accelerator: Accelerator) -> Iterator[None]:
-    """TRL gathers a batch's numbers from all processes, of which one may have a batch more than another."""
+    """Keep TRL from gathering a batch's numbers: one process may have a batch more than another."""
 
     def keep(data: Passed, *args: Passed, **kwargs: Passed) -> Passed:
         return data

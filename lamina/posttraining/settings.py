@@ -196,7 +196,7 @@ class TuningSettings(
                     raise UserError(f"{name}: {value!r} has no effect without LoRA (allowed: with --lora-rank)")
 
     def as_run(self) -> PretrainSettings:
-        """The settings that any training run has, for what is shared with pretraining."""
+        """The settings that any training run has, for code that is shared with pretraining."""
         shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name != "from_model"}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
         return PretrainSettings.from_dict(shared)
@@ -227,12 +227,12 @@ class SftSettings(TuningSettings):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Settings by their names, over those of the preset that they name."""
+        """Read settings by name, over those of their preset."""
         return super().from_dict(with_preset(data))
 
 
 def with_preset(given: Mapping[str, object]) -> Json:
-    """The user's settings over those of the preset that they name. Raises UserError for an unknown preset."""
+    """Return the user's settings over their preset's. Raises UserError for an unknown preset."""
     name = given.get("preset")
     if name is None:
         return dict(given)

@@ -161,7 +161,7 @@ def add_lora(model: torch.nn.Module, settings: TuningSettings) -> LoraModel | No
 
 
 def merged(model: PreTrainedModel, tuner: LoraModel | None, adapter: Path | None = None) -> PreTrainedModel:
-    """A model whose LoRA matrices are added to its weights; ``adapter``: where they are kept as peft reads them."""
+    """Add the LoRA matrices to the model's weights; ``adapter``: the folder that keeps them in peft's form."""
     if tuner is None:
         return model
     if adapter is not None:

@@ -87,6 +87,6 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
             model.train(was_training)
 
     def bare_model(self) -> Passed:
-        """The model without the wrappers of accelerate and DDP; LoRA's matrices stand in its own layers."""
+        """Return the model without the wrappers of accelerate and DDP, with LoRA's matrices in its layers."""
         assert isinstance(self.model, nn.Module)
         return self.accelerator.unwrap_model(self.model)

@@ -34,7 +34,7 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
 
 
 class ConversionRecord(TypedDict):
-    """The content of conversion.json. ``model_type`` is that of transformers' model, ``backbone`` that of Lamina's."""
+    """The content of conversion.json; ``model_type`` is transformers' model type, ``backbone`` the one in Lamina."""
 
     source: str
     to: Target

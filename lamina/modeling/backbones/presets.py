@@ -1,4 +1,4 @@
-"""A backbone's configuration: of a preset, a folder or the hub, with other sizes where they are given."""
+"""The configuration of a backbone, from a preset, a folder or the hub, with any sizes changed."""
 
 from __future__ import annotations
 
