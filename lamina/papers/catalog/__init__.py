@@ -1,1 +1,1 @@
-"""The studies that can be run: each a YAML file, and beside it the claims that it judges."""
+"""The catalog of studies: each is a YAML file, with the claims that it judges in a Python file of the same name."""

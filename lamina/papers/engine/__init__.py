@@ -1,1 +1,1 @@
-"""Running studies: which trials are needed, in which order, and what they say about the claims."""
+"""Running studies: which trials are needed, in which order, and the verdicts on the claims."""

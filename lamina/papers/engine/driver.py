@@ -102,7 +102,7 @@ def run_plan(
 
 
 def _unmeasured(todo: Mapping[str, StudyTrial], store: Store, failed: Mapping[str, Json]) -> dict[str, Json]:
-    """Trials that ended but whose measures are still missing: they would be tried for ever."""
+    """Return the ended trials that still lack measures, so that they are not tried for ever."""
     return {
         key: result
         for key, trial in todo.items()

@@ -1,4 +1,4 @@
-"""Which trials a scale needs, given what is known so far.
+"""The plan of a scale: the trials that it needs, given the results so far.
 
 A study that tunes rates needs its sweep first, then wider rates where the best one is at the sweep's edge, then the
 study's seeds at each arm's best rate and, where the study asks for it, at another arm's. ``StudyPlan.wanted`` is a
@@ -124,7 +124,7 @@ class StudyPlan:
         return found
 
     def wanted(self, result: Results) -> list[StudyTrial]:
-        """The trials that are needed given the results so far, seed by seed; ``chosen`` is brought up to date."""
+        """Update ``chosen``, and return the trials that are needed given the results so far, seed by seed."""
         scale, wanted = self.scale, []
         if scale.tuning is None:
             for seed in scale.seeds:
@@ -149,13 +149,13 @@ class StudyPlan:
         return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: StudyTrial) -> bool:
-        """Whether a trial has its arm's chosen rate and one of the study's seeds; True in a study that tunes none."""
+        """Return whether a trial has its arm's chosen rate and a seed of the study; True if the study tunes none."""
         if self.scale.tuning is None:
             return True
         return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
 
     def places(self, trial: StudyTrial) -> Json:
-        """What a trial's row says of its arm's rate: ``tuned``, and in a study that tunes rates ``at_edge``."""
+        """Return what a trial's row says about its rate: ``tuned``, and ``at_edge`` in a study that tunes rates."""
         edge = {} if self.scale.tuning is None else {"at_edge": self.at_edge.get(self._number(trial))}
         return {"tuned": self.is_tuned(trial), **edge}
 
@@ -165,19 +165,19 @@ class StudyPlan:
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
-        """The rate of another arm for each arm that is trained at it, too, as far as it is known."""
+        """Return by arm the other arm's rate that it is trained at, too, if that rate is known."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
         found = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
         return {number: self.chosen[other] for number, other in found.items() if other in self.chosen}
 
     def _chain(self, number: int, rate: float | None, seed: int) -> list[StudyTrial]:
-        """An arm's first trial and those of the stages after it, as far as they are known."""
+        """Return an arm's first trial and its stages' trials, those that are known."""
         stages = (self._staged(stage, number, rate, seed) for stage in self.scale.stages)
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
     def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> StudyTrial | None:
-        """A stage's trial for an arm; None where it is left out, or where the arm that it is of has no rate yet."""
+        """Return a stage's trial for an arm; None if the stage skips the arm or its input's rate is not known yet."""
         if stage.of:
             values = {**self.arms[number].values, **stage.of}
             number = next((n for n, arm in enumerate(self.arms) if arm.values == values), -1)
@@ -241,7 +241,7 @@ def _label(arm: Arm, scale: Scale) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best rate of an arm's sweep: the one with the ``lowest`` mean, and the ``chosen`` one, which it trains at."""
+    """The best rate of an arm's sweep: the ``lowest`` mean's, and the ``chosen`` one, at which the arm trains."""
 
     lowest: float
     chosen: float

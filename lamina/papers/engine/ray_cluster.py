@@ -1,4 +1,4 @@
-"""Trials on a Ray cluster: one Ray task per trial, or one per process of a trial that several GPUs or hosts share.
+"""Trials on a Ray cluster: one Ray task per trial, or one per process of a trial of several processes.
 
 A task starts the trial's own process, as the local engine does, so the numbers are the same. If its worker is lost, Ray
 runs the task again, and the trial resumes from its last checkpoint. All machines must see the store, and have Lamina.

@@ -1,4 +1,4 @@
-"""What a study's trials say about its claims: claims.json, and the verdicts of all records."""
+"""The verdicts of a study on its claims: claims.json, and those of all records."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
 
 
 def _cost(results: Frame, missing: int) -> str:
-    """What the trials that have not ended would cost, by those that have."""
+    """Estimate the cost of the missing trials from those that have ended."""
     seconds = float(results["seconds"].mean()) if "seconds" in results else float("nan")
     return f" (about {missing * seconds / 60:.0f} core-minutes)" if seconds == seconds else ""
 
 
 def looks_of(record: Path, trials: Collection[str]) -> list[int]:
-    """The numbers of trials at which verdicts were recorded, with that of these trials, by their keys.
+    """Return the numbers of trials at each look: those on record, and the one of these trials.
 
     A record that shares no trial with them is of another experiment.
     """
@@ -98,7 +98,7 @@ def _provenance(study: StudyDefinition, scale: Scale) -> Json:
 
 
 def all_verdicts(records: Path | None = None) -> list[Json]:
-    """Every claim of the catalog with its verdict at every scale that was run, or `not run yet` and the command.
+    """Return each claim of the catalog with its verdict at every scale that was run, or `not run yet` and the command.
 
     Raises UserError for a file of the catalog that can't be read.
     """
@@ -133,7 +133,7 @@ def _of(verdict: Json, study: StudyDefinition, scale: str, records: Path) -> Jso
 
 
 def read_claims(folder: Path) -> list[Json] | None:
-    """The verdicts in a study's folder; None if it holds none. Raises UserError for a file that can't be read."""
+    """Read the verdicts in a study's folder; None without a file. Raises UserError for a file that can't be read."""
     path = folder / CLAIMS
     if not path.is_file():
         return None
@@ -153,7 +153,7 @@ def _claims(study: StudyDefinition) -> list[Json]:
 
 
 def _load(study: StudyDefinition) -> list[Claim]:
-    """The claims of a study; only a user's own file is said to run as code."""
+    """Load the claims of a study. Only a user's own file is announced as code."""
     return load_claims(study.claims_file, trusted=study.file.parent == catalog_folder())
 
 

@@ -1,4 +1,4 @@
-"""Claims and their verdicts: what the code beside a study's YAML imports."""
+"""Claims and their verdicts: the names that a study's Python file imports."""
 
 from lamina.papers.judging.checks import (
     equivalent,

@@ -46,7 +46,7 @@ _GAINS = ("accuracy", "score", "eval_reward")
 
 
 def _worst(column: str) -> float:
-    """The value that ranks a failed run last; NaN for a column that has no good end."""
+    """Return the value that ranks a failed run last; NaN for a column without a good end."""
     if column in _LOSSES:
         return math.inf
     return -math.inf if column.startswith(_GAINS) else math.nan
@@ -76,7 +76,7 @@ class _Arm:
         return self.failed / self.runs if self.runs else 0.0
 
     def ranked(self, column: str) -> dict[int, float]:
-        """The values, with those of failed runs as bad as can be; without them, where the column has no bad end."""
+        """Return the values, with failed runs as the worst; without them if the column has no good end."""
         return {**self.values, **dict.fromkeys(self.lost_seeds, _worst(column))}
 
     def note(self) -> str:
@@ -221,7 +221,7 @@ def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) ->
 
 
 def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | None:
-    """The finding where most runs of an arm failed, so that the shares are compared (Fisher's exact test).
+    """Compare the shares of failed runs by Fisher's exact test, for an arm of which most runs failed.
 
     None where both train. Two arms that ended before they had learned, at any of their rates, have no order either.
     """

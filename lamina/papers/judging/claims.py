@@ -1,4 +1,4 @@
-"""Claims: the functions beside a study's YAML that judge its trials, the rules of power, and the judge that runs them.
+"""Claims: functions beside a study's YAML that judge its trials, and the judge that calls them.
 
 A claim's code asks for numbers; `Reads` says of which trials. So no claim can forget a rule, and one that reads only
 models before training is under none of them.
@@ -160,7 +160,7 @@ Check = Callable[[Trials], Finding]
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a paper says, and the code that judges it.
+    """A paper's statement, and the code that judges it.
 
     Attributes:
         name: the study's id, or the id, a slash and the part's name ("mix-ppl/post-fails").

@@ -1,4 +1,4 @@
-"""One number per seed from the tables that trials measured: from their layers, their pairs, their slopes."""
+"""One number per seed from the tables of trials: from layers, pairs and slopes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ BySeed = dict[int, float]
 
 
 def split(trials: Trials, axis: str) -> list[Trials]:
-    """The trials of each value of an axis; all of them, where the study has no such axis."""
+    """Split trials by the values of an axis; one part if the study lacks the axis."""
     if axis not in trials.axes:
         return [trials]
     return [trials.where(**{axis: value}) for value in trials.values(axis)]
 
 
 def at_stage(trials: Trials, stage: str) -> Trials:
-    """The trials of a stage; all of them, where the study has no stages."""
+    """Return the trials of a stage; all of them in a study without stages."""
     return trials.where(stage=stage) if "stage" in trials.axes else trials
 
 
 def trained(trials: Trials) -> Trials:
-    """The trials that trained to the end; all of them, where nothing was trained. May be none."""
+    """Keep the trials that trained to the end, maybe none; all of them in a study without training."""
     if trials.statuses().isna().all():
         return trials
     present = [status for status in ENDED if status in trials.values("status")]
@@ -35,7 +35,7 @@ def trained(trials: Trials) -> Trials:
 
 
 def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
-    """The trials of ``arm`` at the learning rate that was chosen for ``like``, or at the nearest one that it has.
+    """Return the trials of ``arm`` at the rate chosen for ``like``, or at the arm's rate nearest to it.
 
     For the papers' comparisons at one rate for all: a sweep that was widened has rates that the other arm lacks.
     """

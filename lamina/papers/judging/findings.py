@@ -1,4 +1,4 @@
-"""What a claim's check found: a verdict with its numbers, and the decision that all checks of a mean share."""
+"""The findings of a claim's checks: verdicts with their numbers, and how several make one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOO_FEW = 3  # pairs of seeds below which a difference is not judged
 
 
 class Verdict(StrEnum):
-    """What became of a claim.
+    """The verdict on a claim.
 
     Attributes:
         HOLDS: the trials show it.
@@ -111,7 +111,7 @@ def needs_scale(scale: str, why: str) -> Finding:
 
 
 def all_of(*findings: Finding) -> Finding:
-    """The conjunction: holds if all hold, and fails if one fails.
+    """Join findings by "and": the claim holds if all hold, and fails if one fails.
 
     That all hold has the largest of the parts' p (an intersection-union test). That one is false has the smallest times
     the number of parts (Bonferroni): one that fails by its own p alone leaves the conjunction inconclusive. Margin and
@@ -140,7 +140,7 @@ def all_of(*findings: Finding) -> Finding:
 
 
 def any_of(*findings: Finding) -> Finding:
-    """The disjunction: holds if one holds, fails if all fail.
+    """Join findings by "or": the claim holds if one holds, and fails if all fail.
 
     That one holds has its p times the number of parts. That all fail has the largest of their p.
     """
@@ -161,7 +161,7 @@ def any_of(*findings: Finding) -> Finding:
 
 
 def denied(finding: Finding) -> Finding:
-    """The opposite claim: what held is reversed, and what failed holds."""
+    """Negate a finding: what held is reversed, and what failed holds."""
     verdict = finding.verdict
     if verdict.decided:
         verdict = Verdict.REVERSED if verdict.shown else Verdict.HOLDS

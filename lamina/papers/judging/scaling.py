@@ -1,4 +1,4 @@
-"""How the loss and the gap between two arms move with size: the analysis of the ladder's trials.
+"""The analysis of the ladder: how the loss, and the gap between two arms, change with size.
 
 The joint fit is Hoffmann et al.'s parametric form (arXiv 2203.15556, Eq 2 and App D.2) with exponents
 that all arms share:
@@ -111,7 +111,7 @@ def fit_law(trials: Frame) -> ScalingLaw:
 
 
 def left_out(trials: Frame, size: str) -> float:
-    """The mean error, in nats, of the law's prediction of one size's losses when it is fitted on the others'."""
+    """Return the law's mean error in nats for the losses of a size that it was not fitted on."""
     rest, out = trials[trials["size"] != size], trials[trials["size"] == size]
     law = fit_law(rest)
     errors = [
@@ -181,7 +181,7 @@ def compute_gain(trials: Frame, arm: str, than: str, *, cost: str = "flops") -> 
 
 
 def tolerance(losses: Mapping[float, Sequence[float]], within: float = 0.02) -> float:
-    """How many factors of 2 the interval of rates spans whose mean loss is within ``within`` nats of the best mean.
+    """Return the width, in factors of 2, of the rates whose mean loss is within ``within`` nats of the best.
 
     The ends are interpolated in the log of the rate. An end at the sweep's edge counts as the edge: the true interval
     is at least as wide.

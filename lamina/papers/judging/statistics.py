@@ -1,4 +1,4 @@
-"""The statistics behind the verdicts. scipy does them; it is imported where it is used, since it takes a second."""
+"""The statistics of the verdicts, on scipy, which is imported late since that takes a second."""
 
 from __future__ import annotations
 

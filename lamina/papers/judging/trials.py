@@ -76,7 +76,7 @@ class Trials:
         self.reads.chose_rate = True
 
     def afresh(self) -> Trials:
-        """The same trials, of which nothing has been read."""
+        """Return the same trials with nothing marked as read."""
         return Trials(self._table, axes=self.axes, scale=self.scale, measures=self._measures)
 
     def statuses(self) -> Frame:
@@ -103,7 +103,7 @@ class Trials:
         return self._of(table)
 
     def tuned(self) -> Trials:
-        """The trials of the study's own seeds at their arm's chosen learning rate; all, where the study tunes none."""
+        """Return the trials of the study's own seeds at their arm's chosen rate; all trials if the study tunes none."""
         if "tuned" not in self._table:
             return self
         return self._of(self._table[self._table["tuned"].fillna(False).astype(bool)])
@@ -134,7 +134,7 @@ class Trials:
         return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
-        """The trials of one arm: text is a value of the axis ``placement``, else of the first axis that has it.
+        """Return the trials of one arm; a text is a value of ``placement``, or else of the first axis that has it.
 
         Raises NotMeasured if no trial is of the arm.
         """
@@ -175,7 +175,7 @@ class Trials:
         return self._tables(name, at)
 
     def record(self, name: str) -> Frame:
-        """A training record, "metrics" or "layers", of all trials that have one; else as ``measure``."""
+        """Return a training record, "metrics" or "layers", of all trials that have one, as ``measure`` does."""
         return self._tables(name, "records")
 
     def _tables(self, name: str, at: str) -> Frame:

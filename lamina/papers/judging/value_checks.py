@@ -25,7 +25,7 @@ _RANKED = 5  # arms below which a ranking says little
 def compare_values(
     a: BySeed, b: BySeed, *, by: float, lower: bool = True, names: tuple[str, str] = ("a", "b")
 ) -> Finding:
-    """Whether a lies below b (``lower=False``: above it), paired over the seeds that both have.
+    """Test whether a lies below b (``lower=False``: above it), paired over the seeds of both.
 
     ``by``: the smallest difference that counts, in the values' unit.
     """

@@ -1,1 +1,1 @@
-"""What a study with claims left, as tables and figures: for its page, for the docs, and for a paper."""
+"""Tables and figures of a study with claims, for its page, for the docs, and for a paper."""

@@ -1,4 +1,4 @@
-"""A figure as data: what is drawn, whether a page or a paper draws it."""
+"""Drawings: figures as data, which a page and a paper render in their own ways."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Panel:
 
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
-    """Where along x the marks of a series' lost points stand: beside those of the panel's other series."""
+    """Return where the marks of a series' failed points stand along x, beside those of the panel's other series."""
     losing = [place for place, series in enumerate(panel.series) if series.lost]
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
     ends = [tick for tick in axis.ticks if isinstance(tick, float)]
@@ -144,7 +144,7 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A figure that a study's YAML asks for, or that follows from its axes.
+    """A request for a figure, from a study's YAML or from its axes.
 
     Attributes:
         kind: a name in ``lamina.papers.pages.figures.KINDS``.

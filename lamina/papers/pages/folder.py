@@ -29,7 +29,7 @@ _OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
 
 @dataclass(frozen=True, kw_only=True)
 class StudyFolder:
-    """A study at one scale, as it was run.
+    """The folder of a study that was run at one scale.
 
     Attributes:
         folder: where its files are.
@@ -45,7 +45,7 @@ class StudyFolder:
 
     @property
     def definition(self) -> Json:
-        """The study's YAML as it was when it ran."""
+        """The study's YAML from the time when it ran."""
         return _mapping(self.header.get("definition"))
 
     @property
@@ -65,7 +65,7 @@ class StudyFolder:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that the results have, those of the learning rate and the seed among them."""
+        """The axes of the results, learning rate and seed included."""
         axes = [*_mapping(self.definition_of_scale.get("axes")), STAGE]
         return tuple(axis for axis in axes if axis in self.results)
 
@@ -81,7 +81,7 @@ class StudyFolder:
 
     @cached_property
     def value(self) -> str:
-        """The column that the figures show: the eval loss, or what a job of another kind measured instead."""
+        """The column that the figures show: the eval loss, or another job's main number."""
         for name in ("max_learning_rate", "eval_loss"):
             if name in self.results and self.results[name].notna().any():
                 return name
@@ -128,7 +128,7 @@ class StudyFolder:
 
     @cached_property
     def measured_axes(self) -> tuple[str, ...]:
-        """The axes that vary among the trials that were measured: with the learning rate, where none was tuned."""
+        """The axes that vary, and the learning rate if an arm was measured at several."""
         rates = self.tuned.groupby(list(self.varied))["learning_rate"].nunique()
         return (*self.varied, *(("learning_rate",) if (rates > 1).any() else ()))
 
@@ -149,7 +149,7 @@ def column_of(table: Frame, name: str) -> str:
 
 
 def has_claims(folder: Path) -> bool:
-    """Whether a folder is of a study with a definition, which may judge claims; a comparison has none."""
+    """Return whether a folder is a study's that may have claims; a comparison's has no definition."""
     return (folder / CLAIMS).is_file() or bool(study_header(folder).get("definition"))
 
 
@@ -208,7 +208,7 @@ def by_stage(rows: Frame) -> list[Frame]:
 
 
 def value_of(rows: Frame, usual: str) -> str:
-    """The column that shows what the trials of one stage are for; of trials without a stage, the ``usual`` one."""
+    """Return the main column of a stage's trials; ``usual`` for trials without a stage."""
     found = (name for name in _OF_A_STAGE if name in rows and rows[name].notna().any())
     return usual if STAGE not in rows else next(found, usual)
 

@@ -1,4 +1,4 @@
-"""docs/results: what became of every claim, as pages in Markdown that are made from the records."""
+"""docs/results: Markdown pages with the verdict on every claim, made from the records."""
 
 from lamina.papers.results.pages import write_results
 

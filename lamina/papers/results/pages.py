@@ -79,7 +79,7 @@ def study_page(
     folders: Mapping[str, StudyFolder],
     figures: Mapping[str, list[Drawing]],
 ) -> str:
-    """The page of one study: ``folders`` and ``figures`` by scale, of those that ran."""
+    """Return the page of one study; ``folders`` and ``figures`` are by scale."""
     own = [one for one in verdicts if one["study"] == study.name]
     parts = [
         _GENERATED,

@@ -58,7 +58,7 @@ MEANINGS = {
 
 
 def counts(verdicts: Sequence[Json]) -> str:
-    """How many claims hold, fail, ...: first the studies' own, then with their parts.
+    """Count the claims by verdict: first the claims of the studies, then with their parts.
 
     Each claim counts once, at the scale where it was decided.
     """
@@ -91,7 +91,7 @@ def _numbers(by_claim: Sequence[Json]) -> str:
 
 
 def best(verdicts: Iterable[Json]) -> list[Json]:
-    """One verdict per claim: of the largest scale that decided it, else the one that says most."""
+    """Return one verdict per claim: from the largest scale that decided it, or else the most informative one."""
     undecided = [Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE]
     order = [*undecided, *FAILED, Verdict.HOLDS, Verdict.EXPLAINED, Verdict.HOLDS_AT_ISO_LOSS]
     scales = ["cpu", "gpu", "paper"]
@@ -109,7 +109,7 @@ def best(verdicts: Iterable[Json]) -> list[Json]:
 
 
 def summary(verdicts: Sequence[Json]) -> str:
-    """What held and what did not, in a sentence for each verdict."""
+    """Summarize the claims, a sentence per verdict."""
     sentences = []
     for verdict, head in (
         (Verdict.HOLDS, "Held"),
@@ -135,7 +135,7 @@ def command(study: str, scale: str) -> str:
 
 
 def ours(one: Json, *, most: int | None = None) -> str:
-    """What we found, or how to find it: a line for each part of it, ``most`` of them, what decides first."""
+    """Say what we found, or how to find it: a line per part, at most ``most``, the deciding ones first."""
     if one["verdict"] == Verdict.NOT_RUN:
         return code(command(one["study"], one["scale"]))
     if one["verdict"] == Verdict.NEEDS_SCALE:
@@ -172,7 +172,7 @@ def findings(verdicts: Iterable[Json]) -> dict[str, str]:
 
 
 def _finding(one: Json) -> str:
-    """A claim, its verdict, and its number if there is only one; the study's page has the others."""
+    """Return a claim, its verdict, and its number if it has only one; the study's page has the rest."""
     number = f"; {one['ours']}" if len(one["parts"]) == 1 else ""
     verdict = one["verdict"] if one["verdict"] in ("holds", "fails") else f"is {one['verdict']}"
     verdict = "failed in a part" if one["verdict"] == Verdict.PART_FAILED else verdict

@@ -1,1 +1,1 @@
-"""Trials: what one computes, the key under which all studies share it, and where its results are."""
+"""Trials: their identity, the key under which all studies share them, and their stored results."""

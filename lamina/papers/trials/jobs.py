@@ -1,4 +1,4 @@
-"""What a trial may be: each job with its settings and the function that runs it, imported when it is needed."""
+"""The jobs of trials, each with its settings and its function, imported when they are needed."""
 
 from __future__ import annotations
 

@@ -47,13 +47,13 @@ def missing(folder: Path, measures: Iterable[str]) -> list[str]:
 
 
 def table(folder: Path, measure: str) -> pd.DataFrame | None:
-    """A measure's table; None if the trial does not have it. Raises UserError for a file that can't be read."""
+    """Read a measure's table; None if the trial has none. Raises UserError for a file that can't be read."""
     path = _file(folder, measure)
     return None if path is None else read_table(path)
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A Parquet file. Raises UserError that names it if it can't be read."""
+    """Read a Parquet file. Raises UserError that names it."""
     import pandas as pd
 
     try:

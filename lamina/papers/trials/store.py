@@ -243,7 +243,7 @@ class Store:
         self._verified: set[str] = set()
 
     def place(self, key: str) -> Path:
-        """A trial's folder. Raises UserError if it is there and holds another trial, or none that can be told."""
+        """Return a trial's folder. Raises UserError if it holds another trial, or an unknown one."""
         folder = self.folder / key
         if key not in self._verified and folder.is_dir():
             refuse_another(folder)
@@ -273,7 +273,7 @@ class Store:
         return result
 
     def outcome(self, trial: StudyTrial) -> Json | None:
-        """How a trial's folder says that it ended, failed and interrupted included; None if there is none."""
+        """Return the status in a trial's folder, failed and interrupted included; None if there is none."""
         folder = self.place(trial.key)
         return read_result(folder) if folder.is_dir() else None
 
@@ -322,5 +322,5 @@ class Store:
         return table if table is not None else self.records.table(key, measure)
 
     def _can_measure(self, result: Json) -> bool:
-        """Whether training again would give a model: not for a recorded trial that diverged."""
+        """Return whether training again would give a model; a recorded trial that diverged would not."""
         return result["status"] != "diverged" or "key" not in result

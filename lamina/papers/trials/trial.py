@@ -252,7 +252,7 @@ def make_chained(
     inputs: Mapping[str, StudyTrial],
     root: StudyTrial,
 ) -> StudyTrial:
-    """A trial that starts from the models of other trials. Raises UserError for data that can't be read."""
+    """Make a trial that starts from other trials' models. Raises UserError for unreadable data."""
     decided = chained(JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
     return StudyTrial(
         job=job,
