@@ -207,7 +207,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float, float]:
-    """Each sequence's cross-entropy, its gain over the mean prediction's, and the divergence from that prediction."""
+    """Return each sequence's cross-entropy, its gain over the mean prediction, and the divergence from the latter."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -290,7 +290,7 @@ class BurnIn:
         return sum(self.learning_rates[:step]) / (settings.learning_rate * rates_until(settings, settings.steps))
 
     def step_at(self, share: float) -> int:
-        """The first step of the planned run by which that share of its summed rates is spent; at most its last."""
+        """Return the first step at which this share of the planned run's summed rates is spent, or the last step."""
         settings = self.proxy.settings
         target = share * rates_until(settings, settings.steps) * (1.0 - 1e-9)
         return min(

@@ -180,7 +180,7 @@ def learns(numbers: Features, fitted: Json) -> bool:
 
 
 def chance(numbers: Features, fitted: Json) -> float:
-    """The probability that the run trains, by the logistic rule on progress; 0 if the model has collapsed."""
+    """Return the probability that the run trains, by the logistic rule on progress; 0 if the model has collapsed."""
     if not numbers.finite or collapsed(numbers, fitted):
         return 0.0
     rule = fitted["progress"]
@@ -213,7 +213,7 @@ def projected(numbers: Features) -> float:
 
 
 def deciding_share(numbers: Features, fitted: Json) -> float:
-    """The share of the planned run's summed learning rates by which a run that learns should show it.
+    """Return the share of the planned run's summed rates after which a run that learns should show it.
 
     While the loss still falls toward a constant prediction's: the share needed to get clearly below it at the pace of
     the burn-in's second half, times a fitted factor, since the fall slows down. Once it has come close: a fitted
@@ -227,7 +227,7 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
 
 
 def still_falling(numbers: Features) -> bool:
-    """Whether the loss is so far above a constant prediction's that the model still learns the tokens' frequencies."""
+    """Return whether the loss is so far above a constant prediction's that the model still learns frequencies."""
     return numbers.excess > FALLING
 
 
@@ -237,7 +237,7 @@ FP16_LITTLE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What the verdict needs to know about the planned run: wiring, initializer, rate, warm-up, steps (planned, taken).
+    """The facts of the planned run behind a verdict: wiring, initializer, rate, warm-up, steps (planned, taken).
 
     ``step_at`` returns the planned step by which a share of the run's summed learning rates is spent.
     """

@@ -89,7 +89,8 @@ def identity_distance(block: LayerCall, tolerance: float) -> tuple[torch.Tensor,
 
 
 def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
-    """Eq 19: the block's Jacobian against the bound, as the paper approximates it and by the chain rule alone.
+    """Return both sides of Eq 19: the block's Jacobian, and the bound as the paper approximates it and by the chain
+    rule.
 
     For blocks wired as FuseNorm's: a norm on both sums, the feed-forward's skip carrying the block's input. The gains,
     which the paper takes for 1, are put in. role fusenorm_eq_19: sigma are means over tokens, and the feed-forward's
@@ -166,7 +167,7 @@ def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
 
 
 def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
-    """Of two projections the one whose output is not what goes into the nonlinearity."""
+    """Return the one of two projections whose output does not go into the nonlinearity."""
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]

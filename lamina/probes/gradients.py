@@ -234,7 +234,7 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapp
 
 @contextmanager
 def _fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """In this context every parameter requires a gradient and has none; afterwards all is as it was."""
+    """Give every parameter an empty gradient to fill, and put back the old state afterwards."""
     parameters = list(parameters)
     before = [(p.grad, p.requires_grad) for p in parameters]
     for parameter in parameters:

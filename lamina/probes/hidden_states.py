@@ -298,7 +298,7 @@ class Moments:
 
 
 def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Moments:
-    """Of all its tokens, padding's too; the last two where ``magnitude`` (|x|) is given.
+    """Return the moments of all tokens, padding included; the last two need ``magnitude`` (|x|).
 
     Sums are float32's vectorized ones. Where E[x^2] - E[x]^2 would lose digits (a mean far above the deviation) or a
     square overflows, that token is computed again in float64.

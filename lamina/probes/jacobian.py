@@ -1,4 +1,4 @@
-"""How much each layer stretches what passes through it, and what the residual path alone would do."""
+"""How much each layer stretches its input, and what the residual path alone would do."""
 
 from __future__ import annotations
 

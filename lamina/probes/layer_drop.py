@@ -348,7 +348,7 @@ def mean_loss(losses: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def loss_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Mean of other - whole over the same sequences: what makes a text easy or hard for both drops out."""
+    """Return the mean of other - whole over the same sequences, and its error; what is hard for both cancels."""
     return mean_loss(np.asarray(other) - np.asarray(whole))
 
 
@@ -553,7 +553,7 @@ class HarnessTask:
 
 @contextmanager
 def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> Iterator[None]:
-    """In this context, every forward pass of the model omits ``layers`` (indices); nothing else changes.
+    """Leave ``layers`` (indices) out of every forward pass of the model; nothing else changes.
 
     ``remove``: a layer returns its input. ``branch``: its sub-layers add zero, but its skips, their scales and its
     post-norms stay (the same for Pre-LN). The layer is still computed, so a cache of keys and values stays whole. If

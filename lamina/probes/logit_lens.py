@@ -1,4 +1,4 @@
-"""The logit lens: what the model would predict from each state, through its own final norm and head."""
+"""The logit lens: the model's prediction from each state, through its own final norm and head."""
 
 from __future__ import annotations
 
@@ -200,7 +200,8 @@ class LogitLens(Probe):
 
 
 def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """METRICS summed over tokens; ``logits``, ``final`` (the model's own): [tokens, vocabulary], ``targets``: [tokens].
+    """Return METRICS summed over tokens; ``logits``, ``final`` (the model's own): [tokens, vocabulary], ``targets``:
+    [tokens].
 
     KL is sum_v p (f - f_l) - logZ + logZ_l, from differences of logits: exactly 0 where they are the same.
     """

@@ -1,4 +1,4 @@
-"""How alike the streams before and behind the layers are."""
+"""How similar the stream's states are, between layers and across one layer."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class Spectra(Probe):
         return 0 < self.tokens_per_channel * self._widths[key[0]] <= self._covariances[key].count
 
     def standard_error(self) -> float | None:
-        """Infinite while too little text biases the ranks; they have no standard error."""
+        """Return infinity while too little text biases the ranks, which have no standard error."""
         enough = min(_ENOUGH, self.tokens_per_channel or _ENOUGH)
         return math.inf if self._groups and self._tokens < enough * max(self._widths.values()) else None
 
@@ -216,7 +216,7 @@ class Spectra(Probe):
         return rows
 
     def _reduce(self) -> None:
-        """Each gathered covariance becomes four numbers, so that the next pass has its memory."""
+        """Turn each gathered covariance into four numbers, to free its memory for the next pass."""
         for key in list(self._covariances):
             values = self._covariances.pop(key).eigenvalues()
             if not bool(values.isfinite().all()):
@@ -373,7 +373,8 @@ def effective_dimension_ratio(hard: float, soft: float) -> float:
 
 
 def early_enrichment(eigenvalues: torch.Tensor) -> float:
-    """EEE = 2 / D sum_k (C_k - k / D), C_k the share of the k largest: 0 where all are equal, 1 - 1 / D with one alone.
+    """Return EEE = 2 / D sum_k (C_k - k / D), C_k the share of the k largest: 0 if all are equal, 1 - 1 / D for one
+    alone.
 
     Our definition of the spectral concentration, after Marbut et al. 2023; the paper's isn't known.
     """
@@ -391,7 +392,7 @@ def spectral_utilisation(eigenvalues: torch.Tensor) -> dict[str, float]:
 
 
 def condition_number(weight: torch.Tensor) -> float:
-    """s_max / s_min of a matrix, over its min(rows, columns) singular values in float64; inf where it is singular."""
+    """Return s_max / s_min of a matrix's min(rows, columns) singular values in float64; inf if it is singular."""
     weight = weight.detach().double()
     # The smaller Gram matrix's eigenvalues are the squares: many times faster, and exact enough far from 1 / eps.
     weight = weight if weight.shape[0] <= weight.shape[1] else weight.T

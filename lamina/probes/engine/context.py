@@ -27,7 +27,7 @@ class RunState(TypedDict, total=False):
 
 @dataclass(kw_only=True)
 class Context:
-    """The model, where its layers are, and what it is run on.
+    """A probe's context: the model, its layers, and the inputs.
 
     Attributes:
         model: with its head where it has one, in evaluation mode.
@@ -73,7 +73,7 @@ class Context:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The modules whose forward pass restarts the count of calls: a head may bypass the base model (OPT's)."""
+        """The modules whose forward pass restarts the count of calls, since a head may bypass the base model (OPT)."""
         return [self.model] if self.base is self.model else [self.model, self.base]
 
     def on_device(self, batch: Mapping[str, torch.Tensor], sequences: int | None = None) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The two kinds of figure that almost every probe needs. Plotly is loaded when the first one is drawn."""
+"""The two kinds of figure that most probes draw. Plotly is loaded with the first one."""
 
 from __future__ import annotations
 

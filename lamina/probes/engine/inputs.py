@@ -103,7 +103,7 @@ def _offset_positions(model: nn.Module) -> bool:
 
 
 def _corpus_texts(corpus: str, text_field: str, chars: int | None) -> list[str]:
-    """Held-out pieces of a corpus, spread over it; all of it where that is short, or ``chars`` is None."""
+    """Return held-out pieces spread over a corpus; all of it if it is short or ``chars`` is None."""
     from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 
     text = single_corpus(corpus, text_field)

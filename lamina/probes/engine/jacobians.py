@@ -125,7 +125,7 @@ def norm_of(
     iterations: int = 100,
     seed: int = 0,
 ) -> SpectralNorm:
-    """``spectral_norm`` of a Jacobian whose graph exists already."""
+    """Return ``spectral_norm`` for a Jacobian whose graph exists already."""
     return largest_singular_value(
         lambda v: jacobian.forward(v) - identity * v if identity else jacobian.forward(v),
         lambda u: jacobian.transpose(u) - identity * u if identity else jacobian.transpose(u),
@@ -206,7 +206,9 @@ def largest_singular_value(
 
 
 def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors [problems, n] of length 1 (those of length 0 stay) and their lengths, float64 on the CPU."""
+    """Scale vectors [problems, n] to length 1 (those of length 0 stay); returns them and their lengths, float64 on the
+    CPU.
+    """
     length = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
     # Vectors of length 1e-30 would lose bits to denormal numbers before they are divided.
     return torch.where(length[:, None] > 0, vectors / length[:, None], vectors).to(vectors.dtype), length.cpu()
@@ -292,7 +294,7 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """Return a layer's wiring: a Lamina model's skips and scales are those of its plan, others' are plain."""
+    """Return a layer's wiring, with the skips and scales of a Lamina model's plan; other models' are plain."""
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 

@@ -1,4 +1,4 @@
-"""Layers called again on their own, at states of a real forward pass, for Jacobians and detached branches."""
+"""Calls of single layers at states of a real forward pass, for Jacobians and detached branches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LayerCall:
             return self(x), tensors
 
     def between(self, start: Point, end: Point, y: torch.Tensor) -> torch.Tensor:
-        """Return the tensor at ``end`` when ``y`` replaces the one at ``start``; the stream stays as it was."""
+        """Return the tensor at ``end`` for ``y`` in place of the tensor at ``start``; the stream does not change."""
         ends: list[torch.Tensor] = []
         points = {"start": start, "end": end}
         with intercept(points, lambda key, tensor: y if key == "start" else ends.append(tensor), calls=self.calls):
@@ -61,7 +61,7 @@ class LayerCall:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """In this context no parameter requires a gradient, so graphs hold only what the states need.
+    """Turn off the gradients of all parameters, so that graphs hold only what the states need.
 
     16-bit parameters are float32 in it: products with a Jacobian need more than three digits.
     """
@@ -134,7 +134,7 @@ class Extent:
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
     def inputs(self, context: Context) -> list[dict[str, torch.Tensor]]:
-        """Return what is measured at once: the short inputs with both limits, else each sequence on its own."""
+        """Return the batches to measure: the short inputs if both limits are set, or else one sequence each."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
             return [short_inputs(context, sequences, tokens)]

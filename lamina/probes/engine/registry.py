@@ -1,4 +1,4 @@
-"""What a probe is, and the registry of probes: one file each, nothing else knows their names."""
+"""The base class and the registry of probes: one file per probe; no other code knows their names."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Probe:
     over_steps: ClassVar[tuple[str, ...]] = ()
 
     def cost(self, context: Context) -> float:
-        """Return the cost of its own work beside the shared passes, in tokens' forward passes of the whole model.
+        """Return the cost of the probe's own work, in tokens' forward passes of the whole model.
 
         An estimate: probes run in ascending order of cost, and the remaining time is estimated from it.
         """

@@ -1,4 +1,4 @@
-"""How often a run's loss or gradient norm jumps."""
+"""Counts of the jumps in a run's loss or gradient norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a trace to the structure: which calls are the layers, and what each adds to the stream, and where."""
+"""From a trace to the structure: which calls are layers, what each adds to the stream, and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof that the followed tensors are the stream, from small passes whose sizes no other axis has."""
+"""The proof that the followed tensors are the stream, by small passes whose sizes occur on no other axis."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
 
 
 def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[int, int]]:
-    """(layer, sub-layer) of what looks like a feed-forward but carries something from token to token (RWKV's WKV)."""
+    """Return (layer, sub-layer) of feed-forwards that carry something from token to token (RWKV's WKV)."""
     points: dict[tuple, Point] = {}
     for site in structure.layers:
         for number, sublayer in enumerate(site.sublayers):

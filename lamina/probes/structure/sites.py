@@ -99,7 +99,7 @@ class NormSite:
 
     @property
     def gain(self) -> torch.Tensor | None:
-        """Its gain's values, with the 1 added where it stores the difference from 1 (Gemma); None if it has none."""
+        """The gain's values, plus 1 if the norm stores the difference from 1 (Gemma); None without a gain."""
         return effective_gain(self.module)
 
 
@@ -176,7 +176,7 @@ class LayerSite:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """A model's layers in the order in which they run, and what is around them.
+    """A model's layers in the order in which they run, and the modules around them.
 
     ``outside``: the modules that run before them ("embedding"), behind them ("readout"), or that are layers of another
     stack ("other"), each once.

@@ -48,7 +48,7 @@ class TracedLayer:
 
 @dataclass(eq=False)
 class StreamRecord:
-    """The result of following the stream through a call; norms are keyed by the id of their call."""
+    """The result of following the stream through a call; the key of a norm is the id of its call."""
 
     call: Call
     record: Trace
@@ -81,7 +81,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Tag:
-    """What a tensor is: the stream, a norm of it, or a branch made of parts."""
+    """What a tensor is: the stream, a norm of it, or a branch of several parts."""
 
     kind: str  # stream | normed | branch
     parts: tuple[_Part, ...] = ()
@@ -91,7 +91,7 @@ class _Tag:
 
 @dataclass(frozen=True)
 class _Sum:
-    """Something added to the stream: ``branches``, None if no module returns it or it is the stream itself."""
+    """An addition to the stream: ``branches``, None if no module returns it or it is the stream itself."""
 
     op: Op
     skips: tuple[_Tag, ...]
@@ -329,7 +329,7 @@ class _Describer:
         return None
 
     def _after(self, value: int) -> Point | None:
-        """Return a place where the stream behind an addition can be watched: behind its post_norm where it has one."""
+        """Return where the stream after an addition can be watched: after its post_norm if it has one."""
         norm = next((c for c in self.traced.calls if id(c) in self.traced.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)
