@@ -156,7 +156,7 @@ def against(
 
 
 def log_axis(figure: go.Figure) -> go.Figure:
-    """Logarithmic y axes with ticks that can be read, over at least a decade of what is drawn."""
+    """Draw logarithmic y axes with readable ticks, over at least a decade."""
     return figure.update_yaxes(patch={"type": "log", **ticks_of(figure)})
 
 
@@ -259,7 +259,7 @@ def _color_axis(values: np.ndarray, quantity: str, *, log: bool) -> dict[str, ob
 
 
 def _cells(table: Frame, log: bool) -> Frame:
-    """A table thinned to the cells that a map can show, without values that are not finite."""
+    """Thin a table to the cells that a map can show, without values that are not finite."""
     if table.empty:
         return table
     rows = sorted({round(i) for i in np.linspace(0, len(table) - 1, min(len(table), _MAX_ROWS))})
@@ -271,6 +271,6 @@ def _cells(table: Frame, log: bool) -> Frame:
 
 
 def _at_least_a_decade(low: float, high: float) -> tuple[float, float]:
-    """Widen a range of exponents, so that noise does not fill the scale like a difference."""
+    """Widen a range of exponents, so that noise does not look like a difference."""
     missing = max(0.0, 1 - (high - low))
     return low - missing / 2, high + missing / 2

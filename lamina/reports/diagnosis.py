@@ -1,4 +1,4 @@
-"""A diagnosis: from what left first to its likely cause, and to what papers and Lamina's own studies say to change."""
+"""A diagnosis: the alarm that came first, its likely cause, and what papers and Lamina's own studies say to change."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Jump:
 
 
 def jump_around(rows: Frame, step: int) -> Jump | None:
-    """The largest jump between the records before ``step`` and at it or behind it; None if there is none.
+    """Return the largest jump from before ``step`` to ``step`` or later; None if there is none.
 
     A record's weights are those before its update.
     """
@@ -115,7 +115,7 @@ class Evidence:
 
     @property
     def first(self) -> Alarm | None:
-        """The first alarm, where it has to do with the loss: before it rose, or at all if it did not."""
+        """The first alarm that concerns the loss: before it rose, or any if it did not rise."""
         if not self.alarms:
             return None
         if self.rose is None:
@@ -142,7 +142,7 @@ class Evidence:
 
     @property
     def lead(self) -> int | None:
-        """How many steps before the loss rose the first alarm was."""
+        """How many steps the first alarm came before the loss rose."""
         return None if self.rose is None or self.first is None else self.rose - self.first.step
 
 
@@ -178,7 +178,7 @@ def gather(folder: Path) -> Evidence:
 
 
 def _readable(lines: Sequence[Json]) -> list[Alarm]:
-    """The alarms whose rule this version has; another version's, or damaged ones, are left out with one warning."""
+    """Return the alarms of known rules; other and damaged ones are left out with one warning."""
     names = {each.name for each in fields(Alarm)}
     known = [line for line in lines if line.get("rule") in _ORDER and line.keys() == names]
     if others := [str(line.get("rule")) for line in lines if line not in known]:
@@ -188,7 +188,7 @@ def _readable(lines: Sequence[Json]) -> list[Alarm]:
 
 
 def losses_of(trial: Trial) -> dict[int, float]:
-    """The training loss by step: of every step where it was recorded, else of the logged ones."""
+    """Return the training loss by step, of every recorded step, or else of the logged steps."""
     rows = trial.layers
     series = rows[rows["metric"] == "step_loss"].groupby("step")["value"].last()
     if series.empty:
@@ -198,7 +198,7 @@ def losses_of(trial: Trial) -> dict[int, float]:
 
 
 def loss_rise(losses: Mapping[int, float]) -> int | None:
-    """The first step at which a loss rose and stayed up, or was not finite; None for one that did not.
+    """Return the first step at which a loss rose and stayed up, or was not finite; None if it never did.
 
     It has risen where the lowest of the next 3 losses lies above the losses before (the lower of the medians of 16 and
     of 5) by 0.15 nats and by 6 robust deviations of their noise.
@@ -226,9 +226,7 @@ def _limit(before: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that a run may have already: where ``setting`` of its configuration is ``made``, or, if that is a
-    number, at most that and above 0.
-    """
+    """A change that a run may already have: ``setting`` is one of ``values``, or at most ``most``."""
 
     text: str
     setting: str = ""
@@ -378,12 +376,12 @@ _START = 3  # steps in which what differs was so from the start
 
 
 def jump_of(evidence: Evidence) -> Jump | None:
-    """The jump of weights that lies where a run's first alarm does."""
+    """Return the jump of weights at the place and time of a run's first alarm."""
     return None if evidence.first is None else jump_around(evidence.trial.layers, evidence.first.step)
 
 
 def cause_of(evidence: Evidence) -> Cause | None:
-    """The likely cause of what left first; None if nothing did."""
+    """Return the likely cause of the first alarm; None without one."""
     cause = _cause_of_first(evidence)
     written = cause in (CAUSES["bad batch"], CAUSES["learning rate too high"]) and not evidence.half
     moved = evidence.first is not None and evidence.first.rule == "rewritten"  # the optimizer's own step
@@ -414,7 +412,7 @@ def _cause_of_first(evidence: Evidence) -> Cause | None:
 
 
 def open_changes(cause: Cause, settings: Json) -> list[str]:
-    """What is left to change in a run with these settings, most promising first."""
+    """Return the changes that a run with these settings does not have yet, the most promising first."""
     changes = [c if isinstance(c, Change) else Change(text=c) for c in cause.changes]
     return [change.text for change in changes if not change.is_made(settings)]
 

@@ -87,7 +87,7 @@ def _frame_losses(
     trained: Sequence[np.ndarray],
     known: Mapping[str, float],
 ) -> None:
-    """Losses to compare with as lines, the highest first; a range that shows each curve's end, not its first steps."""
+    """Draw losses to compare with as lines; the range shows each curve's end, not its first steps."""
     everything = np.concatenate([*evaluated, *trained]) if evaluated or trained else np.array([])
     everything = everything[np.isfinite(everything)]
     if len(everything):
@@ -112,7 +112,7 @@ def _frame_losses(
 
 
 def per_token(trials: Sequence[Trial]) -> dict[str, float]:
-    """FLOPs and seconds of a token, as the mean over runs; a unit that one of them lacks is left out."""
+    """Return FLOPs and seconds per token, averaged over runs, without a unit that one of the runs lacks."""
     units: dict[str, list[float]] = {"FLOPs": [], "seconds": []}
     for trial in trials:
         tokens, flops = (trial.result.get(name) for name in ("tokens", "flops"))
@@ -124,14 +124,14 @@ def per_token(trials: Sequence[Trial]) -> dict[str, float]:
 
 
 def _over(part: object, whole: object) -> float:
-    """A quotient of two positive numbers, NaN for anything else: a folder may hold anything."""
+    """Divide two positive numbers; NaN for anything else, since a folder may hold anything."""
     if not isinstance(part, int | float) or not isinstance(whole, int | float) or not (part > 0 and whole > 0):
         return math.nan
     return part / whole
 
 
 def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
-    """What the page may draw the lines against: tokens, and each unit that all of them have."""
+    """Return the units that lines can be drawn against: tokens, and each unit that all runs have."""
     shared = [unit for unit in ("FLOPs", "seconds") if factors and all(unit in each for each in factors)]
     if not shared:
         return []

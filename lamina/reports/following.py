@@ -1,4 +1,4 @@
-"""The page of a job that is still at work, written again whenever its records have grown."""
+"""A page that is written again whenever the records of its running job have grown."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def has_ended(folder: Path) -> bool:
 
 
 def _state(folder: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the files with records, those of a study's trials too."""
+    """Return the names, sizes and times of the record files, also of a study's trials."""
     found = []
     for place in (folder, *sorted(folder.glob("trials/*"))):
         for name in RECORDS:

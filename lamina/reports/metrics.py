@@ -1,4 +1,4 @@
-"""The metrics that the layer monitor records: one row for each says where and how the pages draw and explain it."""
+"""The metrics of the layer monitor: one row each, with how the pages draw and explain it."""
 
 from __future__ import annotations
 

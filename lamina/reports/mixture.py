@@ -1,4 +1,4 @@
-"""Checks that a ranking is of one experiment: it reads the settings of each trial, not only the study's."""
+"""A check that a ranking is of one experiment, by the settings of each trial."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lamina.studies.record import refuse_mixture
 
 
 def refuse_other_experiments(study: Study) -> None:
-    """Raise UserError where the trials of a study were not all trained with its settings."""
+    """Raise UserError if a trial of a study was trained with other settings than the study's."""
     common = dict(study.settings)
     if isinstance(init := common.get("init"), str):
         common["init"] = init.removeprefix("same:")

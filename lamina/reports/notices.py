@@ -1,4 +1,4 @@
-"""What a reader must know before trusting a ranking: what differed between trials, and what was tried only once."""
+"""Warnings to read before a ranking: what differed between trials, and what was tried only once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def notices(
     recommended: Mapping[str, str] | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """What a reader should beware of: differing initializers, too few rates or seeds, edges of a sweep, cut trials.
+    """List the warnings: differing initializers, too few rates or seeds, edges of a sweep, cut trials.
 
     ``summary`` is that of ``summarize``; ``recommended`` the initializer that each placement's plan names, where known;
     ``settings`` those of the study, which give the width.
@@ -43,7 +43,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
-    """A warning that the initializers differ, or that the common one is not every source's."""
+    """Warn if the initializers differ, or if a source uses another one than the common one."""
     users: dict[str, list[str]] = {}
     for row in rows:
         if row["init"]:
@@ -66,7 +66,7 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
 
 
 def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
-    """A warning of initializers whose standard deviation does not suit the width; with width scaling it differs."""
+    """Warn of initializers whose standard deviation does not suit the width; width scaling changes it."""
     width, preset = settings.get("hidden_size"), PRESETS.get(str(settings.get("backbone")))
     width = preset.fields["hidden_size"] if width is None and preset is not None else width
     if not isinstance(width, int) or settings.get("width_scaling", "none") != "none":
@@ -117,7 +117,7 @@ def _edges(rows: list[Json], results: Frame) -> list[str]:
 
 
 def _budget(rows: list[Json]) -> list[str]:
-    """A warning that so few tokens show only the start of training."""
+    """Warn if the tokens are so few that they show only the start of training."""
     finished = [row for row in rows if row["finished"] and row["tokens"] > 0 and row["parameters"] > 0]
     if len(rows) < 2 or not finished:
         return []

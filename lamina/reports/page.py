@@ -96,7 +96,7 @@ def details(summary: str, html: str) -> str:
 
 
 def moment(created: object) -> str:
-    """When a record was written, in UTC to the minute; a text that is no ISO date stands as it is."""
+    """Return when a record was written, in UTC to the minute; a text that is no ISO date is returned unchanged."""
     text = str(created or "")
     if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
         return text  # a date alone has no time of day

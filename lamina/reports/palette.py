@@ -1,4 +1,4 @@
-"""One look per placement in every figure: a color, with a dash and a marker that tell it apart in gray, too."""
+"""The look of each placement in all figures: a color, and a dash and a marker that differ in gray, too."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _PAPERS_OWN = 6  # of the looks
 
 
 def look(placement: str) -> Look | None:
-    """The look of a placement, with options or without; None for one that is not ours."""
+    """Return the look of a placement, with or without options; None for an unknown one."""
     return _LOOKS.get(placement.partition("(")[0].strip())
 
 
 def looks(placements: Iterable[str]) -> dict[str, Look]:
-    """One look for each placement of a page. Those that are not ours get a look that the page does not need."""
+    """Return a look for each placement of a page; unknown ones get looks that the page does not use."""
     names = list(dict.fromkeys(placements))
     needed = {name.partition("(")[0].strip() for name in names}
     known = [*list(_LOOKS)[_PAPERS_OWN:], *list(_LOOKS)[:_PAPERS_OWN]]

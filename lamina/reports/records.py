@@ -60,7 +60,7 @@ class Trial:
 
     @cached_property
     def plan(self) -> Plan | None:
-        """The plan that the run resolved, or None where plan.json is missing or not readable."""
+        """The plan that the run resolved; None if plan.json is missing or not readable."""
         try:
             return Plan.from_dict(json.loads(_text(self.folder / PLAN)))
         except (ValueError, TypeError):
@@ -200,7 +200,7 @@ def read_run(folder: Path) -> Study:
 
 
 def complete(results: Frame) -> Frame:
-    """The results with every column that the page reads: texts as strings, numbers as floats (NaN where empty)."""
+    """Return the results with every column that the page reads: texts as strings, numbers as floats (NaN if empty)."""
     results = results.reset_index(drop=True).copy()
     for name in TEXTS:
         texts = results[name] if name in results else pd.Series("", index=results.index)
@@ -253,7 +253,7 @@ def by_depth(rows: Frame) -> Frame:
 
 
 def _inside(parent: Path, name: str) -> Path:
-    """The trial's folder; a name that leads out of the study's folder leads nowhere."""
+    """Return the trial's folder, or a missing one for a name that leads out of the study's folder."""
     path = parent / name
     return path if name and path.resolve().is_relative_to(parent.resolve()) else parent / "no-such-trial"
 

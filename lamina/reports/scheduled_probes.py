@@ -160,7 +160,7 @@ def _about(folder: Path, name: str) -> Json:
 
 
 def _notes(name: str, items: Sequence[Shown]) -> list[str]:
-    """What the scheduled probe could not measure: each remark once, with its first step."""
+    """List what the scheduled probe could not measure: each remark once, with its first step."""
     remarks: dict[str, str] = {}
     for item in items:
         for trial in item.trials:

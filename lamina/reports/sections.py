@@ -100,7 +100,7 @@ def settings(study: Study) -> Section:
 
 
 def _folded(equation: Sequence[str], columns: float) -> str:
-    """The equation's lines, those too long for the card broken before each further formula."""
+    """Return the equation's lines; a line too long for the card is broken before each further formula."""
     lines = []
     for line in equation:
         head, *formulas = re.split(r"(?<=:)\s+|(?<=,)\s+(?=[\w']+ = )", line) if len(line) > columns else [line]
@@ -109,13 +109,13 @@ def _folded(equation: Sequence[str], columns: float) -> str:
 
 
 def _scheme(spec: str) -> placements.Placement | None:
-    """The registered placement that a spec names; a file of the user's own is not one (and is never loaded here)."""
+    """Return the registered placement of a spec; None for a user's own file, which is never loaded here."""
     name = spec.partition("(")[0].strip()
     return placements.get(name) if name in placements.names() else None
 
 
 def _resolved(spec: str, study: Study) -> Plan | None:
-    """A plan for a registered placement whose trials left none."""
+    """Resolve a plan for a registered placement whose trials left none."""
     layers = _setting(study, "num_layers")
     try:
         if _scheme(spec) is None or not isinstance(layers, int):

@@ -19,7 +19,7 @@ _MARGIN = 0.1  # nats that still count as at the unigram entropy
 
 @dataclass(frozen=True)
 class Guess:
-    """What a model knows that has only learned how frequent each target is, in words.
+    """The words for a model that has only learned how frequent each target is.
 
     Attributes:
         name: of the loss that it has.
@@ -42,7 +42,7 @@ class Guess:
 
     @classmethod
     def of_any(cls, results: Frame) -> Guess:
-        """The guess of runs that share an objective, by their table: a run that failed may have no accuracy."""
+        """Return the guess of runs with one objective, by their table, since a failed run may have no accuracy."""
         return _OF_IMAGES if any(cls.of(row) == _OF_IMAGES for row in rows_of(results)) else _OF_TEXT
 
 
@@ -51,7 +51,7 @@ _OF_IMAGES = Guess("entropy of the classes", "class", "images", "nats per image"
 
 
 def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tables | None = None) -> list[str]:
-    """Sentences on which placement leads and by how much, which failed, and what the layers say about the reason.
+    """Say which placement leads and by how much, which ones failed, and what the layers show of the reason.
 
     ``summary`` is that of ``summarize``; ``gradients`` and ``variances`` are by placement, one row per block (from 1;
     0 is the embedding) and one column per logged step. Plain text: whoever puts it into a page escapes it.
@@ -143,7 +143,7 @@ def _above_bigram(summary: Frame) -> str:
 
 
 def _end(row: Json) -> str:
-    """The fate of a placement that did not finish; those with the same fate share a sentence."""
+    """Name the fate of a placement that did not finish; placements with the same fate share a sentence."""
     entropy, loss, guess = row["unigram_entropy"], row["eval_loss"], Guess.of(row)
     known = f" of {entropy:.2f} nats" if math.isfinite(entropy) else ""
     if row["status"] == "short":
@@ -221,7 +221,7 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
 
 
 def _worst(known: list[Json]) -> str:
-    """The last stuck placement where there is one (a diverged one's gradients only say that it did), else the last."""
+    """Return the last stuck placement, or else the last one; a diverged one's gradients explain nothing."""
     stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
     return (stuck or known)[-1]["placement"]
 
@@ -241,7 +241,7 @@ def _evenness(placement: str, table: Frame, column: int) -> str:
 
 
 def _ratio(table: Frame | None, column: int) -> float | None:
-    """Last block's value over the first's at a logged step, by position; None if it is undefined."""
+    """Return the last block's value over the first's at a logged step, by position; None if it is undefined."""
     if table is None or table.empty or len(table.loc[1:]) < 2:
         return None
     values = table.loc[1:].iloc[:, column]
@@ -268,7 +268,7 @@ def _short(value: float) -> str:
 
 
 def _loss(row: Json) -> str:
-    """The mean loss of the seeds that finished, with its spread, and how many they are where others did not."""
+    """Say the mean loss of the finished seeds, its spread, and the number of seeds if some did not finish."""
     std, part = row["eval_loss_std"], 0 < row["finished"] < row["seeds"]
     spread = f" ± {std:.3f}" if math.isfinite(std) else ""
     return f"{row['eval_loss']:.3f}{spread}" + (f" over {row['finished']} of {row['seeds']} seeds" if part else "")

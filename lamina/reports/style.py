@@ -1,4 +1,4 @@
-"""What all figures share: one style, and one way into a page."""
+"""The common style of all figures, and their way into a page."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _whole_layers(figure: go.Figure) -> None:
 
 
 def polish_own(figure: go.Figure) -> go.Figure:
-    """The page's look for a figure with its own sizes and title; the page sets the title above it."""
+    """Style a figure that has its own sizes and title; the page sets the title above it."""
     layout, traces = cast("Any", figure.layout), cast("Any", figure.data)
     legends = sum(trace.showlegend is not False and bool(trace.name) for trace in traces)
     bottom, top = layout.margin.b, layout.margin.t
@@ -117,7 +117,7 @@ def polish_own(figure: go.Figure) -> go.Figure:
 
 
 def _honest_axis(figure: go.Figure, values: np.ndarray) -> None:
-    """Readable ticks, and a range in which level data look level."""
+    """Set readable ticks, and a range in which level data look level."""
     if not len(values) or cast("Any", figure.layout).yaxis.range is not None:
         return
     if cast("Any", figure.layout).yaxis.type != "log":
@@ -176,7 +176,7 @@ def _uncover(figure: go.Figure) -> bool:
 
 
 def _heights(values: object, *, log: bool) -> np.ndarray:
-    """Where values stand on their axis; NaN for those that are not on it."""
+    """Return the positions of values on their axis; NaN for those off the axis."""
     heights = np.asarray(() if values is None else values, dtype=float)
     with np.errstate(all="ignore"):
         return np.log10(heights) if log else heights

@@ -44,7 +44,7 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under headings, scrolled sideways where they are too wide.
+    """Rows under headings; a table that is too wide scrolls sideways.
 
     Attributes:
         fields: the columns, from the left.
@@ -87,7 +87,7 @@ def in_form(value: object, form: str, missing: str = NONE) -> str:
 
 
 def swatch(color: str) -> str:
-    """The dot in a placement's color that stands before its name."""
+    """Return the dot in a placement's color before its name."""
     return f'<span class="swatch" style="background:{color}"></span>'
 
 

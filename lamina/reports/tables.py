@@ -49,7 +49,7 @@ def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
 
 
 def _present(columns: Iterable[Column], table: Frame) -> list[Column]:
-    """The columns without the optional ones for which ``table`` has no value (short or older runs)."""
+    """Return the columns without the optional ones that ``table`` has no value for (short or older runs)."""
     return [c for c in columns if not c.optional or (c.name in table and table[c.name].notna().any())]
 
 
@@ -97,7 +97,7 @@ def settings_table(settings: Mapping[str, object]) -> str:
 
 
 def spike_note(summary: Frame) -> str:
-    """What counts as a spike, where a table counts them."""
+    """Explain what counts as a spike, if a table counts them."""
     return f'<p class="source">{escape(_SPIKE_NOTE)}</p>' if any(c.share for c in _present(RANKING, summary)) else ""
 
 

@@ -1,4 +1,4 @@
-"""What a job prints when it ends: one function per kind of job, from its folder and its result to lines of text.
+"""The lines that a job prints when it ends: one function per kind of job, from its folder and its result.
 
 Numbers, warnings and sentences are those of the job's page.
 """
@@ -38,7 +38,7 @@ _ABOUT_ONE = 2.0  # the share of a feed-forward's variance that counts as 1
 
 
 def pretrained(folder: Path, result: Json) -> str:
-    """How a run ended, and where its page and its model are."""
+    """Say how a run ended, and where its page and its model are."""
     return _run(folder, result, _PRETRAINED)
 
 
@@ -59,7 +59,7 @@ def _run(folder: Path, result: Json, forms: Mapping[str, str]) -> str:
 
 
 def compare(folder: Path, results: Frame) -> str:
-    """The ranking and what to beware of, and where the page and the numbers are."""
+    """Return the ranking, its warnings, and where the page and the numbers are."""
     return f"{ranking(results, read_study(folder)['settings'])}\n\n{_files(folder, RESULTS)}"
 
 
@@ -136,7 +136,7 @@ def coord_check(folder: Path, slopes: Frame) -> str:
 
 
 def preflight(folder: Path | None, rows: Frame) -> str:
-    """A table with one line per planned run, each run's reason and what to change, and where the page is if any."""
+    """Return a table with a line per planned run, each run's reason and what to change, and where the page is."""
     records = rows_of(rows)
     width = max(9, *(len(row["placement"]) for row in records))
     lines = [

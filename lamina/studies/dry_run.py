@@ -117,7 +117,7 @@ def table(frame: Frame, *, teraflops: float = TERAFLOPS, utilization: float = UT
 
 
 def minutes_here(trials: Mapping[str, PretrainSettings], frame: Frame, *, workers: int, threads: int | None) -> str:
-    """A sentence: the minutes that the rows of ``dry_run`` take on this machine; empty for models too large to try.
+    """Say how many minutes the rows of ``dry_run`` take on this machine; empty for models too large to try.
 
     Two steps of the first trial are timed, on tokens at random; the other trials take as long by their FLOPs.
     """
@@ -162,7 +162,7 @@ def _made(settings: PretrainSettings) -> tuple[PreTrainedModel, int, int]:
 
 
 def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
-    """The number of tokens of a trial's tokenizer, which is not loaded; the backbone's own for one that is unknown."""
+    """Return the size of a trial's vocabulary without its tokenizer; an unknown one counts as the backbone's."""
     from lamina.data.tokenizers import is_trained
 
     tokenizer = settings.tokenizer
@@ -178,7 +178,7 @@ def _common(settings: PretrainSettings) -> dict[str, object]:
 
 
 def _labels(arms: Mapping[str, PretrainSettings]) -> dict[str, str]:
-    """Each arm by the settings in which the arms differ, the placement first; what fits a step into memory last."""
+    """Name each arm by the settings in which arms differ: the placement first, settings about memory last."""
     values = {key: _common(settings) for key, settings in arms.items()}
     names = [name for name in next(iter(values.values()), {}) if len({repr(v[name]) for v in values.values()}) > 1]
     names = ["placement", *(name for name in names if name != "placement")]
@@ -195,7 +195,7 @@ def _label(values: Mapping[str, object], names: Sequence[str]) -> str:
 
 
 def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, int, float]:
-    """Parameters, those that one token uses, vocabulary, tokens per item, FLOPs per token; a model is built once."""
+    """Count parameters, those that one token uses, vocabulary, tokens per item and FLOPs per token, once per model."""
     import torch
 
     from lamina.modeling.building import build

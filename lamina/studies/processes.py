@@ -88,7 +88,7 @@ class Server:
             self.connection.send_bytes(json.dumps(request).encode())
 
     def code(self, number: int) -> int | None:
-        """A trial's exit code; LOST if the server has ended (and the trial with it); None while the trial runs."""
+        """Return a trial's exit code; LOST if the server has ended, and the trial with it; None while it runs."""
         with self.lock:
             try:
                 while self.connection.poll():

@@ -110,7 +110,9 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         return numbers("learning_rates" if own is None else "learning_rates_of", own or self.learning_rates, float)
 
     def _own_rates(self) -> dict[str, str]:
-        """Comma-separated rates by placement. Raises UserError for one that is not compared, and for invalid rates."""
+        """Read comma-separated rates by placement. Raises UserError for invalid rates or a placement that is not
+        compared.
+        """
         rates_of = self.learning_rates_of
         if isinstance(rates_of, str):  # the last "=": a placement's options contain others
             parts = [part.rpartition("=") for part in rates_of.split(";") if part.strip()]

@@ -38,7 +38,7 @@ class Task:
 
     @property
     def steps(self) -> int:
-        """What the trial counts for in a progress bar."""
+        """The number of steps that the trial adds to a progress bar."""
         return max(1, int(getattr(self.settings, "steps", 1))) if self.trains else 1
 
     def to_request(self) -> Json:

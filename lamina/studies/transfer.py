@@ -194,7 +194,7 @@ def _stable(rates: list[Rate]) -> list[Rate]:
 
 
 def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
-    """Whether a rate is stable at both widths or fails at both; None if the proxy was not trained at it."""
+    """Return whether a rate is stable at both widths or fails at both; None if the proxy was not trained at it."""
     status = _status(narrow, wide.learning_rate)
     if status is None or {"failed", "interrupted", "short"} & {status, wide.status}:
         return None

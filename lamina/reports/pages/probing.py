@@ -189,7 +189,7 @@ def _settings(result: Json, environment: Json) -> Section:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file of the folder; a name that leads out of it is an error."""
+    """Return a file of the folder. Raises an error for a name that leads out of it."""
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{name!r} leads out of the folder")
