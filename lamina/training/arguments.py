@@ -154,7 +154,7 @@ _OFFERED = PretrainSettings.names()
 
 
 def _deciding(argument: str) -> str | None:
-    """The setting of a run that decides an argument of the Trainer; None if none does."""
+    """Return the setting of a run that decides an argument of the Trainer; None if none does."""
     if argument in _OFFERED:
         return argument
     setting = meaning(argument, _OFFERED, near=True)

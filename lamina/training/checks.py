@@ -60,7 +60,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
 
 
 def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
-    """What scores the run's eval_tasks; None without them. Raises UserError for a task or data that is not there."""
+    """Return the scorer of the run's eval_tasks; None without them. Raises UserError for a missing task or its data."""
     if settings.eval_tasks is None:
         return None
     from lamina.evaluation.job import TaskMeasure  # needs the harness only now
@@ -79,7 +79,7 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for what only the modules show: groups that do not divide the width, norms of their own.
+    """Raise UserError for groups that do not divide the width, and for a module's own norms, which only modules show.
 
     One layer of each kind is built on the meta device. ``trained``: whether this machine trains the model as it is,
     so that it has to fit into its memory.

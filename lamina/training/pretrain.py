@@ -179,7 +179,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
 
     def _task_measure(self, processes: Processes) -> Callable[[PreTrainedModel], dict[str, float]] | None:
-        """What scores the model on eval_tasks without any effect on the training."""
+        """Return the scorer of eval_tasks, which has no effect on the training."""
         measure = task_measure(self.settings) if processes.first else None
         if measure is None:
             return None
@@ -191,7 +191,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         return scores
 
     def verdict(self, run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
-        """How a run ended, and why; ``complete``: it trained all its steps."""
+        """Return how a run ended, and why; ``complete``: it trained all its steps."""
         settings, recorder, step = self.settings, run.recorder, run.trainer.state.global_step
         if recorder.interrupted and not complete:
             return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"

@@ -46,7 +46,7 @@ class ResolvedRun:
 
     @property
     def width_scaling(self) -> WidthScaling | None:
-        """The scheme by which rates and weights scale with the width, if any."""
+        """The scheme that scales rates and weights with the width; None without one."""
         return width_scaling_of(self.settings)
 
     @property

@@ -231,7 +231,7 @@ def _open(stage: TrainingStage[S], settings: S | Mapping[str, Any], *, resume: R
 
 
 def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
-    """Claim the folder and write what the run computes; returns whether it resumes."""
+    """Claim the folder and write what the run computes; return whether it resumes."""
     if job.resumes:
         stage.identity.refuse_changes(job.folder)
     held.enter_context(job)
@@ -352,7 +352,7 @@ class TrainingRun:
         self.trainer.load_state_dict(state)
 
     def _find_checkpoint(self) -> tuple[Path | None, RunState]:
-        """The checkpoint to resume from and its run state; if there is none, step -1: the run begins again."""
+        """Return the checkpoint to resume from and its run state; step -1 without one, and the run begins again."""
         folder = self.folder / "checkpoints"
         checkpoint = self.processes.by_first(lambda: checkpoint_to_resume(folder, self.rollbacks))
         return checkpoint, run_state(checkpoint) if checkpoint else {"step": -1}

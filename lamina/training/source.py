@@ -68,7 +68,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
 
 
 def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
-    """Whether a value that is written differently means the same as the checkpoint's."""
+    """Return whether a value means the same as the checkpoint's, written in another way."""
     if value is None:
         return True
     if name == "placement":
@@ -93,14 +93,14 @@ def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
 
 
 def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
-    """The checkpoint's plan as it was saved; without a checkpoint, the placement's."""
+    """Return the checkpoint's plan as it was saved, or else the placement's."""
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers)
     return stored_plan(settings.from_model)
 
 
 def stored_plan(source: str) -> Plan:
-    """The checkpoint's plan as it was saved."""
+    """Read the plan that the checkpoint was saved with."""
     return _read(_folder(source))[0]
 
 
@@ -141,7 +141,7 @@ def _read(folder: str) -> _Read:
 
 @lru_cache(maxsize=4)
 def _read_once(folder: str, changed: int | None) -> _Read:
-    """The plan and the configuration; ``changed``: when, so that a folder written anew is read anew."""
+    """Read the plan and the configuration; ``changed``, a time, makes a new folder be read anew."""
     refuse_damaged(Path(folder))
     try:
         with local_when_unreachable():

@@ -82,7 +82,7 @@ class CheckpointedTrainer(_Trainer):
         }
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with a checkpoint's run state: the guard and ``states`` now, the trainer when training begins."""
+        """Restore the guard and ``states`` from a checkpoint's run state now, the trainer when training begins."""
         self._resumed = state
         self.overflows, self.overflows_in_a_row = state.get("overflows", [0, 0])
         for stateful in (self.guard, *self.states):
@@ -100,7 +100,7 @@ class CheckpointedTrainer(_Trainer):
             saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Trainer's schedule; after a rollback to the start, where no checkpoint is read, at the rates it asks for."""
+        """Create Trainer's schedule; after a rollback to the start, which reads no checkpoint, at the reduced rates."""
         schedule = super().create_scheduler(num_training_steps, optimizer)
         if self._resumed.get("step", -1) < 0 and self.rate_factor != 1:
             saving.scale_learning_rate(self, self.rate_factor)
@@ -153,7 +153,7 @@ class OrderedTrainer(_Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Trainer's schedule, or the run's own."""
+        """Create Trainer's schedule, or the run's own."""
         if self.lr_scheduler is None and self.schedule is not None:
             chosen: Any = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.schedule)
@@ -244,7 +244,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
     def compute_loss(
         self, model: nn.Module, inputs: Json, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The model's loss; in training, plus the experts' auxiliary loss if they are balanced by one."""
+        """Return the model's loss; in training, plus the experts' auxiliary loss if a loss balances them."""
         if self.experts is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         sequences = len(inputs[self.bare_model().main_input_name])
@@ -295,7 +295,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return metrics
 
     def _measured(self, held_out: Any) -> dict[str, float]:
-        """The mean loss over all that is predicted, the mean scores over items; each item counted once.
+        """Return the mean loss over all predictions and the mean scores over items; each item counts once.
 
         Over all processes; draws no random number.
         """
@@ -332,5 +332,5 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
 
 
 def _predicted(labels: torch.Tensor) -> int:
-    """How many predictions a batch's mean loss is over: its items, or its tokens that have a label."""
+    """Return the number of predictions that a batch's mean loss is over: its items, or its tokens with a label."""
     return int((labels != -100).sum()) if labels.ndim == 2 and not labels.is_floating_point() else len(labels)

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: drafts with checksums, renamed once they are on disk, verified when read."""
+"""Checkpoints that are whole or absent: drafts with checksums, synced, then renamed, and verified when read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Stateful(Protocol):
     """An object to resume; add another one to ``TrainingRun.states``."""
 
     def state_dict(self) -> Json:
-        """Its part of the run state: JSON under its own names."""
+        """Return its part of the run state, as JSON under its own names."""
         ...
 
     def load_state_dict(self, state: RunState) -> None:
@@ -115,7 +115,7 @@ class Checkpoints:
             raise
 
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
-        """Once checkpoint-STEP is whole, keep the last ``keep`` up to it and none after it: a rollback abandoned those.
+        """Keep the last ``keep`` checkpoints up to STEP, which is whole, and none after it: a rollback abandoned those.
 
         The newest one whose run state ``keep_also`` accepts stays, too. So does one that is named after another step:
         it may be the only copy of its content.
@@ -147,7 +147,7 @@ def run_state(path: Path) -> Json:
 
 
 def listed_state(path: Path) -> Json | None:
-    """A checkpoint's run state if that file is intact by its manifest, even if other files are not; else None."""
+    """Return a checkpoint's run state if that file is intact, even if another file is not; None otherwise."""
     try:
         state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
         return state if state is not None and state["step"] == step_of(path) else None
@@ -156,7 +156,7 @@ def listed_state(path: Path) -> Json | None:
 
 
 def what_is_broken(path: Path) -> str | None:
-    """The first fault of a checkpoint: the file that is missing, cut short or altered. None if it is whole.
+    """Name the first file of a checkpoint that is missing, cut short or altered; None if it is whole.
 
     A checkpoint whose folder is named after another step is not whole.
     """
@@ -190,7 +190,7 @@ def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
 
 
 def _of_its_step(path: Path) -> bool:
-    """Whether a checkpoint is named after its own step; assumed if its state can't be read."""
+    """Return whether a checkpoint's name has its own step; True if its state can't be read."""
     try:
         return run_state(path)["step"] == step_of(path)
     except (OSError, *NOT_A_MANIFEST):

@@ -1,4 +1,4 @@
-"""What a run resumes from: its settings, result, checkpoint and rollbacks, each checked to be of the same run."""
+"""The state that a run resumes from: settings, result, checkpoint and rollbacks, each checked to be of the same run."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def known_of(folder: Path) -> Json:
-    """The identity in the newest checkpoint of a run's folder that holds one; empty if none does."""
+    """Return the identity in the newest checkpoint of a run's folder that holds one; empty if none does."""
     for path in reversed(Checkpoints(folder / "checkpoints").paths()):
         state = listed_state(path)
         if state is not None and "settings" in state:
@@ -101,7 +101,7 @@ def known_of(folder: Path) -> Json:
 
 
 def _changed(settings: PretrainSettings, noted: Path) -> str:
-    """A clause with the corpus's files that are newer than the run's last start; empty if there are none."""
+    """Name the corpus's files that are newer than the run's last start, in a clause; empty if there are none."""
     if not noted.is_file():
         return ""
     newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(noted.stat().st_mtime)]

@@ -97,7 +97,7 @@ class ModelCard:
         return "\n".join(lines) + "\n"
 
     def _results(self) -> dict[str, object]:
-        """The run's measures in print, by their titles; those that it does not have are left out."""
+        """Return the run's measures by title, as text, without those that it does not have."""
         shown: dict[str, object] = {}
         for name, (title, form) in (_MEASURES if self.measures is None else self.measures).items():
             value = self.result.get(name)
@@ -114,7 +114,7 @@ _MEASURES = {
 
 
 def _is_on_hub(model: str | None) -> bool:
-    """Whether a model is named as on the hub, which takes no card whose ``base_model`` is a folder."""
+    """Return whether a model's name is one of the hub, which refuses a card whose ``base_model`` is a folder."""
     try:
         validate_repo_id(model)
     except HFValidationError:
@@ -146,12 +146,12 @@ def _command(line: str) -> str:
 
 
 def _plain(value: str) -> str:
-    """A text as Markdown that shows it as it is: no HTML, no markup."""
+    """Escape a text so that Markdown shows its very characters: no HTML, no markup."""
     return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(" ".join(value.split()), quote=False))
 
 
 def _code(value: object) -> str:
-    """A value as it is written, whatever characters it has."""
+    """Quote a value as Markdown code, whatever characters it has."""
     return "`" + " ".join(str(value).replace("`", "'").replace("|", "\\|").split()) + "`"
 
 
@@ -174,7 +174,7 @@ def check_repository(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> bool:
-    """Upload a model's folder to a repository, which is created private where there is none; returns whether it worked.
+    """Upload a model's folder to a repository, created as private if it is missing; return whether it worked.
 
     A failure is logged with the command that uploads the folder later: the model itself is on disk.
     """

@@ -100,7 +100,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict without the second name of a tied weight. Its tensors are the model's own, or copies of scalars.
+    """Return the state dict without the second name of a tied weight: the model's own tensors, or copies of scalars.
 
     All processes of a sharded model must call it, and ``set_scalars`` after changing the tensors.
     """
@@ -188,7 +188,7 @@ def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], Json]:
-    """An optimizer's state by parameter name: the tensors that can be sharded, and the rest (step counts, settings)."""
+    """Return an optimizer's state by parameter name: tensors that can be sharded, and the rest (steps, settings)."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     tensors: dict[str, torch.Tensor] = {}

@@ -84,7 +84,7 @@ def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None
 
 
 def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
-    """The safetensors files that a checkpoint's manifest lists in one of its folders; others are ignored."""
+    """Return the safetensors files that a checkpoint's manifest lists in one of its folders."""
     names = [Path(name) for name in listed(checkpoint)]
     return [checkpoint / name for name in names if name.suffix == ".safetensors" and name.parent == Path(folder)]
 
@@ -112,7 +112,7 @@ def scale_learning_rate(trainer: Trainer, factor: float) -> None:
 
 
 def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path, step: int) -> None:
-    """Seed by seed and step if the number of processes has changed; otherwise Trainer restores the random state."""
+    """Seed by seed and step if the number of processes has changed; Trainer restores the random state otherwise."""
     name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == processes.size and (checkpoint / name).is_file():

@@ -1,4 +1,4 @@
-"""The device that a run trains on, and what ``auto`` means on it for precision and compilation."""
+"""The device of a run, and its default precision and compilation (``auto``)."""
 
 from __future__ import annotations
 

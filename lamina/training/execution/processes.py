@@ -29,7 +29,7 @@ PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process (``rank`` of ``size``) and what it shares with the others of its run.
+    """This process (``rank`` of ``size``), and its communication with the other processes of the run.
 
     Decisions that must be the same in all (stop, diverged, failed) use their own CPU collectives, so that no process
     waits for one that has left, and none waits for a device.
@@ -126,7 +126,7 @@ class Processes:
 
 
 def lost_another(error: BaseException | None) -> bool:
-    """Whether the end of another process, killed or failed, is behind an exception."""
+    """Return whether an exception comes from the end of another process, killed or failed."""
     while error is not None:
         if isinstance(error, distributed.DistNetworkError) or "gloo/transport" in str(error):
             return True
@@ -142,7 +142,7 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """An equivalent exception that can be pickled and sent to another process."""
+    """Return an equivalent exception that can be pickled for another process."""
     if isinstance(error, UserError):
         return UserError(str(error))
     if isinstance(error, OSError):
@@ -243,7 +243,7 @@ def _settle() -> None:
 
 
 def parallel_of(parallel: str) -> str:
-    """The value of the settings, ddp or fsdp2, or else that of accelerate launch's configuration.
+    """Return the value of the settings, ddp or fsdp2, or else the value in accelerate launch's configuration.
 
     Accelerate's own switch is turned off, since we shard the model before Trainer sees it. Raises UserError for a
     configuration that asks for something else.

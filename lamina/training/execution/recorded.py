@@ -1,4 +1,4 @@
-"""How a run ends: its result.json, whatever ended it."""
+"""The end of a run: its result.json is written, whatever ended it."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Alarm:
 
     @property
     def excess(self) -> float:
-        """How many times the usual value; infinite where one of them is not a positive number."""
+        """Return how many times the usual value; infinite if one of the two is not a positive number."""
         return self.value / self.usual if self.usual > 0 and math.isfinite(self.value) else math.inf
 
 
@@ -112,7 +112,7 @@ class Alarms:
             write_lines(self.folder / ALARMS, self.lines)
 
     def state_dict(self) -> Json:
-        """What it has seen so far, for a checkpoint."""
+        """Return the history of the series, for a checkpoint."""
         state = {
             "recent": [[*series, list(values)] for series, values in self._recent.items()],
             "out": sorted([rule, *series] for rule, series in self._out),
@@ -121,7 +121,7 @@ class Alarms:
         return {"alarms": state}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with what a checkpoint has seen, and with what the folder holds up to its step."""
+        """Resume with the history from a checkpoint."""
         seen = state.get("alarms", {"recent": [], "out": [], "high": []})
         self._recent = {
             (layer, sublayer, role, metric): deque(values, maxlen=1 if metric == "update_ratio" else self.window)
@@ -159,7 +159,8 @@ class Alarms:
             recent.append(scaled)
 
     def _counts(self, series: Series, value: float, left: bool) -> bool:
-        """Whether a gradient that left its range is told: at once if the model's would show it, else if it stays up.
+        """Return whether to raise an alarm for a gradient: at once if the model's gradient would show it, or once it
+        stays up.
 
         In healthy training a sub-layer with a small part of the model's gradient has a tenfold one for a single step,
         once in some hundred steps, and the model does not notice.
@@ -269,13 +270,13 @@ def describe(alarm: Alarm) -> str:
 
 
 def describe_worst(alarms: Sequence[Alarm]) -> str:
-    """The alarm that exceeds its usual value most as a sentence without its end, and how many there are."""
+    """Describe the alarm that exceeds its usual value most, without a final period, and count the alarms."""
     worst = max(alarms, key=lambda alarm: alarm.excess)
     return describe(worst) + (f" ({len(alarms)} alarms)" if len(alarms) > 1 else "")
 
 
 def read_alarms(folder: Path) -> list[Json]:
-    """The alarms that a run gave, oldest first; none where the file is missing."""
+    """Read the alarms of a run, oldest first; none if the file is missing."""
     alarms = parse_lines(folder / ALARMS)[0]
     for alarm in alarms:
         alarm |= {name: math.nan for name in ("value", "usual") if alarm.get(name, 0.0) is None}  # JSON has no NaN

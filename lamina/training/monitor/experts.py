@@ -49,7 +49,7 @@ def has_bias(router: nn.Module) -> bool:
 
 
 def choose(mode: str, routers: dict[int, Any]) -> str:
-    """What ``mode`` means for these routers: "none", "bias" or "loss".
+    """Return the meaning of ``mode`` for these routers: "none", "bias" or "loss".
 
     Raises UserError for an unknown mode, and for one that the routers do not support.
     """

@@ -1,4 +1,4 @@
-"""What is told from a run's losses: whether it diverges, an outlier's step, and whether it still falls at its end."""
+"""The divergence guard, which names the step and the layer that left first, and the rule that skips outlier steps."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class DivergenceGuard:
         self.departed = {(a, b, c): (step, ratio) for a, b, c, step, ratio in seen["left"]}
 
     def outcome(self, status: Status) -> Json:
-        """What the guard adds to the result.json of a run that ended with ``status``: nothing here."""
+        """Return the guard's columns of result.json for a run that ended with ``status``: none here."""
         return {}
 
     def first_to_leave(self) -> str:
-        """A clause that names the layer that left first, and when; values that are not finite come before others."""
+        """Name the layer that left first, and when, in a clause; values that are not finite come first."""
         if not self.departed:
             return "no layer's recorded statistics left before it"
         broken = {key: where for key, where in self.departed.items() if math.isinf(where[1])} or self.departed
@@ -140,7 +140,9 @@ def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGu
 
 
 def _blame(key: Key, ratio: float) -> tuple[float, int, int]:
-    """Rank by excess; if not finite, by where it arose: states spread to later layers, gradients to earlier ones."""
+    """Rank layers by excess; for values that are not finite, by origin: states spread to later layers, gradients to
+    earlier.
+    """
     layer, sublayer, metric = key
     order = 2 * layer + (sublayer == "feed_forward")
     return (ratio, 0, order) if metric == "gradient_norm" else (ratio, 1, -order)

@@ -1,4 +1,4 @@
-"""The rules by which a run whose learning rate rises step by step has reached its largest rate.
+"""The rules that find a run's largest learning rate while the rate rises step by step.
 
 Keel's protocol (arXiv 2601.19895) warms up linearly from 0 and names three signs of failure without numbers: an early
 plateau, a spike whose loss does not return, a descent that is anomalously slow. These rules are ours. With L(s) the
@@ -163,7 +163,7 @@ def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
 
 
 def _last_low(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, until: int) -> int:
-    """The last step up to ``until`` at which the smoothed loss was at its low; 0 if there is none."""
+    """Return the last step up to ``until`` with the smoothed loss at its low; 0 if there is none."""
     close = np.flatnonzero(smooth[:until] < low[:until] + rules.plateau_margin)
     return int(close[-1]) + 1 if len(close) else 0
 
@@ -202,7 +202,7 @@ class MaxRateGuard(DivergenceGuard):
         self.losses = list(state.get("losses_by_step", []))
 
     def outcome(self, status: Status) -> Json:
-        """The run's largest rate, by columns of result.json; a run that found it has finished. Nothing if stopped."""
+        """Return the largest rate by columns of result.json, "finished" if it was found; nothing if it was stopped."""
         if not status.ended:
             return {}
         stop = find_stop(self.losses, self.rules, broken=status == Status.DIVERGED)

@@ -1,4 +1,4 @@
-"""The monitor of a watched training: what is measured when, what is done about it, and its folder."""
+"""The monitor of a watched training: its measurements, its reactions, and its folder."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Monitor:
         self.instruments.due = self.is_due
 
     def _describe(self) -> None:
-        """Once the layers were looked for: write watched.json if it has changed, and tell what is not recorded."""
+        """Write watched.json if it has changed since the layers were looked for, and log what is not recorded."""
         if (followed := self.instruments.followed) is None:
             return
         if followed.structure is not None:
@@ -160,7 +160,7 @@ class Monitor:
             write_json(self.records.folder / WATCHED, {"record": VERSION, **about})
 
     def _is_outlier(self, norm: torch.Tensor) -> bool:
-        """Whether the step that is about to be taken is skipped: waits for the device."""
+        """Return whether to skip the coming step; waits for the device."""
         assert self.outliers is not None
         skips = self.outliers.see(NORM, float(norm))
         if (loss := self.instruments.step_loss()) is not None:
@@ -251,7 +251,7 @@ class Monitor:
             self.records.trackers.log(self.step, rows)
 
     def _act(self, diverged: Diverged) -> None:
-        """What the settings say about a divergence. Raises Diverged where the run should stop."""
+        """React to a divergence as the settings say. Raises Diverged if the run should stop."""
         if self.processes.first:
             logger.warning("lamina.watch: diverged: %s", diverged)
         if self.records is not None:

@@ -1,4 +1,4 @@
-"""What is measured of parameters by sub-layer: gradients, updates, weights, moments, and the gains of norms.
+"""Measures of parameters by sub-layer: gradients, updates, weights, moments, and gains of norms.
 
 Updates and first moments rise before gradient and loss do where a run becomes unstable, in some layers before the
 others.
@@ -144,7 +144,7 @@ class GradientNorms:
         return sums.index_add_(0, groups, powers * shares)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
-        """The processes' shares added up, in place; of parameters that are not sharded, every process has the whole."""
+        """Sum the processes' shares in place; without sharding, every process has the whole already."""
         if self.sharded:
             torch.distributed.all_reduce(sums)
         return sums
@@ -158,7 +158,7 @@ class GradientNorms:
         return self._sent[key]
 
     def trained(self) -> set[Owner]:
-        """The owners of ``rows`` that have a parameter which requires a gradient now."""
+        """Return the owners of ``rows`` that have a parameter which requires a gradient now."""
         groups = {group for group, p in zip(self.groups, self.parameters, strict=True) if p.requires_grad}
         owners = {self.keys[group] for group in groups}
         return owners | {(layer, "block", "all") for layer, _, _ in owners if layer >= 0}
@@ -191,7 +191,7 @@ def is_recorded(step: int, args: Arguments) -> bool:
 
 
 def largest_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
-    """The largest learning rate of the optimizers' groups now; None if they have none (Adafactor's own step)."""
+    """Return the largest learning rate of the optimizers' groups; None without one (Adafactor's own step)."""
     rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     return max((float(rate) for rate in rates if rate is not None), default=None)
 
@@ -308,7 +308,7 @@ def gains_of(structure: Structure) -> list[Gain]:
 
 
 def _offset(norm: nn.Module) -> float:
-    """What a norm adds to its stored gain: 1 for Gemma's, 0 for others."""
+    """Return what a norm adds to its stored gain: 1 for Gemma's norms, 0 otherwise."""
     weight = norm.weight.detach()  # type: ignore[union-attr]
     try:
         effective = effective_gain(norm)

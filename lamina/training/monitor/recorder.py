@@ -1,4 +1,4 @@
-"""What a Lamina run measures and records while it trains, and how Ctrl-C ends it."""
+"""The measurements and records of a Lamina run while it trains, and its reaction to Ctrl-C."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class MonitoredTrainer(_Trainer):
         return getattr(self.accelerator, "scaler", None)
 
     def count_overflow(self) -> None:
-        """After a step: count it if the loss scaler skipped it because of an overflow, and end it in the series."""
+        """Count the step, and end it in the series, if the loss scaler skipped it because of an overflow."""
         skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)
         self.overflows += skipped
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
@@ -110,7 +110,7 @@ class MonitoredTrainer(_Trainer):
         self.guard.see_layers(self.layer_rows)
 
     def continue_records(self) -> None:
-        """Called when training begins: a resumed trainer restores what it had collected since its last record."""
+        """Restore, when training begins, what the resumed trainer had collected since its last record."""
 
     def bare_model(self) -> LaminaForCausalLM:
         """The model without the wrappers of accelerate and DDP."""
@@ -239,7 +239,7 @@ class RunRecorder(TrainerCallback):
         return step * self.tokens_per_step
 
     def measured(self, logs: Json) -> Json:
-        """What else a record of training holds, from the trainer's ``logs``: nothing here."""
+        """Return further columns of a training record, from the trainer's ``logs``: none here."""
         return {}
 
     def mix(self, step: int) -> dict[str, PartShare] | None:
@@ -259,7 +259,7 @@ class RunRecorder(TrainerCallback):
         self.metrics.write(record)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
-        """What a record of an evaluation holds, from its ``metrics`` and its loss."""
+        """Return the columns of an evaluation's record, from its ``metrics`` and its loss."""
         return {"eval_loss": loss, **self.derived(loss)}
 
     def state_dict(self) -> Json:

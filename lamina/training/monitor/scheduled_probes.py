@@ -115,7 +115,7 @@ class ScheduledProbes(TrainerCallback):
         )
 
     def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame | None, list[str]]]:
-        """Run all probes in one pass; if one of them fails, each in its own pass, so that the others measure."""
+        """Run all probes in one pass; if one of them fails, run each in its own pass, so that only that one is lost."""
         results: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
 
         def done(probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
@@ -171,7 +171,7 @@ def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
 
 
 def forget(folder: Path, *, after: int) -> None:
-    """Drop measurements after the step that a run resumes from."""
+    """Drop the measurements after the step from which a run resumes."""
     for path in folder.glob("*/part-*.parquet"):
         number = path.stem.removeprefix("part-")
         if number.isdecimal() and int(number) > after:

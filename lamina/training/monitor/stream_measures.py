@@ -153,7 +153,7 @@ class ForwardMeter:
             self._loads[layer] = counts / self._tokens[layer]
 
     def missing(self) -> list[str]:
-        """What a pass that should have been measured did not show, a line each for the user."""
+        """List what the pass did not show although it should be measured, a line each for the user."""
         if self.points and not self._states:
             return ["the stream is not recorded: no forward pass of the model was seen (a compiled function hides it)"]
         layers = () if self.structure is None else self.structure.layers
@@ -179,7 +179,7 @@ class ForwardMeter:
 
 
 def rows_of(step: int, parts: Sequence[PassNumbers]) -> list[Row]:
-    """The tidy rows of what the processes' parts of a batch have shown, as of the whole batch."""
+    """Return the tidy rows of the whole batch from the processes' parts of it."""
     rows: list[Row] = []
     for (layer, sublayer, index), seen in _by_key(part.states for part in parts).items():
         named = zip(STATE_METRICS, _pooled(seen), strict=True)
@@ -221,7 +221,7 @@ def in_half(device: str) -> bool:
 
 
 def stream_points(structure: Structure) -> dict[Spot, Point]:
-    """x^0, the stream behind every sub-layer, and behind each layer that no feed-forward ends."""
+    """Return x^0, the stream after every sub-layer, and after each layer that does not end with a feed-forward."""
     points: dict[Spot, Point] = {(-1, "block", 0): structure.layers[0].input}
     for site in structure.layers:
         seen: Counter[str] = Counter()
@@ -280,7 +280,7 @@ def _operations(
 
 @contextmanager
 def _inner_calls(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """See the softmax or the fused attention that nn.MultiheadAttention's function calls, where no mode is asked."""
+    """See the softmax, or the fused attention, inside nn.MultiheadAttention, which skips the usual mode."""
     fused, softmax = functional.scaled_dot_product_attention, functional.softmax
 
     def seen_fused(*args: Output, **kwargs: Output) -> torch.Tensor:

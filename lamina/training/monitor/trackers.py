@@ -101,6 +101,6 @@ class Trackers:
 
 
 def tensorboard(trackers: Trackers | None) -> list[TrainerCallback]:
-    """Trainer's own callback for TensorBoard, with the writer that has the layers' numbers, too."""
+    """Return Trainer's own callback for TensorBoard, with a writer that also has the layers' numbers."""
     writer = None if trackers is None else trackers.writer()
     return [] if writer is None else [TensorBoardCallback(writer)]

@@ -1,4 +1,4 @@
-"""What the monitor attaches to a model, to gradient clipping and to optimizers, and what it reads off them.
+"""Hooks of the monitor on a model, on gradient clipping and on optimizers, and what they read.
 
 A model's layers are found from the arguments of its first training step, without leaving a trace.
 """
@@ -91,7 +91,7 @@ def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) ->
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Inputs]:
-    """The module that names the tensors of a call, and these: a wrapper may pass on ``*args`` that it has no name for.
+    """Return the module whose forward names the arguments, and these by name; a wrapper may only pass on ``*args``.
 
     Only a module that holds all of the wrapper's parameters is looked into.
     """
@@ -173,7 +173,7 @@ def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """How a step went.
+    """The result of a step.
 
     Attributes:
         loss: what the model returned, or a trainer; None where neither did.
@@ -381,7 +381,7 @@ class Instruments:
         self._found()
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
-        """Before torch clips gradients: another model's say nothing of this one's, which may not be complete."""
+        """Measure gradients before torch clips them, if this model's are among them."""
         own = {id(parameter) for parameter in self.model.parameters()}
         if any(id(parameter) in own for parameter in parameters):
             self._clipped_at = limit
@@ -389,7 +389,7 @@ class Instruments:
 
     @torch.no_grad()
     def _measure_gradients(self) -> None:
-        """Once a step, at the first sign that the gradients are complete: clipping, or the optimizer's step."""
+        """Measure the gradients once per step, when they are complete: before clipping or the optimizer's step."""
         if self._current is not None or all(parameter.grad is None for parameter in self.model.parameters()):
             return
         if self.followed is None:
@@ -435,11 +435,11 @@ class Instruments:
 
     @property
     def accumulates(self) -> bool:
-        """Whether only a micro-batch of a step has ended. A step that a loss scaler skips has ended."""
+        """Return whether only a micro-batch of a step has ended. A step that a loss scaler skips has ended."""
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
-        """The loss of the step so far: the sum of its shares, or what the model returned, the mean of micro-batches."""
+        """Return the loss of the step so far: the sum of its shares, or the mean of the micro-batches' losses."""
         if not self.losses:
             return None
         losses = torch.stack([loss.reshape(()).float() for loss in self.losses])
@@ -496,7 +496,7 @@ class Instruments:
         return rows
 
     def about(self) -> Json:
-        """What watched.json says of the model."""
+        """Describe the model for watched.json."""
         followed = self.followed
         assert followed is not None
         structure = followed.structure

@@ -280,7 +280,7 @@ class LayerMonitor(TrainerCallback):
 
 
 def _calling_trainer() -> Trainer | None:
-    """The Trainer whose event this is; an event's arguments do not hold it."""
+    """Return the Trainer that sent the event, since an event's arguments do not hold it."""
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(trainer := frame.f_locals.get("self"), Trainer):

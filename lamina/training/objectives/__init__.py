@@ -1,1 +1,1 @@
-"""What a model is trained to predict: one file for each objective, found by the head that the backbone takes."""
+"""The objectives: one file each, found by the head that the backbone takes."""

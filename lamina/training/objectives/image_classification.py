@@ -111,7 +111,7 @@ class ImageClassification(Objective):
         }
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Whether the class is the likeliest one, and whether it is among the five likeliest."""
+        """Return whether the class is the most likely one, and whether it is among the five most likely."""
         best = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
         right = (best == labels[:, None]).float()
         return {"accuracy": right[:, 0], "top5_accuracy": right.sum(-1)}

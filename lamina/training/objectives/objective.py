@@ -1,4 +1,4 @@
-"""The objective of a run: what the model is trained to predict, and everything that follows from it."""
+"""The objective of a run: the model's prediction, and everything that follows from it."""
 
 from __future__ import annotations
 
@@ -80,26 +80,26 @@ class Objective(ABC):
     def complete(
         self, config: PreTrainedConfig, splits: Splits, processor: Processor, from_model: str | None
     ) -> PreTrainedConfig:
-        """A copy of a backbone's configuration with what the data decides: a vocabulary, or classes.
+        """Copy a backbone's configuration, with the vocabulary or the classes of the data.
 
         ``from_model``: the checkpoint that the run continues, whose sizes stay. Raises UserError if they do not fit.
         """
 
     def collate(self, settings: PretrainSettings, splits: Splits) -> Collate | None:
-        """How the items of a training step become a batch; None for transformers' default."""
+        """Return the function that makes a batch of a training step's items; None for transformers' default."""
         return None
 
     def collate_eval(self) -> Collate | None:
-        """How held-out items become a batch; None for transformers' default."""
+        """Return the function that makes a batch of held-out items; None for transformers' default."""
         return None
 
     @abstractmethod
     def derived(self, loss: float, stats: Stats) -> dict[str, float]:
-        """The numbers that follow from an eval loss alone, by the columns' names."""
+        """Return the numbers that follow from an eval loss alone, by column."""
 
     @abstractmethod
     def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
-        """What a reader of the model's card should know of the data."""
+        """Return facts about the data for the model's card."""
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Further measures of each held-out item, [batch] each, by the columns' names; empty: the loss is all."""

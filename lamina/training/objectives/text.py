@@ -63,7 +63,7 @@ class TextObjective(Objective):
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id of the padding, whose embedding is not trained; None if it also ends documents."""
+    """Return the id of the padding, whose embedding is not trained; None if it also ends documents."""
     padding = tokenizer.pad_token_id
     return padding if isinstance(padding, int) and padding != tokenizer.eos_token_id else None
 
@@ -107,7 +107,7 @@ def _read_corpus(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrai
 
 @contextmanager
 def about_eval_corpus() -> Iterator[None]:
-    """What is wrong with the corpus read here is said of the setting ``eval_corpus``."""
+    """Name the setting ``eval_corpus`` in errors about the corpus that is read here."""
     try:
         yield
     except UserError as error:

@@ -76,7 +76,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
-    """The share of the peak rate by steps done, for ``wsd``; None for ``cosine``, which is Trainer's own."""
+    """Return the share of the peak rate by steps done, for ``wsd``; None for ``cosine``, which is Trainer's own."""
     if settings.schedule == "cosine":
         return None
     return partial(

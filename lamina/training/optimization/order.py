@@ -98,7 +98,7 @@ class TrainOrder(Sampler[list[int]]):
 
 
 def ahead(skips: Sequence[Skip], step: int) -> int:
-    """How many steps' worth of data are skipped before a step's data."""
+    """Return how many steps' worth of data are skipped before a step's data."""
     return next((skipped for after, skipped in reversed(skips) if step > after), 0)
 
 
@@ -111,7 +111,7 @@ def order_of(
     rank: int = 0,
     size: int = 1,
 ) -> TrainOrder:
-    """The order in which a run of these settings trains on ``items``, which are in the form that the run draws from."""
+    """Return the order in which a run of these settings trains on ``items``, which the run's objective has drawn."""
     return TrainOrder(
         len(items),
         steps=settings.steps,
