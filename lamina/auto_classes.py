@@ -30,5 +30,5 @@ def _install(module: ModuleType) -> None:
 
 
 def register() -> None:
-    """Do it now where transformers' Auto classes are imported, else when they are."""
+    """Register now if transformers' Auto classes are imported, or else when they are."""
     when_imported("transformers.models.auto.configuration_auto", _install)

@@ -1,4 +1,4 @@
-"""Objects where the command line has text: lists, paths, data sets."""
+"""Conversion of Python objects (lists, paths, data sets) to the texts that the command line has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACE = re.compile(r"hf:\S+|\S*/\S*|\S+\.(txt|jsonl?|parquet|gz|xz|zst)")  # wh
 
 
 def as_settings(given: Mapping[str, object]) -> dict[str, object]:
-    """The settings as a run's config.yaml can hold them: texts and data sets become files of the cache.
+    """Return the settings as a run's config.yaml can hold them: texts and data sets become files of the cache.
 
     Raises UserError for an object that holds no text or no rows.
     """
@@ -93,7 +93,7 @@ def _documents(paths: Iterable[PathLike], field: str) -> Iterator[Mapping[str, o
 
 
 def _file(name: str, first: Iterator[Mapping[str, object]], second: Iterator[Mapping[str, object]]) -> str:
-    """A .jsonl file of the rows, in the cache, by their hash; both iterators give the same rows."""
+    """Write the rows to a .jsonl file of the cache, named by their hash; both iterators give the same rows."""
     from lamina.data.cache import cache_root, is_whole, publish
 
     digest = hashlib.sha256()

@@ -125,7 +125,7 @@ class Parser(ArgumentParser):
         return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
 
     def parse(self, argv: Sequence[str]) -> Namespace:
-        """Parse a command line. Raises UserError for what it does not know."""
+        """Parse a command line. Raises UserError for an unknown flag."""
         options, unknown = self.parse_known_args(self._in_our_words(argv))
         for word in unknown:
             if not word.startswith("-"):
@@ -148,7 +148,9 @@ class Parser(ArgumentParser):
         return _named(action)[0]
 
     def _in_our_words(self, words: Sequence[str]) -> list[str]:
-        """The words with Lamina's names of settings, hyphens for underscores, and ``--flag=key=value`` of a mapping."""
+        """Return the words with Lamina's names of settings, hyphens for underscores, and ``--flag=key=value`` of a
+        mapping.
+        """
         left, ours, names = list(words), [], dict[str, str]()
         while left:
             word = left.pop(0)

@@ -157,5 +157,5 @@ def get(name: str) -> Preset:
 
 
 def is_place(name: str) -> bool:
-    """Whether this is no preset's name but a folder's, or may be a model's on the hub."""
+    """Return whether a name may be a folder or a model on the hub, and is no preset."""
     return name not in PRESETS and (os.path.isdir(name) or _ON_THE_HUB.fullmatch(name) is not None)

@@ -70,7 +70,7 @@ class Registry(Generic[Entry]):
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Undo at the end whatever is registered meanwhile."""
+        """Undo at the end all registrations made in the context."""
         self._load()  # first: a file may ask for what the package has, and must not lose it
         with self._undone_after():
             yield
@@ -87,7 +87,7 @@ class Registry(Generic[Entry]):
             self._entries = before
 
     def _load(self) -> None:
-        """Import the package's modules, then the plug-ins. A plug-in that fails, fails at each call in the same way."""
+        """Import the package's modules, then the plug-ins. A plug-in that fails does so at every call."""
         if self._failure is not None:
             raise self._failure
         if self._state != "new":

@@ -1,4 +1,4 @@
-"""What reaches a terminal: text from files and models can neither steer it nor flood it."""
+"""Cleaning of texts for a terminal, so that files and models can neither steer it nor flood it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Examples: TypeAlias = PathLike | Sequence[Mapping[str, object]] | Rows
 
 
 def takes(kind: object) -> Callable[[C], C]:
-    """Note on a check what Python may give a setting with it, beyond the setting's own type."""
+    """Note on a check what Python may give a setting besides the setting's own type."""
 
     def note(check: C) -> C:
         check.__dict__["takes"] = kind
@@ -185,7 +185,7 @@ def home(name: str, value: str | Path) -> Path:
 
 
 def existing_file(name: str, source: str) -> None:
-    """Raise UserError for a source of rows or code (FILE, FILE.py:NAME) whose file is missing; others have a colon."""
+    """Raise UserError if the file of a source (FILE, FILE.py:NAME) is missing; other sources have a colon."""
     file = source.rpartition(":")[0] if ".py:" in source else source
     if file and ":" not in file and not (path := home(name, file)).exists():
         beside = os.listdir(path.parent) if path.parent.is_dir() else ()

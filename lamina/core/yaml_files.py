@@ -1,4 +1,4 @@
-"""YAML from a user: read whole and safely, within bounds of size and depth, so that no file fills memory or time."""
+"""Safe reading of users' YAML, within bounds of size and depth, so that no file fills memory or time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Strict(_Loader):
     """A safe YAML loader that refuses a repeated key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Json:
-        """The mapping of a node; YAML would keep the last value of a key without a word."""
+        """Build a node's mapping without repeated keys, of which YAML would silently keep the last."""
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:

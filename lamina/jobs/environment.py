@@ -17,7 +17,7 @@ _WRITTEN = ("studies/records", "docs/results")  # recording one study does not m
 
 
 def environment(seed: int, kind: str = "") -> Json:
-    """What environment.json holds: kind, versions, machine, seed, and git revision of the source tree."""
+    """Return the content of environment.json: kind, versions, machine, seed, and git revision of the source tree."""
     versions = {}
     for package in ("lamina", "torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow", "trl", "peft"):
         try:

@@ -130,7 +130,7 @@ def drop_old(folder: Path) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename a folder to NAME.old; a rest that never had a result, while NAME.old is still there, is deleted."""
+    """Rename a folder to NAME.old, or delete it if NAME.old still exists and the folder never had a result."""
     old = old_content(folder)
     if (folder / REPLACES).is_file() and old.exists():
         if not has_result(folder):
@@ -228,7 +228,7 @@ def _make(folder: Path) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process works in the folder. Without ``fcntl`` (Windows) nobody can tell, and it is False."""
+    """Return whether a process works in the folder; False without ``fcntl`` (Windows)."""
     try:
         import fcntl
 

@@ -1,4 +1,4 @@
-"""The manifest of a folder that is written once: of a checkpoint, a saved model, an entry of the data cache.
+"""Manifests of folders that are written once: checkpoints, saved models, entries of the data cache.
 
 manifest.json lists each file's size and SHA-256, so a missing, cut or altered file can be named.
 """

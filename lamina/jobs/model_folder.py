@@ -1,4 +1,4 @@
-"""Where a run's trained model is: model/ in the run's folder."""
+"""The folder of a run's trained model: model/ in the run's folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MODEL = "model"
 
 
 def model_folder(path: str | Path) -> Path:
-    """The folder of a saved model: model/ in a run's folder; any other folder is a model's itself."""
+    """Return the folder of a saved model: model/ in a run's folder, or else the folder itself."""
     inner = Path(path) / MODEL
     return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)
 
 
 def content_hash(path: str | Path) -> str:
-    """A hash of a saved model: of its manifest, or of its configuration and weights; of its name on the hub."""
+    """Hash a saved model by its manifest, or by its configuration and weights, or by its name on the hub."""
     folder = model_folder(path)
     if (folder / MANIFEST).is_file():
         return sha256(folder / MANIFEST)

@@ -64,12 +64,12 @@ def _field(default: Any, metadata: Mapping[str, object]) -> Any:
 
 
 def at_least(low: int) -> Check:
-    """Whole numbers from ``low`` to the field's limit."""
+    """Make a check for whole numbers from ``low`` to the field's limit."""
     return partial(whole_number, low=low)
 
 
 def between(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Check:
-    """Finite numbers from ``low`` to ``high``; an open end excludes its bound."""
+    """Make a check for finite numbers from ``low`` to ``high``; an open end excludes its bound."""
     return partial(number, low=low, high=high, open_low=open_low, open_high=open_high)
 
 

@@ -39,5 +39,5 @@ ENDED = tuple(status.value for status in Status if status.ended)
 
 
 def severity(status: str) -> int:
-    """The severity of a status in a file; an unknown word is worse than all."""
+    """Return the severity of a status in a file; an unknown word counts as the worst."""
     return Status(status).severity if status in set(Status) else len(Status)
