@@ -1,4 +1,4 @@
-"""Items by number, the source of all training data; token blocks in a file, in memory, in a stream, or mixed."""
+"""Numbered items, the source of all training data: token blocks in a file, in memory, in a stream, or mixed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ItemSource(Dataset[T], Generic[T], ABC):
         return self
 
     def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
-        """Return each corpus' contribution to the items in ``spans`` (start, end); empty where there is only one."""
+        """Return each corpus' contribution to the items in ``spans`` (start, end); empty for a single corpus."""
         return {}
 
     def state_dict(self, index: int) -> object:
@@ -219,7 +219,7 @@ def shuffled(items: int, seed: int) -> torch.Tensor:
 
 
 def spread(available: int, wanted: int) -> list[int]:
-    """``wanted`` of ``available`` indices (or all), spread evenly: the same in every run."""
+    """Return ``wanted`` of ``available`` indices (or all), spread evenly and the same in every run."""
     wanted = min(wanted, available)
     return [i * available // wanted for i in range(wanted)]
 

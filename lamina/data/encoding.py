@@ -121,7 +121,7 @@ class TokenJoiner:
         self.chars += len(segment.text)
 
     def jump(self) -> None:
-        """The next segment continues nothing: another file begins."""
+        """Start a new file: the next segment continues nothing."""
         self.last = None if self.last is None else self.ELSEWHERE
 
     def encode(self) -> np.ndarray:
