@@ -1,4 +1,4 @@
-"""How a plan is executed. Importing this registers LaminaConfig and the models with transformers' Auto classes."""
+"""Models that execute a plan. Importing this registers LaminaConfig and the models with the Auto classes."""
 
 import transformers
 

@@ -1,4 +1,4 @@
-"""A model from a backbone and a placement, and a Block from anyone's own modules."""
+"""Building a model from a backbone and a placement, and a Block from plain modules."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def recommended(plan: Plan) -> str:
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
-    """Return a placement's plan, or the plan itself. Raises UserError for one of another depth or with options."""
+    """Return a placement's plan, or a given plan. Raises UserError for a plan of another depth or with options."""
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
     if options:
@@ -182,7 +182,7 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
 
 
 def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidden_size: int) -> Block:
-    """Return a Block of plain modules: anyone's own attention and feed-forward, wired as one layer of a plan.
+    """Wire plain attention and feed-forward modules as one layer of a plan: a Block.
 
     Args:
         attention: takes [batch, tokens, hidden_size] and whatever keyword arguments the Block is called with; returns a

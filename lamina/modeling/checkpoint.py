@@ -1,4 +1,4 @@
-"""A checkpoint from a path: ours, transformers', a run's folder, a GGUF file. Only plain tensors are unpickled."""
+"""Loading of checkpoints: ours, transformers', a run's folder, a GGUF file. Only plain tensors are unpickled."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _model(source: str, name: str, config: PreTrainedConfig, dtype: str, more: J
 
 
 def _is_of_the_body(model: PreTrainedModel, key: str) -> bool:
-    """Return whether a tensor is the model's own, not a head's on top; a pooler is a head that some bodies have."""
+    """Return whether a tensor is the model's own and no head's; a pooler counts as a head."""
     parts = key.split(".")
     if "pooler" in parts:
         return False

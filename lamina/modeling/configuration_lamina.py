@@ -97,7 +97,7 @@ class LaminaConfig(PreTrainedConfig):
             backbone.tie_word_embeddings = value  # one value for both; the first is a default
 
     def to_dict(self) -> dict:
-        """The configuration as JSON has it, with the copies of the backbone's fields."""
+        """Return the configuration for JSON, with the copies of the backbone's fields."""
         return {**super().to_dict(), **self._copies()}
 
     def to_diff_dict(self) -> dict:
@@ -120,7 +120,7 @@ def backbone_of(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _check_copies(fields: dict[str, object], backbone: PreTrainedConfig) -> None:
-    """Take the copies of the backbone's fields out of ``fields``; raise ValueError if one is not what it has."""
+    """Take the copies of the backbone's fields out of ``fields``; raise ValueError if a copy differs."""
     for name in FLAT:
         if name in fields and hasattr(backbone, name) and (value := fields.pop(name)) != getattr(backbone, name):
             raise ValueError(

@@ -94,7 +94,7 @@ class Speaker:
             raise UserError(f"model {self.path!r}: it loads, but does not run: {one_line(error)}") from error
 
     def _has_a_last_position(self, longest: int) -> bool:
-        """Return whether the model looks positions up in a table (OPT's has two rows more); rotary ones have no end."""
+        """Return whether positions come from a table (OPT's has two extra rows); rotary ones have no end."""
         tables = (m for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
         words = self.model.get_input_embeddings()
         return any(longest <= table.num_embeddings <= longest + 2 for table in tables if table is not words)

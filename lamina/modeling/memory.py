@@ -1,4 +1,4 @@
-"""Whether a model fits into the free memory, by arithmetic, before anything is allocated."""
+"""Arithmetic that tells whether a model fits into free memory before anything is allocated."""
 
 from __future__ import annotations
 

@@ -602,7 +602,7 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter) -> None:
 
 
 def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
-    """Raise ValueError, beginning with ``subject``, if there is no module at ``path``; it says what is there."""
+    """Raise ValueError, which begins with ``subject``, if ``path`` has no module; it names the modules there."""
     module, before = backbone, list[str]()
     for part in path.split(".") if path else ():
         children = dict(module.named_children())
@@ -904,7 +904,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPr
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """With a mask [batch, tokens], the last token is the last one that it keeps; without, the last but padding.
+        """Score the last token that the mask [batch, tokens] keeps, or without a mask the last one that is not padding.
 
         The two differ where the text ends with the token that also pads, as in tokenizers that have one for both.
         """
@@ -1037,7 +1037,7 @@ class LaminaForImageClassification(LaminaPreTrainedModel):
         )
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | int | None) -> torch.Tensor:
-        """The mean over the batch; over the whole step, if Trainer counts its labels as ``items``."""
+        """Return the mean over the batch, or over the whole step if Trainer counts its labels as ``items``."""
         if self.num_labels == 1 or self.config.problem_type is not None:
             return self.loss_function(labels, logits, self.config)
         if items is None:

@@ -104,7 +104,7 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
 
 
 def kind_of(weight: Weight) -> Kind:
-    """Return a weight's kind: "vector" are gains, biases and learned scales, "hidden" all other weights of blocks."""
+    """Return a weight's kind: "vector" for gains, biases and learned scales, "hidden" for other weights of blocks."""
     if weight.role in ("vector", "bias"):
         return "vector"
     if weight.role == "embedding":

@@ -96,7 +96,7 @@ def _prompt(row: Fields) -> Prompt:
 
 
 def _conversation(name: str, row: Fields) -> list[Message]:
-    """The turns of a field; texts alone, as in LIMA, are the user's and the assistant's in turn."""
+    """Return the turns of a field; plain texts (LIMA) alternate between user and assistant."""
     value = row[name]
     if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
         value = [{"role": ROLES[1 + i % 2], "content": turn} for i, turn in enumerate(value)]
@@ -121,7 +121,7 @@ def _turns(name: str, value: object) -> list[Message]:
 
 
 def _answered(name: str, turns: list[Message]) -> list[Message]:
-    """The turns of a field up to the last answer. Raises ValueError if an answer is empty or there is none."""
+    """Return the turns of a field up to the last answer. Raises ValueError for an empty or missing answer."""
     answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     if not answers:
         raise ValueError("no turn of the assistant's")
@@ -172,7 +172,7 @@ _ALPACA = (
 
 
 def _template(user: str, assistant: str) -> str:
-    """A template of two texts in Jinja's syntax, each with ``message.content``."""
+    """Make a template of two texts in Jinja's syntax, each with ``message.content``."""
     return (
         "{%- for message in messages -%}" + _SYSTEM + "{%- elif message.role == 'user' -%}{{ " + user + " }}"
         "{%- else -%}{{ " + assistant + " }}{%- endif -%}{%- endfor -%}"

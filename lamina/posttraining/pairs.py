@@ -97,7 +97,7 @@ class PairTrainer(TunedTrainer):
 
     @torch.no_grad()
     def _held_out_batches(self) -> list[Measured]:
-        """What is measured on this process's share of the pairs."""
+        """Measure this process's share of the held-out pairs, batch by batch."""
         data: Passed = self.eval_dataset
         size, model = self.args.per_device_eval_batch_size, self.bare_model()
         mine = range(self.processes.rank, len(data), self.processes.size)

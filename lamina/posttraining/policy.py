@@ -271,7 +271,7 @@ def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) ->
 
 
 def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
-    """Write the evaluation's numbers in place of those of this step and of later ones, which a resumed run repeats."""
+    """Replace the held-out answers of this and later steps, which a resumed run repeats, by this evaluation's."""
     earlier = [line for line in read_held_out(path) if line["step"] < step]
     lines = [*earlier, *({"step": step, **number} for number in numbers)]
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -30,7 +30,7 @@ BATCH = 32
 
 
 def check_rewards(settings: RlhfSettings, start: Start) -> str:
-    """A hash of the reward model or function. Raises UserError if there is none, or its vocabulary is another."""
+    """Hash the reward model or function. Raises UserError if it is missing or the model's vocabulary differs."""
     if settings.reward_function is not None:
         path, _ = _parts(settings.reward_function)
         _of_function(settings.reward_function)
@@ -65,7 +65,7 @@ def check_rewards(settings: RlhfSettings, start: Start) -> str:
 
 
 def make_rewards(settings: RlhfSettings, device: torch.device) -> Score:
-    """The rewards of the settings' reward model, on this device, or function."""
+    """Make the rewards of the settings' reward model, on this device, or of their function."""
     if settings.reward_function is not None:
         return _of_function(settings.reward_function, announced=True)
     folder = model_folder(str(settings.reward_model))
@@ -108,7 +108,7 @@ def _of_function(named: str, *, announced: bool = False) -> Score:
 
 
 def _number(named: str, reward: object) -> float:
-    """A function's reward, a number of Python's, NumPy's or torch's. Raises UserError for another value."""
+    """Return a function's reward as a number of Python's. Raises UserError for anything but a number."""
     value: object = reward
     if isinstance(reward, np.generic) or (isinstance(reward, torch.Tensor) and reward.numel() == 1):
         value = reward.item()

@@ -1,4 +1,4 @@
-"""The rows of a file, a data set or the generated tasks, each with its number, and what becomes of unusable ones."""
+"""The numbered rows of a file, a data set or the generated tasks, without those that can't be used."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _right(item: Json) -> str:
 
 
 def _in_another_order(words: Sequence[str], draw: random.Random) -> str | None:
-    """The words in another order; None for fewer than three, which hardly have one."""
+    """Shuffle the words; None for fewer than three, which hardly have another order."""
     moved = list(words)
     draw.shuffle(moved)
     return " ".join(moved) if len(words) > 2 and moved != list(words) else None

@@ -88,7 +88,7 @@ def trainer_class() -> type[TunedTrainer]:
 
 @torch.no_grad()
 def held_out_loss(trainer: Passed) -> dict[str, float]:
-    """The mean loss in nats per token that counts, the share of them predicted right, over the held-out examples."""
+    """Return the mean loss in nats per counted token, and the share predicted right, over the held-out examples."""
     processes, data, batch = trainer.processes, trainer.eval_dataset, trainer.args.per_device_eval_batch_size
     model = trainer.bare_model()
     mine = range(processes.rank, len(data), processes.size)

@@ -69,7 +69,7 @@ class Start:
         return model
 
     def scorer(self) -> LaminaForSequenceClassification:
-        """The model with a score at the last token in place of its readout; the score's weights are drawn anew."""
+        """Return the model with a score at the last token in place of its readout; the score's weights are new."""
         policy = self.policy()
         config = copy.deepcopy(policy.config)
         config.num_labels = 1
@@ -136,7 +136,7 @@ def require_libraries(job: str) -> None:
 
 
 def add_lora(model: torch.nn.Module, settings: TuningSettings) -> LoraModel | None:
-    """Put LoRA matrices beside a model's linear layers, which are frozen then; None where none is asked for.
+    """Add LoRA matrices to a model's linear layers, which are then frozen; None if none are requested.
 
     A reward model's score stays trainable.
     """

@@ -1,4 +1,4 @@
-"""What every trainer after pretraining adds to TRL's: checkpoints, order, guard, layer monitor, and no telemetry."""
+"""The additions to every TRL trainer: checkpoints, order, guard, layer monitor, and no telemetry."""
 
 from __future__ import annotations
 

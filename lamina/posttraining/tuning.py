@@ -1,4 +1,4 @@
-"""What the stages after pretraining share: the model they start from, rows as examples, LoRA, the best weights."""
+"""The shared parts of the stages after pretraining: starting model, rows as examples, LoRA, best weights."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class TuningRecorder(RunRecorder):
         return dict(self.last_measured)
 
     def state_dict(self) -> Json:
-        """The same as for pretraining, and what the last evaluation measured: it is not recorded a second time."""
+        """Return pretraining's state and the last evaluation's measures, so that it is not recorded twice."""
         return {**super().state_dict(), "last_measured": dict(self.last_measured)}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -230,7 +230,7 @@ class BestWeights(TrainerCallback):
         return {**self.metrics, "best_step": self.step, "eval_loss": self.loss}
 
     def forget(self) -> None:
-        """Delete the copies of a run without checkpoints: with one, a damaged model is made again from the copies."""
+        """Delete the kept weights of a run without checkpoints; with checkpoints, they can restore a damaged model."""
         if not Checkpoints(self.folder / "checkpoints").paths():
             for name in (BEST_NOTE, BEST_WEIGHTS):
                 (self.folder / name).unlink(missing_ok=True)
@@ -545,7 +545,7 @@ class TuningIdentity:
 
     @property
     def text(self) -> dict[str, str]:
-        """The content of data.json: there may be no checkpoint yet."""
+        """The content of data.json, for a run without a checkpoint yet."""
         return {"plan": self.model, "text": self.data, "rewards": self.rewards}
 
     def refuse_changes(self, folder: Path) -> None:

@@ -124,7 +124,7 @@ def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: P
 
 
 def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
-    """Add in double precision and round once: in float32 the result is then the very number that Gemma computes."""
+    """Add in double precision and round once, so that float32 has the very number that Gemma computes."""
     return (gain.double() + offset).to(gain.dtype) if offset else gain
 
 
@@ -266,7 +266,7 @@ def _as_stored(model: LaminaForCausalLM, row: Equivalent, keys: Iterable[str]) -
 
 
 def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows [heads * head_dim, ...] in another order: those that are half a head apart become neighbors."""
+    """Reorder rows [heads * head_dim, ...] so that rows half a head apart become neighbors."""
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 

@@ -126,7 +126,7 @@ def _round_up(width: float) -> int:
 
 
 def _heads(width: int, head_dim: int) -> int:
-    """As many heads as come nearest to the preset's width of a head, each of an even width (rotary embeddings)."""
+    """Return the number of heads nearest to the preset's head width, each of an even width (rotary embeddings)."""
     fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
     if not fitting:
         raise UserError(f"hidden_size: {width} cannot be divided into heads of an even width (allowed: even numbers)")
