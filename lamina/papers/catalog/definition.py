@@ -60,7 +60,7 @@ def names() -> list[str]:
 
 
 def find(study: str) -> Path:
-    """The file of a study: a name of the catalog, or the path of a user's own. Raises UserError."""
+    """Find a study's file by its name in the catalog, or by the path of a user's own. Raises UserError."""
     path = Path(study)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
@@ -140,17 +140,17 @@ class Scale:
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
-        """The seeds by which each arm's rate is chosen; none where no rate is."""
+        """The seeds that choose each arm's rate; none if no rate is tuned."""
         return () if self.tuning is None else self.tuning.sweep(self.seeds)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The axes that a row has a value on, beside those of the rate and the seed."""
+        """The axes of a row besides learning rate and seed."""
         return (*self.axes, *((STAGE,) if self.stages else ()))
 
     @property
     def all_measures(self) -> Mapping[str, tuple[str, ...]]:
-        """Per time, what is measured on its trials or on those of a stage."""
+        """The measures by time, with the records of the stages."""
         records = [each.partition("/")[2] for stage in self.stages for each in stage.measures]
         kept = dict.fromkeys([*self.measures.get("records", ()), *records])
         return {**self.measures, "records": tuple(kept)} if kept else self.measures
@@ -223,7 +223,7 @@ def read_study(study: str | Path) -> StudyDefinition:
 
 
 def _figures(where: str, data: Mapping[str, object]) -> tuple[Json, ...]:
-    """The figures that a study or a scale writes down: ``figures``, or the one under ``figure``."""
+    """Return the figures that a study or a scale asks for, under ``figures`` or ``figure``."""
     if "figures" in data or "figure" not in data:
         return mappings(where, data, "figures")
     return (dict(mapping(where, data, "figure")),)
@@ -305,7 +305,7 @@ def _points(where: str, axis: str, values: object, job: TrialJob) -> dict[str, J
 
 
 def _refuse_said_twice(where: str, axes: Mapping[str, Mapping[str, Json]], *, rates: bool) -> None:
-    """Raise UserError for a value that says the seed, the rate where the study does, or what the engine decides."""
+    """Raise UserError for an axis that sets the seed, the rate of a sweep, or what the engine decides."""
     own = {**ENGINE, "seed": "an axis 'seed'", **({"learning_rate": "the axis 'learning_rate' alone"} if rates else {})}
     for axis, label, settings in ((axis, *point) for axis, points in axes.items() for point in points.items()):
         for name in settings:

@@ -26,7 +26,7 @@ def known(where: str, data: Mapping[str, object], allowed: Iterable[str]) -> Non
 
 
 def mapping(where: str, data: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """An entry that is a mapping; an empty one if it is missing."""
+    """Return an entry that is a mapping; an empty one if it is missing."""
     value = data.get(key, {})
     if not isinstance(value, Mapping):
         raise UserError(f"{where}{key}: {value!r} (allowed: a mapping)")
@@ -34,7 +34,7 @@ def mapping(where: str, data: Mapping[str, object], key: str) -> Mapping[str, ob
 
 
 def text(where: str, data: Mapping[str, object], key: str, default: str | None = None) -> str:
-    """An entry that is a text; ``default`` if it is missing."""
+    """Return an entry that is a text; ``default`` if it is missing."""
     value = data.get(key, default)
     if not isinstance(value, str):
         raise UserError(f"{where}{key}: {value!r} (allowed: a text)")
@@ -42,7 +42,7 @@ def text(where: str, data: Mapping[str, object], key: str, default: str | None =
 
 
 def mappings(where: str, data: Mapping[str, object], key: str) -> tuple[Json, ...]:
-    """An entry that is a list of mappings; an empty one if it is missing."""
+    """Return an entry that is a list of mappings; an empty one if it is missing."""
     value = data.get(key, ())
     if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
         raise UserError(f"{where}{key}: {value!r} (allowed: a list of mappings)")
@@ -57,7 +57,7 @@ def whole(where: str, value: object, low: int) -> int:
 
 
 def read_seeds(where: str, given: object) -> tuple[int, ...]:
-    """Seeds: the first so many from 0, or a list of different ones."""
+    """Read seeds: a number of them from 0, or a list."""
     if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_SEEDS:
         return tuple(range(given))
     if isinstance(given, Sequence) and not isinstance(given, str) and given:
@@ -68,7 +68,7 @@ def read_seeds(where: str, given: object) -> tuple[int, ...]:
 
 
 def read_skip(where: str, data: Mapping[str, object], axes: Mapping[str, Mapping[str, Json]]) -> tuple[Json, ...]:
-    """The patterns under ``skip``: per axis, a label or a list of labels of which the axis has at least one."""
+    """Read the patterns under ``skip``: per axis, a label or a list of labels that the axis has."""
     patterns = mappings(where, data, "skip")
     for axis, given in (item for pattern in patterns for item in pattern.items()):
         if axis not in axes:
@@ -108,7 +108,7 @@ class Tuning:
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
-        """The values of the arm at whose best rate an arm with these values is trained, too; None if there is none."""
+        """Return the values of the other arm whose best rate this arm is trained at, too; None if there is none."""
         for axis, label in values.items():
             if label in self.also:
                 return {**values, axis: self.also[label]}
@@ -116,7 +116,7 @@ class Tuning:
 
 
 def read_rates(where: str, given: object) -> tuple[tuple[float, ...], Tuning | None]:
-    """A scale's ``learning_rate``: the rates of a sweep, or a search. Raises UserError."""
+    """Read a scale's ``learning_rate``: a sweep's rates, or a search. Raises UserError."""
     if given is None:
         return (), None
     if isinstance(given, Mapping):
@@ -237,7 +237,7 @@ class Stage:
         return self.record.settings_class().from_dict({**settings, **({"seed": seed} if self.record.seeded else {})})
 
     def refuse_missing(self) -> None:
-        """Raise UserError for a file that the stage names and that is not there: it would be found after all others."""
+        """Raise UserError for a missing file of the stage now, before all earlier stages have run."""
         settings = self.trial(seed=0).to_dict()
         for name in self.record.files:
             for part in str(settings[name] or "").split(",") if name in SOURCES else ():
@@ -250,7 +250,7 @@ class Stage:
 def read_stages(
     where: str, data: Mapping[str, object], first: str, axes: Mapping[str, Mapping[str, Json]], folder: Path
 ) -> tuple[Stage, ...]:
-    """The stages under ``then``, in their order; ``first``: the label of the scale's own trials.
+    """Read the stages under ``then``; ``first``: the label of the scale's own trials.
 
     Raises UserError that names the stage and the field.
     """
@@ -311,7 +311,7 @@ def _read_stage(
 
 
 def _inputs(where: str, given: object, job: TrialJob, earlier: Sequence[str]) -> dict[str, str]:
-    """By setting, the earlier stage whose model it takes: one name for the main input, or one by setting."""
+    """Return by setting the earlier stage whose model it takes, from one name (the main input) or a mapping."""
     inputs = {job.inputs[0]: given} if not isinstance(given, Mapping) else dict(given)
     for setting, stage in inputs.items():
         if setting not in job.inputs:

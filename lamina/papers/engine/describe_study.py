@@ -1,4 +1,4 @@
-"""What a study is, as text: its arms and trials, what is done, what it would cost."""
+"""A study as text: its arms and trials, what is done, and what the rest costs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _stage(stage: Stage) -> str:
 
 
 def dry_run_text(settings: StudySettings) -> str:
-    """What a scale would train: parameters, tokens, FLOPs, GPU-hours, and at the scale cpu the minutes here."""
+    """Say what a scale would train: parameters, tokens, FLOPs, GPU-hours, and at the scale cpu the minutes here."""
     from lamina.studies.dry_run import dry_run, minutes_here, table
 
     assert settings.study is not None

@@ -15,7 +15,7 @@ Known = Callable[[StudyTrial], Json | None]
 
 
 def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
-    """By key, the trials to run so that all get a result: those that can start, in place of those that wait for them.
+    """Return by key the trials that can start now; a trial that must wait is replaced by those that it waits for.
 
     A trial whose result only the records have is run again where its model is needed.
     """
@@ -35,7 +35,7 @@ def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[s
 
 
 def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
-    """The result of a trial one of whose inputs has failed; None for any other."""
+    """Return the result "failed" for a trial if one of its inputs has failed, or else None."""
     for source in trial.inputs.values():
         found = failed.get(source.key)
         if found is None or found["status"] in ENDED:  # it ended, and only a measurement failed
@@ -46,7 +46,7 @@ def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
 
 
 def without_model(ran: Mapping[str, StudyTrial], waiting: Iterable[StudyTrial], store: Store) -> dict[str, Json]:
-    """The trials of ``ran`` that others wait for but that left no model: they would be run for ever."""
+    """Return "failed" for trials that left no model although another trial needs it: they would be run for ever."""
     needed = {source.key for trial in waiting for source in trial.inputs.values()}
     return {
         key: {"status": "failed", "reason": "it left no model"}

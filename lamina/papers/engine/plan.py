@@ -25,7 +25,7 @@ from lamina.papers.trials.trial import StudyTrial, make_chained, make_trial
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """What is compared: a value on each axis but those of the learning rate and the seed.
+    """One side of a comparison: a value on each axis except learning rate and seed.
 
     Attributes:
         values: the label of each axis's value.
@@ -42,7 +42,7 @@ class Arm:
 
 
 def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
-    """The arms of a scale in the order of its axes. ``changes``: settings over the scale's own, under the axes'."""
+    """Return the arms of a scale in the order of its axes; ``changes`` replace settings of the scale."""
     found = []
     for labels in product(*(scale.axes[axis] for axis in scale.axes)):
         values = dict(zip(scale.axes, labels, strict=True))
@@ -58,7 +58,7 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
 
 
 def resolved(settings: Json, scale: Scale) -> Json:
-    """Settings with a placement that begins with ``./`` relative to the study's file."""
+    """Make a placement that begins with ``./`` relative to the study's file."""
     placement = str(settings.get("placement", ""))
     return {**settings, "placement": str(scale.folder / placement[2:])} if placement.startswith("./") else settings
 
@@ -108,7 +108,7 @@ class StudyPlan:
         self._made: dict[tuple[int, float | None, int, bool | str], StudyTrial] = {}
 
     def dry(self) -> dict[str, Settings]:
-        """The settings of all trials by name, the text unread; a tuned arm's other seeds at its first rate."""
+        """Return the settings of all trials by name without reading the text; a tuned arm has its first rate."""
         return {name: settings for trials in self.dry_arms().values() for name, settings in trials.items()}
 
     def dry_arms(self) -> dict[str, dict[str, Settings]]:
@@ -248,7 +248,7 @@ class Best:
 
 
 def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
-    """The best of a sweep's rates, given the results of the tuning seeds at each, the lowest rate first.
+    """Choose the best rate of a sweep from the tuning seeds' results at each rate, the lowest rate first.
 
     ``best``: the rate at which the smallest share of seeds diverged or got stuck, then the lowest mean loss.
     ``one-se``: the means are over the seeds that learned; of the rates that lose no larger share than the best one, the
@@ -273,7 +273,7 @@ def _learned(result: Json) -> Json:
 
 
 def _rank(results: list[Json]) -> tuple[float, float]:
-    """The order of rates: the smallest share of trials that did not learn, then the lowest mean of the known losses.
+    """Return a rate's rank: first the share of trials that did not learn, then the mean of the known losses.
 
     A trial that did not end says nothing about its rate; a rate without one that ended comes last.
     """
@@ -286,7 +286,7 @@ def _rank(results: list[Json]) -> tuple[float, float]:
 
 
 def _beyond(rates: list[float], best: float) -> float:
-    """The next rate beyond the edge, in the ratio of the last two; two significant digits more than the eye needs."""
+    """Return the next rate beyond the edge, in the ratio of the last two, with two extra significant digits."""
     factor = rates[1] / rates[0] if best == rates[0] else rates[-1] / rates[-2]
     beyond = best / factor if best == rates[0] else best * factor
     return float(f"{beyond:.4g}")

@@ -125,7 +125,7 @@ def record_name(settings: StudySettings) -> str:
 
 
 def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
-    """Whether the records may hold this study: Lamina's own are of the catalog's studies alone."""
+    """Return whether the records may hold this study; Lamina's own hold only the catalog's studies."""
     return settings.records is not None or study.file.parent == catalog_folder()
 
 
@@ -222,7 +222,7 @@ def _run(
 
 
 def _say_damage(lines: list[str]) -> None:
-    """Warn of what is damaged in the trials that a study takes as they are: nothing else may read it for long."""
+    """Warn of damage in trials that are only reused, since nothing else reads them."""
     for line in lines[:SHOWN]:
         logger.warning("store: %s", line)
     if len(lines) > SHOWN:
@@ -259,13 +259,13 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
 
 
 def _scale_of(definition: object, name: str) -> object:
-    """A scale as it is written in a study's YAML, without what is only said or drawn."""
+    """Return a scale of a study's YAML without the fields that are only text or figures."""
     scale = definition.get("scales", {}).get(name) if isinstance(definition, dict) else None
     return {key: value for key, value in (scale or {}).items() if key not in ("notes", "figure", "figures")}
 
 
 def _record(study: StudyDefinition, settings: StudySettings, folder: Path, *, whole: bool = True) -> None:
-    """Copy what a study says to the records: tables and verdicts, no models, and no paths of this machine.
+    """Copy a study's tables and verdicts to the records, without models and without paths of this machine.
 
     A study that is not ``whole`` has no verdicts yet, and never replaces one that has.
     """
@@ -304,7 +304,7 @@ _NOTES = {*columns.NOTES, "rollbacks", "key", "tuned", "at_edge"}
 
 
 def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
-    """A row per trial that has a result: its key, its place on the axes and in its arm's sweep, and the result."""
+    """Return a row per trial with a result: its key, its place on the axes and in its arm's sweep, and the result."""
     failed = failed or {}
     found: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
 
@@ -331,7 +331,7 @@ def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
 
 
 def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **places: object) -> Json:
-    """A trial's row: its key, its result's numbers and texts, and where it stands.
+    """Return a trial's row: its key, its result, its values on the axes, and its place in its arm's sweep.
 
     ``values``: on the axes; ``places``: in its arm's sweep (``tuned``, ``at_edge``).
     """
@@ -343,18 +343,18 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
 
 
 def _named(placement: str) -> str:
-    """A placement's spec without the folders of a file of the user's own: they are of one machine."""
+    """Return a placement's spec without the folder of a user's own file, which only this machine has."""
     return re.sub(r"^[^(]*/", "", placement)
 
 
 def _values(plan: StudyPlan, trial: StudyTrial) -> Json:
-    """A trial's value on each axis: a setting's value as it is written, or a label."""
+    """Return a trial's value on each axis: a setting's value as written, or a label."""
     axes = plan.scale.axes
     return {axis: axes[axis][label].get(axis, label) if axis in axes else label for axis, label in trial.values.items()}
 
 
 def with_bigrams(results: pd.DataFrame, plan: StudyPlan, store: Store) -> pd.DataFrame:
-    """The rows, those of runs that were stored without ``bigram_entropy`` with it: from the text that they read."""
+    """Add ``bigram_entropy`` to older rows that were stored without it, computed from the text that they read."""
     lacking = results["bigram_entropy"].isna() if "bigram_entropy" in results else results["key"].notna()
     keys = set(results.loc[lacking, "key"])
     found = {
@@ -378,7 +378,7 @@ def _bigrams(trial: StudyTrial) -> float:
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
-    """A measure's rows of all trials, each with its trial's key first; None if no trial has them."""
+    """Return a measure's rows of all trials, with the trial's key first; None if no trial has any."""
     import pandas as pd
 
     tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]

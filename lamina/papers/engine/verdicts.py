@@ -123,7 +123,7 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
 
 
 def _of(verdict: Json, study: StudyDefinition, scale: str, records: Path) -> Json:
-    """The verdict. Raises UserError if it is another study's: its folder may have been exchanged."""
+    """Return the verdict. Raises UserError if it is another study's, whose folder may have been exchanged."""
     if (own := (verdict.get("study"), verdict.get("scale"))) != (study.name, scale):
         raise UserError(
             f"records: {str(records / f'{study.name}-{scale}')!r} holds a verdict of {own[0]}-{own[1]} (allowed: "

@@ -29,7 +29,7 @@ _SCORE, _GAIN = "score", "reward_gain"
 
 
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
-    """The rows that claims may read, where the seeds ``tuning`` chose each arm's rate.
+    """Return the rows that claims may read if the seeds ``tuning`` chose each arm's rate.
 
     At the chosen rates, those of the study's other ``seeds`` alone; where fewer than 5 of these remain, all rows, with
     True in the column ``tuned_on``. ``rates`` says of each row how many rates its arm was tried at.
@@ -55,7 +55,7 @@ def limited(
     exact: bool = False,
     one_learned: bool = False,
 ) -> Finding:
-    """The finding within the rules, given what its claim has read of the ``results``.
+    """Apply the rules of power to a finding, given what its claim has read of the ``results``.
 
     Needs scale: an arm that trains and has not learned more than a bigram table, that is not above chance on the tasks,
     or whose policies have not moved. Inconclusive: a rate that the tested seeds chose, or a best rate at the sweep's
@@ -86,7 +86,7 @@ def limited(
 
 
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
-    """The arms that are not past the bigram table; none, where ``enough`` says that one other arm is enough."""
+    """Return the arms that are not past the bigram table; none if ``enough`` says that one other arm suffices."""
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
     several = not arms or rows.groupby(arms, dropna=False)["learning_rate"].nunique().max() > 1
@@ -146,7 +146,7 @@ def _arms(axes: Sequence[str]) -> list[str]:
 
 
 def _each(rows: Frame, by: Sequence[str]) -> Iterator[tuple[str, Frame]]:
-    """The rows of each arm, with its name: the values in which the arms differ."""
+    """Yield the rows of each arm with its name, the values in which the arms differ."""
     by = [column for column in by if column in rows]
     named = [column for column in by if rows[column].nunique(dropna=False) > 1] or by[:1]
     for _, part in rows.groupby(by, dropna=False, sort=False) if by and len(rows) else ():
@@ -201,7 +201,7 @@ class Judged:
     note: str
 
     def record(self) -> Json:
-        """As plain values for JSON: no number that JSON does not have."""
+        """Return plain values for JSON, without numbers that JSON lacks."""
         values = asdict(self) | {"verdict": self.verdict.value, "parts": list(self.parts)}
         values["interval"] = None if self.interval is None else [_plain(end) for end in self.interval]
         return values | {"margin": _plain(self.margin), "p": _plain(self.p), "p_holm": _plain(self.p_holm)}

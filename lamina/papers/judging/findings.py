@@ -202,7 +202,7 @@ BySeed = Mapping[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Where a claim says that a mean lies: below a bound, above one, or between two.
+    """The region in which a claim puts a mean: below a bound, above one, or between two.
 
     Attributes:
         below, above: the bounds.
@@ -216,7 +216,7 @@ class Region:
     text: str = ""
 
     def find(self, values: Sequence[float], *, name: str) -> Finding:
-        """The finding on the mean of at least three values, one per seed; an infinite one is of a run that failed.
+        """Judge the mean of at least three values, one per seed; an infinite value is a failed run's.
 
         Holds if a one-sided test at 2.5 % shows the mean inside each bound, and it lies inside by ``least``. Fails by
         tests at the same level: `reversed` if the mean is shown to lie outside in the same way, `excluded` if it is
@@ -272,7 +272,7 @@ def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) ->
 
 
 def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
-    """The finding of a comparison without enough pairs, with the arms that have no value."""
+    """Return the finding of a comparison without enough pairs; it names the arms that lack values."""
     empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
     found = Finding(
         verdict=Verdict.INCONCLUSIVE,
@@ -289,7 +289,7 @@ def number(value: float) -> str:
 
 
 def measured(value: float, interval: Sequence[float] | None, seeds: int, p: float) -> str:
-    """A number with what it rests on: ``-0.013 (95 % -0.016 to -0.010, 5 seeds, p 0.001)``."""
+    """Format a number with its interval: ``-0.013 (95 % -0.016 to -0.010, 5 seeds, p 0.001)``."""
     within = "" if interval is None else f"95 % {interval[0]:.3g} to {interval[1]:.3g}, "
     return f"{value:.3g} ({within}{seeds_text(seeds)}, {p_text(p)})"
 

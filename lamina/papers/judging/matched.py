@@ -54,13 +54,13 @@ def better_at_equal_loss(
 
 
 def at_other_budgets(trials: Trials, arm: Mapping[str, object], *, axis: str = "budget") -> list[Arm]:
-    """The same arm at every other length of pretraining that the study has."""
+    """Return the same arm at every other length of pretraining in the study."""
     fixed = {name: value for name, value in arm.items() if name != axis}
     return [{**fixed, axis: value} for value in trials.where(**fixed).values(axis) if value != arm[axis]]
 
 
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
-    """A finding that our values are higher, in view of the same comparison at equal loss.
+    """Turn a finding that our values are higher into one that also compares at equal loss.
 
     ``others``: the other arm at several lengths of pretraining; its value at our loss is interpolated (``at_loss``).
 
@@ -85,7 +85,7 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
 
 
 def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
-    """By seed, the value that an arm has at a loss: on the line through the two of its budgets around that loss.
+    """Return by seed an arm's value at a loss, on the line through its two budgets around that loss.
 
     A loss above all of the arm's gets the value at the highest of them: the arm is compared with what it reached at a
     lower loss, which can only favor it. A loss below all of them is left out, for nothing says what it would give.
@@ -99,7 +99,7 @@ def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at x on the lines through points that are sorted by x; beyond them, that of the nearest point."""
+    """Interpolate y at x between sorted points; outside of them, return the nearest point's y."""
     if x <= points[0][0]:
         return points[0][1]
     for (left, low), (right, high) in itertools.pairwise(points):
@@ -118,7 +118,7 @@ Frontier: TypeAlias = Sequence[tuple[float, float]]
 
 
 def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
-    """By seed, the reward-KL frontier of an arm's policy: its means over the held-out prompts at each evaluation.
+    """Return by seed the reward-KL frontier of an arm's policy: its means over the prompts at each evaluation.
 
     ``trials``: of the stage with the policies, which records ``held_out``. Seeds that did not train are left out.
     """
@@ -134,7 +134,7 @@ def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
 
 
 def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
-    """Each arm's reward by seed at the largest KL that all of the arms reached with that seed, and these KLs.
+    """Return each arm's reward by seed at the largest KL that all arms reached with that seed, and these KLs.
 
     ``arms``: the frontiers by seed, by any name. Between two evaluations the reward is interpolated.
     """

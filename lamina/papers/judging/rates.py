@@ -1,4 +1,4 @@
-"""The learning rates of a sweep: each arm's best one, and what a size can decide at it.
+"""The learning rates of a sweep: each arm's best rate, and what a size can decide there.
 
 A rate that is chosen by the results of the runs that are then compared flatters its arm: `Trials.choose_rate` notes it,
 and the judge decides nothing by it.
@@ -17,7 +17,7 @@ from lamina.papers.judging.trials import Trials
 
 
 def at_best_rates(trials: Trials) -> Trials:
-    """The trials of every arm at the best rate of its sweep: the fewest runs lost, then the lowest mean loss."""
+    """Return the trials of every arm at its best rate: the fewest runs fail there, then the mean loss is lowest."""
     keys: list[str] = []
     for arm in trials.arms() or [{}]:
         of_arm = trials.where(**arm)
@@ -26,7 +26,7 @@ def at_best_rates(trials: Trials) -> Trials:
 
 
 def best_rate(trials: Trials) -> float:
-    """The rate at which the fewest of an arm's runs diverged or got stuck, and of those the lowest mean loss."""
+    """Return an arm's best rate: the fewest runs fail at it, and among such rates its mean loss is lowest."""
     trials.choose_rate()
 
     def rank(rate: object) -> tuple[int, float]:
@@ -73,7 +73,7 @@ def spreads(trials: Trials, *, reference: str = "pre_ln", pairs: int = 5) -> Fra
 
 
 def detectable(std: float, pairs: int) -> float:
-    """The mean difference that a two-sided t test over so many pairs shows with a power of about 90 %."""
+    """Return the mean difference that a two-sided t test on so many pairs shows with a power of about 90 %."""
     from scipy import stats
 
     quantiles = stats.t.ppf([1 - (1 - CONFIDENCE) / 2, POWER], pairs - 1)
@@ -94,6 +94,6 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _std(values: Iterable[float]) -> float:
-    """Of a sample, with one less than the number in the denominator; NaN for fewer than two."""
+    """Return the standard deviation of a sample (n - 1); NaN for fewer than two values."""
     numbers = list(values)
     return statistics.stdev(numbers) if len(numbers) > 1 else math.nan

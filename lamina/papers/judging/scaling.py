@@ -121,7 +121,7 @@ def left_out(trials: Frame, size: str) -> float:
 
 
 def gap_trend(trials: Frame, arm: str, than: str) -> Trend:
-    """The line of the gap between two arms over log10 of the FLOPs, by least squares over (size, seed) pairs.
+    """Fit a line to the gap between two arms over log10 of the FLOPs, by least squares over (size, seed) pairs.
 
     Trials of one number of tokens per parameter: points of one run are not independent of one another.
 
@@ -153,7 +153,7 @@ def gap_trend(trials: Frame, arm: str, than: str) -> Trend:
 
 
 def compute_gain(trials: Frame, arm: str, than: str, *, cost: str = "flops") -> dict[str, float]:
-    """By size, how many times the cost of ``arm`` the other arm needs for the same mean loss.
+    """Return by size how many times the cost of ``arm`` the other arm needs for the same mean loss.
 
     Above 1, ``arm`` saves compute. The other arm's loss between its sizes is a straight line over the log of the cost;
     a size whose loss lies outside what the other arm reached is left out, since nothing there was seen.

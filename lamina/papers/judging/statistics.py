@@ -76,7 +76,7 @@ def p_above(values: Sequence[float]) -> float:
 
 
 def _signed_ranks(values: Sequence[float]) -> float:
-    """The share of all signs of the values whose positive ranks add up to at least as much; zeros say nothing."""
+    """Return the share of all sign patterns whose positive ranks sum to at least as much; zeros are left out."""
     import numpy as np
     from scipy import stats
 
@@ -113,7 +113,7 @@ def kendall(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> list[float]:
-    """Kendall's tau between the arms' means, for draws of each mean from its t distribution over the arm's values.
+    """Draw Kendall's tau between the arms' means, each drawn from its t distribution over the arm's values.
 
     An arm with one value is taken as known, one without a value ranks last.
     """
@@ -176,7 +176,7 @@ def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without scipy's warnings of nearly equal values: the result says it."""
+    """Silence scipy's warnings of nearly equal values, which the result shows anyway."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""Trials: the table of a study's results as its claims see it, and the measurements behind its rows."""
+"""The trials of a study for its claims: the table of results, and the measurements behind its rows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Trials:
 
     @property
     def table(self) -> Frame:
-        """The rows. Whoever takes them has read them whole (``reads``)."""
+        """The rows. Whoever takes them counts as having read them whole (``reads``)."""
         self._note("*")
         return self._table
 
@@ -80,7 +80,7 @@ class Trials:
         return Trials(self._table, axes=self.axes, scale=self.scale, measures=self._measures)
 
     def statuses(self) -> Frame:
-        """How each trial ended; all missing where nothing was trained."""
+        """The status of each trial; all missing in a study without training."""
         self._note("status")
         return self._table["status"] if "status" in self._table else self._table["seed"].where(False)
 
@@ -110,7 +110,7 @@ class Trials:
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best rate of an arm of these trials is at its sweep's edge: a better one may lie beyond it."""
+        """Whether an arm's best rate is at its sweep's edge, so that a better one may lie beyond."""
         return "at_edge" in self._table and bool(self._table["at_edge"].fillna(False).astype(bool).any())
 
     @property
@@ -148,7 +148,7 @@ class Trials:
         raise NotMeasured(f"the arm {arm!r}{nearest(arm, map(str, present))} (measured: {_listed(present)})")
 
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
-        """A column of one arm by seed, with ``status`` beside it: a frame with the seed as index, one row per seed.
+        """Return a column of one arm with ``status`` beside it, one row per seed, indexed by seed.
 
         Raises NotMeasured for an unknown column, and where the arm has several trials of a seed: then it is several
         arms, and the claim must choose.

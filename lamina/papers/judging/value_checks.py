@@ -1,4 +1,4 @@
-"""Checks of numbers by seed, from a probe's table or anywhere: against each other, a bound, a formula, an order."""
+"""Checks of numbers by seed against each other, a bound, a formula or an order."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: i
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Of the least-squares line through values at 0, 1, 2, ..."""
+    """Return the slope of the least-squares line through values at 0, 1, 2, ..."""
     center = (len(values) - 1) / 2
     return sum((x - center) * value for x, value in enumerate(values)) / sum(
         (x - center) ** 2 for x in range(len(values))

@@ -37,7 +37,7 @@ class Series:
 
     @property
     def bars(self) -> tuple[list[float], list[float]]:
-        """How far the spread reaches below and above each point."""
+        """Return how far the spread reaches below and above each point."""
         below = [y - low for low, y in zip(self.low, self.y, strict=True)]
         return below, [high - y for high, y in zip(self.high, self.y, strict=True)]
 
@@ -130,7 +130,7 @@ class Drawing:
         return len(names) > 1 and not names <= set(self.x.ticks)
 
     def height(self, reach: float) -> float | None:
-        """A height in heights of the data: 0 is its lowest point, 1 its highest; None for a figure without points."""
+        """Return a height in units of the data's range: 0 is the lowest point, 1 the highest; None without points."""
         lines = [series for panel in self.panels for series in panel.series]
         values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
         if not values:

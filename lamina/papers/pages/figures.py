@@ -65,12 +65,14 @@ _MAPPED = ("angular_distance",)  # drawn as a map unless the study says otherwis
 
 
 def drawings(study: StudyFolder) -> list[Drawing]:
-    """The figures of a study, the one of the paper's own form first; none of a study without a result."""
+    """Return the figures of a study, in the paper's own form first; none for a study without a result."""
     return chosen(study)[0]
 
 
 def chosen(study: StudyFolder) -> tuple[list[Drawing], list[Drawing]]:
-    """The figures of a study, and those that are left out: of what follows from its axes, only the first few."""
+    """Return the figures of a study, and those that are left out: only the first few that follow from its axes are
+    kept.
+    """
     written = _made(study, _written(study))
     made = list({**written, **_made(study, _default(study)), **written}.values())
     count = max(_MOST, len(written))
@@ -328,7 +330,7 @@ def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
 
 
 def _parts(rows: Frame, x: str) -> list[tuple[str, Frame]]:
-    """The parts of a layer that rows tell apart, by name: each sub-layer, each role, each of a few norms."""
+    """Return the parts of a layer that rows tell apart, by name: sub-layers, roles, or a few norms."""
     several = [name for name in _PARTS if name in rows and name != x and rows[name].nunique(dropna=False) > 1]
     if "index" in several and rows["index"].nunique() > _MOST_OF_ONE_KIND:
         several.remove("index")  # heads, ranks: their mean

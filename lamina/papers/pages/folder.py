@@ -1,4 +1,4 @@
-"""Reads what a study left: its folder, or its record, which has the same files."""
+"""Reading of a study's folder, or of its record, which has the same files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StudyFolder:
 
     @property
     def arm_axes(self) -> tuple[str, ...]:
-        """The axes that tell arms apart; of a study with none, the placement."""
+        """The axes that tell arms apart; the placement in a study without axes."""
         return tuple(axis for axis in self.axes if axis not in _NO_ARM) or ("placement",)
 
     @cached_property
@@ -91,7 +91,7 @@ class StudyFolder:
 
     @property
     def first_stage(self) -> Frame:
-        """The trials that no other trial comes before; all of them, in a study without stages."""
+        """The trials that come before any other; all trials in a study without stages."""
         if STAGE not in self.results:
             return self.results
         later = set(_mapping(self.definition_of_scale.get("then")))
@@ -99,16 +99,16 @@ class StudyFolder:
 
     @property
     def tuned(self) -> Frame:
-        """The trials at their arm's chosen rate; all, where no rate was tuned."""
+        """The trials at their arm's chosen rate; all trials if no rate was tuned."""
         return self.results[self.results["tuned"]] if self.results["tuned"].any() else self.results
 
     @property
     def measures(self) -> list[str]:
-        """The tables that are here, by the names of their files without the ending: ``end-angular_distance``."""
+        """The tables in the folder, by file name without its ending: ``end-angular_distance``."""
         return sorted(path.stem for path in (self.folder / TABLES).glob("*.parquet"))
 
     def table(self, measure: str) -> Frame:
-        """A measure's rows of all trials, with their axes' values, seed and status; empty where it cannot be read.
+        """Return a measure's rows of all trials with axes' values, seed and status; empty if it cannot be read.
 
         A column of the measure that has an axis's name is found by ``column_of``.
         """
@@ -133,7 +133,7 @@ class StudyFolder:
         return (*self.varied, *(("learning_rate",) if (rates > 1).any() else ()))
 
     def label(self, row: Mapping[str, object], without: Collection[str] = ()) -> str:
-        """The name of a row's arm: its values on the axes that vary, less some."""
+        """Return the name of a row's arm: its values on the varying axes, without some of these."""
         words = []
         for axis in (axis for axis in self.measured_axes if axis not in without and axis in row):
             value = row[axis]
@@ -144,7 +144,7 @@ class StudyFolder:
 
 
 def column_of(table: Frame, name: str) -> str:
-    """A measure's column of this name in what ``StudyFolder.table`` gives."""
+    """Return the column of this measure in what ``StudyFolder.table`` gives."""
     return f"{_MEASURED}{name}" if f"{_MEASURED}{name}" in table else name
 
 
@@ -177,7 +177,7 @@ def _results(path: Path) -> Frame:
 
 
 def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
-    """One row per group: mean, std and range of a column over the seeds that trained, and how all of them ended.
+    """Return one row per group: mean, std and range of a column over the trained seeds, and all their statuses.
 
     Returns the columns of ``by``, then mean, std (ddof 1), low, high, trained, trials, and ended ("5 finished",
     "3 finished, 2 diverged"). A column that is no loss counts whatever the status.
@@ -214,14 +214,14 @@ def value_of(rows: Frame, usual: str) -> str:
 
 
 def measuring(rows: Frame, column: str) -> Frame:
-    """The rows of the stages that measure a column; all of them, in a study without stages."""
+    """Return the rows of the stages that measure a column; all rows in a study without stages."""
     if STAGE not in rows or column not in rows:
         return rows
     return rows[rows.groupby(STAGE)[column].transform(lambda values: values.notna().any())]
 
 
 def arms(study: StudyFolder) -> Frame:
-    """One row per arm, at its rate, in the order of the study: label, placement, learning_rate, and ``over_seeds``.
+    """Return one row per arm at its rate, in the study's order: label, placement, learning_rate, and ``over_seeds``.
 
     In a study with stages, each stage shows its own value: a score, a reward, or a loss. Where several rates are left
     (a sweep that a claim reads), the arm stands at the one with the lowest mean among those at which the most seeds

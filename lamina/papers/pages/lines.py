@@ -1,4 +1,4 @@
-"""How a study's arms become lines and panels: one axis has the colors, the rest of the axes the panels."""
+"""A study's arms as lines and panels: one axis has the colors, the other axes are panels."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def value_title(study: StudyFolder, column: str) -> str:
 
 
 def arms_title(study: StudyFolder) -> str:
-    """What the table of arms counts: in a study with stages, each stage shows its own value."""
+    """Return the title of the table of arms; each stage of a study shows its own value."""
     return "score, reward or loss" if STAGE in study.axes else value_title(study, study.value)
 
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
-    """The axis that has the colors: the one wanted, else the placement, else the first that varies and is not x."""
+    """Return the axis that has the colors: the one wanted, or the placement, or the first varying one besides x."""
     if wanted in study.results or wanted == "placement":
         return wanted
     free = [axis for axis in study.varied if axis != x]
@@ -58,7 +58,7 @@ def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
 
 
 def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
-    """The look of each value of an axis: that of its placement where it stands for one, else one by its order.
+    """Return the look of each value on an axis: its placement's look, or else one by its order.
 
     Several values of one placement have its color, and differ in dash and marker.
     """
@@ -122,7 +122,7 @@ def axis(column: str, values: Iterable[object]) -> Axis:
 
 
 def joined(values: Iterable[object]) -> bool:
-    """Whether a line may join the values of an axis: numbers, or texts with a number in them."""
+    """Return whether a line may join an axis's values: numbers, or texts that contain a number."""
     return all(isinstance(value, float) or re.search(r"\d", str(value)) for value in ordered_values(values))
 
 
@@ -148,7 +148,7 @@ def point(value: object) -> Value:
 
 
 def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", numeric: bool = False) -> Series | None:
-    """A line through one row per point, as ``over_seeds`` makes them; None without a point.
+    """Make a line through one row of ``over_seeds`` per point; None without points.
 
     ``band``: the spread is the standard deviation ("std") or the range ("range"). ``numeric``: x stays a number even
     where it spans decades from 0, as training steps do.

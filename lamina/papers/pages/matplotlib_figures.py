@@ -197,14 +197,14 @@ def _scale(field: Axes, axis: Axis) -> None:
 
 
 def _turned(axis: Axis) -> bool:
-    """Whether the texts at the ticks of x need to be turned, to stand beside one another."""
+    """Return whether the labels on x must be turned to fit side by side."""
     if axis.has_texts:
         return max(len(str(tick)) for tick in axis.ticks) * len(axis.ticks) > 34
     return 5 < len(axis.ticks) <= 10
 
 
 def _places(values: Sequence[Value], axis: Axis) -> list[float]:
-    """Where values stand along x: numbers at themselves, texts by their order."""
+    """Return the positions of values on x: numbers at themselves, texts by their order."""
     if not axis.has_texts:
         return [value for value in values if isinstance(value, float)]
     order = {str(tick): place for place, tick in enumerate(axis.ticks)}

@@ -172,7 +172,7 @@ def _arms(folder: StudyFolder) -> str:
 
 
 def tolerances(folder: StudyFolder) -> dict[str, str]:
-    """By arm, over how many factors of 2 its rates stay within 0.02 nats of its best; empty without a swept loss.
+    """Return by arm how many factors of 2 its rates may span within 0.02 nats of its best; empty without a sweep.
 
     Over the seeds that every rate has. "≥" where the interval reaches the sweep's edge.
     """
@@ -220,7 +220,7 @@ _REFERENCE = "pre_ln"
 
 
 def resolution(folder: StudyFolder) -> list[str]:
-    """The section of a study that sweeps the learning rate of placements and tunes none; empty for any other study."""
+    """Return the section on a study that sweeps learning rates of placements and tunes none; empty for others."""
     if folder.arm_axes != ("placement",) or not folder.has_sweep or folder.results["tuned"].any():
         return []
     trials = Trials(folder.results, axes=list(folder.axes), scale=folder.scale)
@@ -315,7 +315,7 @@ def write_results(
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether it is the record of a study that has ended: one that was stopped has no verdicts."""
+    """Return whether a record is of a study that has ended; one that was stopped has no verdicts."""
     return all((folder / name).is_file() for name in (RESULTS, CLAIMS))
 
 
@@ -327,7 +327,7 @@ def _draw(drawing: Drawing, folder: Path) -> set[Path]:
 
 
 def _rounded(value: object) -> object:
-    """Numbers with as many digits as a figure shows: the same file on every machine."""
+    """Round numbers to the digits that a figure shows, so that every machine writes the same file."""
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items() if name != "template"}
     if isinstance(value, list):

@@ -15,7 +15,7 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "[": "&#91;"
 
 
 def plain(text: object) -> str:
-    """A text as Markdown that shows it as it is, on one line."""
+    """Escape a text so that Markdown shows its very characters, on one line."""
     line = " ".join(str(text).split())
     line = re.sub(r"[&<>|\[\]`]", lambda found: _ENTITIES[found[0]], line)
     return re.sub(r"\*|(?<!\w)_|_(?!\w)|^[#+-](?= )|^\d+(?=\. )", lambda found: _escaped(found[0]), line)

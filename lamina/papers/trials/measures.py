@@ -1,4 +1,4 @@
-"""What a study measures on a trial beyond its result: probes before and after training, and training records.
+"""Measures of a study's trials beyond their results: probes before and after training, and training records.
 
 A measure is "TIME/NAME": ``init/gradients``, ``end/angular_distance(tokens=all)``, ``records/layers``. Its table is a
 Parquet file in the trial's folder; measures.json says of each whether it was measured, or why it could not be.
@@ -71,7 +71,7 @@ def _file(folder: Path, measure: str) -> Path | None:
 
 
 def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -> None:
-    """Measure what a trial's folder does not have yet. A measure that does not apply is noted with its reason."""
+    """Measure what a trial's folder lacks. A measure that does not apply is noted with its reason."""
     wanted = missing(folder, measures)
     if not wanted:
         return

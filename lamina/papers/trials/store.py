@@ -1,4 +1,4 @@
-"""The store of trials, each in a folder named by its key, and the records of studies that were run before."""
+"""The store of trials, each in a folder named by its key, and the records of earlier studies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Records:
 
     @cached_property
     def rows(self) -> dict[str, Json]:
-        """The result of every recorded trial that ended, by its key. Raises UserError for a file that can't be read."""
+        """Return the result of every recorded trial by its key. Raises UserError for a file that can't be read."""
         import pandas as pd
 
         tables, places = [], set()
@@ -69,7 +69,7 @@ class Records:
         return rows
 
     def row(self, trial: StudyTrial) -> Json | None:
-        """The recorded result of a trial; None if there is none. Raises UserError for one that is another trial's."""
+        """Return the recorded result of a trial; None without one. Raises UserError if it is another trial's."""
         row = self.rows.get(trial.key)
         own = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
         for name, value in own.items():
@@ -89,7 +89,7 @@ class Records:
         return self._tables[measure].get(key)
 
     def _files(self, name: str) -> list[Path]:
-        """The records' files of a name, the study's own last: what is read later counts."""
+        """List the records' files of a name, the study's own last, since later ones win."""
         own = self.folder / self.own / name
         return sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == own, path))
 
@@ -102,13 +102,13 @@ class Records:
 
 
 def _places(table: pd.DataFrame) -> set[str]:
-    """The columns of a study's axes: a trial's place in that study, which is none of its results."""
+    """Return the columns that are only a trial's place on a study's axes, not part of its result."""
     ahead = [str(name) for name in table.columns[: list(table.columns).index("tuned")]]
     return set(ahead) - {"key", *columns.names()}
 
 
 def _filled(row: Json, other: Json) -> Json:
-    """A trial's row, with what only another study's record of it has: an older record lacks later columns."""
+    """Return a trial's row, with columns that only another study's newer record of it has."""
     if row.get("eval_loss") != other.get("eval_loss"):
         return row  # trained again, on another kind of machine
     return {**other, **{name: value for name, value in row.items() if value is not None or name not in other}}
@@ -178,7 +178,7 @@ class StoredTask(Task):
 
 
 def refuse_another(folder: Path) -> None:
-    """Raise UserError if a folder of the store does not hold the trial whose key is its name: it may be a copy."""
+    """Raise UserError if a folder of the store does not hold the trial of its name; it may be a copy."""
     path = folder / IDENTITY
     if not path.is_file() and not (folder / RESULT).is_file():
         return  # it has not begun
@@ -197,7 +197,7 @@ def refuse_another(folder: Path) -> None:
 
 
 def _as_stored(settings: Settings, folder: Path) -> Settings:
-    """The settings with the words that the trial's folder has for them.
+    """Return the settings in the words of the trial's folder.
 
     The folder's name is the hash of what they mean, so these only differ in how they say it: a depth that is the
     backbone's own or given, another path of the same text.
@@ -298,7 +298,7 @@ class Store:
         return lines
 
     def _inherited(self, trial: StudyTrial) -> Json | None:
-        """The result of a trial whose model did not train: it has nothing to start from."""
+        """Return the status of an input whose model did not train, as this trial's result; None if all trained."""
         for source in trial.inputs.values():
             result = self.result(source)
             if result is not None and result["status"] in UNTRAINED:
@@ -317,7 +317,7 @@ class Store:
         return result
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """A measure's table of one trial; None if it has none, or one that is not as it was written."""
+        """Read a measure's table of one trial; None if it has none or the file was altered."""
         table = measures.table(self.place(key), measure)
         return table if table is not None else self.records.table(key, measure)
 

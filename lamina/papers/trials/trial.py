@@ -53,7 +53,7 @@ YOUNGER: Json = {
 
 
 def identity(job: str, settings: Settings) -> Json:
-    """Everything that decides a trial's numbers. Raises UserError for a placement or a corpus that can't be read."""
+    """Return everything that decides a trial's numbers. Raises UserError for an unreadable placement or corpus."""
     values = settings.to_dict()
     placement, layers = str(values.pop("placement")), values.pop("num_layers", None)
     plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
@@ -73,7 +73,7 @@ def identity(job: str, settings: Settings) -> Json:
 
 
 def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Json:
-    """Everything that decides the numbers of a trial that starts from others.
+    """Return everything that decides the numbers of a trial that starts from other trials.
 
     ``inputs``: by setting, the key of the trial whose folder it takes. Raises UserError for data that can't be read.
     """
@@ -94,13 +94,13 @@ def key(identity: Json) -> str:
 
 
 def read_again() -> None:
-    """Forget what is known of texts and placement files: they may have changed since they were read."""
+    """Forget cached texts and placement files, which may have changed."""
     for known in (_plan, _text, _depth, _files):
         known.cache_clear()
 
 
 def _deciding(values: Json, undecided: frozenset[str], others: Iterable[str]) -> Json:
-    """The settings that decide the numbers, without ``others``."""
+    """Return the settings that decide the numbers, without ``others``."""
     left_out = {*others, *(undecided - OF_A_ROLLBACK if values.get("rollback") else undecided)}
     return {
         name: value
@@ -110,7 +110,7 @@ def _deciding(values: Json, undecided: frozenset[str], others: Iterable[str]) ->
 
 
 def _places(settings: Json) -> Json:
-    """The content of the folders that settings name, by setting, as a part of an identity; none for a name."""
+    """Return the content of the folders that settings name, by setting; names without a folder have none."""
     found = {
         name: _files(str(path), ignored)
         for name, ignored in PLACES.items()
@@ -129,14 +129,14 @@ def _files(folder: str, ignored: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1024)
 def _plan(placement: str, num_layers: int) -> tuple[str, str]:
-    """The hash of what a plan computes, whatever it is called, and the initializer that it recommends."""
+    """Hash what a plan computes, without its name, and the initializer that it recommends."""
     plan = resolve(placement, num_layers)
     unnamed = {name: value for name, value in _changed(plan).items() if name not in _NAMES}
     return _hash(unnamed), plan.initialization or "normal"
 
 
 def _changed(value: object) -> Json:
-    """A plan's fields that are not at their defaults: a field that a plan gets later changes no older key."""
+    """Return a plan's fields that are not at their defaults, so that new fields change no older key."""
     assert is_dataclass(value)
     found = {}
     for entry in fields(value):
@@ -151,7 +151,7 @@ def _changed(value: object) -> Json:
 
 
 def _content(source: str) -> str:
-    """What a name stands for: a file's hash, the version of what is generated, else the name itself."""
+    """Return a name's content: a file's hash, the version of generated data, or else the name itself."""
     file, _, rest = source.rpartition(":") if ".py:" in source else (source, "", "")
     if (path := Path(file).expanduser()).is_file():
         return f"{sha256(path)} {rest}".strip()
@@ -229,7 +229,7 @@ class StudyTrial:
 
 
 def may_be(trial: StudyTrial, placement: str) -> bool:
-    """Whether a placement's name may be another one for the first trial's plan: it is, or it can't be read here."""
+    """Return whether a placement's name may mean the first trial's plan: it does, or it can't be read here."""
     try:
         settings = replace(trial.settings, placement=placement)
         return identity(trial.job, settings)["plan"] == trial.identity["plan"]
