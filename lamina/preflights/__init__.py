@@ -1,1 +1,1 @@
-"""Preflight: the first steps of a planned run, looked at layer by layer, and a verdict on the rest of it."""
+"""Preflight: the first steps of a planned run, measured layer by layer, and a verdict on the rest."""

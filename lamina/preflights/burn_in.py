@@ -68,7 +68,7 @@ class Proxy:
 
 
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
-    """The planned run, with fewer blocks per step and then a narrower model until ``steps`` take at most ``flops``.
+    """Reduce the planned run until ``steps`` take at most ``flops``: fewer blocks per step, then a narrower model.
 
     Depth is never reduced; a step keeps at least 256 tokens; the width is halved as long as the backbone allows it,
     down to 64.

@@ -147,7 +147,7 @@ def burn_in_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> BurnIn:
-    """The burn-in of a planned run, measured halfway, at its end, and after each further quarter of it.
+    """Burn in a planned run, measured halfway, at the end, and after each further quarter.
 
     It takes the requested steps, or the warm-up plus half the requested steps if that is more. Another quarter
     follows while ``is_undecided`` holds for the features, up to three times the requested steps and 60 % of the run.
@@ -176,7 +176,7 @@ def burn_in_of(
 
 
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
-    """The steps of the burn-in and of its warm-up: the run's own, but at most twice the requested steps.
+    """Return the steps of the burn-in and of its warm-up, which is at most twice the requested steps.
 
     A warm-up that is too short is unfair: placements that survive with a long one would count as lost.
     """

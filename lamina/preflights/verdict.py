@@ -191,7 +191,7 @@ def chance(numbers: Features, fitted: Json) -> float:
 
 
 def collapsed(numbers: Features, fitted: Json) -> bool:
-    """Whether a layer is cut off: its Jacobian to the last state has almost vanished and the input is not used."""
+    """Return whether a layer is cut off: its Jacobian has almost vanished, and the input is not used."""
     rule = fitted["collapse"]
     return numbers.jacobian < rule["jacobian"] and numbers.context < rule["context"]
 
@@ -252,7 +252,7 @@ class Case:
 
     @property
     def norms_on_skip(self) -> int:
-        """Sub-layers with a norm on their sum: each divides the gradient by the sum's standard deviation."""
+        """Count the sub-layers with a norm on their sum, which divides the gradient by the sum's standard deviation."""
         return sum(
             sub.post_norm is not None for layer in self.plan.layers for sub in (layer.attention, layer.feed_forward)
         )
