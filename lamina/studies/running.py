@@ -140,7 +140,7 @@ def _reap(
     ended: Callable[[str, Json], None],
     missing: str = "failed",
 ) -> list[str]:
-    """Report the trials whose processes have ended; returns those that another driver runs."""
+    """Report the trials whose processes have ended; return those that another driver runs."""
     busy = []
     for trial, process in list(running.items()):
         if (code := process.exit_code()) is None:
