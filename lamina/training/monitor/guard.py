@@ -182,7 +182,7 @@ Point = tuple[float, float]  # step, loss
 
 
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
-    """A clause with two losses if the loss still falls at the end of a run of ``steps``; else None.
+    """Return a clause with two losses if the loss still falls at the end of ``steps`` steps; None otherwise.
 
     It still falls if, at the pace of the end, as many steps again would lower it by STILL_FALLING nats; or, for a loss
     above ``entropy`` (the plateau on which runs get stuck), if that pace is at least UNSLOWED of the whole run's.
