@@ -1,6 +1,6 @@
 """The registry of placements: ``@placement`` adds one.
 
-The schemes are in ``schemes/``. Everything else (command line, docs, diagrams, tests) iterates over the registry.
+A scheme is one file of ``schemes/``. Everything else (command line, docs, diagrams, tests) iterates over the registry.
 """
 
 from __future__ import annotations

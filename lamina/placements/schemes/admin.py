@@ -1,0 +1,38 @@
+"""Admin: Post-LN with a learned vector on every skip, started from profiled variances."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "admin",
+    title="Admin",
+    equation=("y = LN(omega_1 * x + A(x))", "x' = LN(omega_2 * y + F(y))", "omega: one learned vector per sub-layer"),
+    source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; profile-free: admin-torch",
+    initialization="admin",
+    advice=(
+        "Mix-LN's baseline at 250M: learning rate 1e-3, warm-up 10 %; omega from the profiling pass of init admin. The "
+        "authors' embedding has unit variance; after one of 0.02 all omegas but the first start near 0.02 instead of 1 "
+        "(embedding_norm=true avoids it)"
+    ),
+)
+def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] = "profiled") -> Plan:
+    """Starts each skip as strong as the sum of the branches below it, so that no branch dominates early training.
+
+    Args:
+        omega: where it starts: "profiled" by one forward pass (init admin); or, of n = 2 N sub-layers and without any
+            pass, "log": sqrt((n + 1) / ln(n + 1) - 1), "sqrt": sqrt(n), "one": 1 (use another init with these, such
+            as normal; init admin would overwrite them).
+    """
+    n = 2 * num_layers
+    start = {"profiled": 1.0, "log": math.sqrt((n + 1) / math.log(n + 1) - 1), "sqrt": math.sqrt(n), "one": 1.0}[omega]
+    sublayer = Sublayer(post_norm=Norm(), skip_scale=start, skip_scale_learned="vector")
+    return Plan(
+        layers=(Layer.of(sublayer),) * num_layers,
+        initialization="admin" if omega == "profiled" else "normal",
+    )

@@ -1,0 +1,41 @@
+"""DeepNorm: Post-LN with a scaled skip and small initial branches."""
+
+from __future__ import annotations
+
+from lamina.errors import UserError
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "deepnorm",
+    title="DeepNorm",
+    equation=("y = LN(alpha x + A(x))", "x' = LN(alpha y + F(y))", "alpha = (2 N)^(1/4), beta = (8 N)^(-1/4)"),
+    source="DeepNet (arXiv 2203.00555) Fig 2",
+    initialization="deepnorm",
+    advice="largest stable rate 3.5e-4 at 64 and 512 layers (Keel Table 1); without init deepnorm it is not DeepNorm",
+)
+def deepnorm(
+    num_layers: int, *, alpha: float | None = None, beta: float | None = None, scale_gate: bool = False
+) -> Plan:
+    """Bounds the model's update: alpha strengthens the skip, beta shrinks what each branch starts with.
+
+    Args:
+        alpha: the constant on the skip; default (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models.
+            In an encoder-decoder of N and M blocks: encoder 0.81 (N^4 M)^(1/16), decoder (3 M)^(1/4).
+        beta: the gain on the initial value, output and feed-forward weights; default (8 N)^(-1/4).
+            Encoder 0.87 (N^4 M)^(-1/16), decoder (12 M)^(-1/4).
+        scale_gate: apply beta to a gated feed-forward's gate as well (the paper has no gate; without it the branch's
+            output keeps the paper's factor beta^2).
+    """
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if value is not None and value <= 0:
+            raise UserError(f"placement 'deepnorm': option {name!r} is {value!r} (allowed: a number above 0)")
+    gain = float((8 * num_layers) ** -0.25 if beta is None else beta)
+    sublayer = Sublayer(
+        post_norm=Norm(),
+        skip_scale=(2 * num_layers) ** 0.25 if alpha is None else float(alpha),
+        weight_gain=gain,
+        gate_gain=gain if scale_gate else 1.0,
+    )
+    return Plan(layers=(Layer.of(sublayer),) * num_layers)

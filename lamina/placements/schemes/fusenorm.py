@@ -1,0 +1,31 @@
+"""FuseNorm (also SpanNorm): Post-LN whose feed-forward skip starts at the block's input."""
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "fusenorm",
+    title="FuseNorm",
+    equation=(
+        "y = LN(x + A(x))",
+        "x' = LN(x + F(y))",
+        "block 1:  y = LN(E + A(LN E)),  x' = LN(E + F(y))",
+    ),
+    source="FuseNorm (SpanNorm, arXiv 2601.22580) Eq 5-8",
+    initialization="scaled",
+    advice="learning rate 2e-4 (740M to 5B), 1.2e-4 at 128 layers, 200 steps of warm-up; needs the scaled init",
+)
+def fusenorm(num_layers: int, *, first_layer_norm: bool = True) -> Plan:
+    """The feed-forward reads y but its skip carries x, so one norm, not two, stands on a block's residual path.
+
+    Args:
+        first_layer_norm: the additional norm on the first attention's input (Eq 7); the skips carry the raw embedding
+            either way.
+    """
+    feed_forward = Sublayer(skip="block_input", post_norm=Norm())
+    first = Layer(
+        attention=Sublayer(pre_norm=Norm() if first_layer_norm else None, post_norm=Norm()), feed_forward=feed_forward
+    )
+    rest = Layer(attention=Sublayer(post_norm=Norm()), feed_forward=feed_forward)
+    return Plan(layers=(first,) + (rest,) * (num_layers - 1))

@@ -1,0 +1,30 @@
+"""Group-LN: Pre-LN whose norms treat groups of a token's channels on their own."""
+
+from __future__ import annotations
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "group_ln",
+    title="Group-LN",
+    equation=(
+        "y = x + A(GN x)",
+        "x' = y + F(GN y)",
+        "GN: RMSNorm over each of G groups of channels",
+        "logits = W GN(x_N)",
+    ),
+    source="Wu & He 2018 (arXiv 1803.08494); a baseline of Mix-LN Table 6, which does not say which variant it is",
+    initialization="normal",
+    advice="Mix-LN's baseline at 250M: learning rate 1e-3, warm-up 10 %",
+)
+def group_ln(num_layers: int, *, groups: int = 8) -> Plan:
+    """The causal reading of a group norm: statistics of one token only. Megalodon's accumulates them over time instead.
+
+    Args:
+        groups: parts of equal width; must divide the hidden size.
+    """
+    norm = Norm(kind="group", groups=groups)
+    layer = Layer.of(Sublayer(pre_norm=norm))
+    return Plan(layers=(layer,) * num_layers, final_norm=norm)

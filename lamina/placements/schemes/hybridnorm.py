@@ -1,0 +1,54 @@
+"""HybridNorm and HybridNorm*: norms on q, k and v, and one norm around the feed-forward."""
+
+from __future__ import annotations
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+_SOURCE = "HybridNorm (arXiv 2503.04598) Sec 3.2"
+_ADVICE = "learning rate 3e-4 at 550M to 1.2B in the paper, falling to a tenth; SmallInit scaled by depth"
+# The norm before the feed-forward is applied once and is both its input and its skip: that of the attention's sum.
+_ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
+
+
+@placement(
+    "hybridnorm",
+    title="HybridNorm",
+    equation=(
+        "y = x + A_qkv(x)",
+        "z = LN(y)",
+        "x' = z + F(z)",
+        "A_qkv: per-head norms on q, k and v",
+        "logits = W LN(x_N)",
+    ),
+    source=_SOURCE,
+    initialization="small_scaled",
+    advice=_ADVICE,
+)
+def hybridnorm(num_layers: int) -> Plan:
+    """Normalizes inside the attention and around the feed-forward; the feed-forward's skip carries the normed state."""
+    layer = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)
+    return Plan(layers=(layer,) * num_layers, final_norm=Norm(), qk_norm="head", v_norm="head")
+
+
+@placement(
+    "hybridnorm_star",
+    title="HybridNorm*",
+    equation=(
+        "y = x + A_qkv(x)",
+        "z = LN(y)",
+        "x' = z + F(z)",
+        "block 1:  y = x + A_qkv(LN x),  x' = y + F(LN y)",
+        "logits = W LN(x_N)",
+    ),
+    source=_SOURCE + ", Eq 10",
+    initialization="small_scaled",
+    advice=_ADVICE,
+)
+def hybridnorm_star(num_layers: int) -> Plan:
+    """HybridNorm with a Pre-LN first block, which keeps its norms on q, k and v."""
+    pre = Sublayer(pre_norm=Norm())
+    first = Layer.of(pre)
+    rest = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)
+    layers = (first,) + (rest,) * (num_layers - 1)
+    return Plan(layers=layers, final_norm=Norm(), qk_norm="head", v_norm="head")

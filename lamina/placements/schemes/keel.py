@@ -1,0 +1,65 @@
+"""Keel: Post-LN with a strong skip and a norm inside the branch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lamina.errors import UserError
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "keel",
+    title="Keel",
+    equation=(
+        "y = LN(alpha x + A(LN x))",
+        "x' = LN(alpha y + F(LN y))",
+        "block 1:  y = x + A(LN x),  x' = LN(y + F(LN y))",
+        "alpha = 2 N, the number of sub-layers",
+    ),
+    source="Keel (arXiv 2601.19895) Sec 4; first layer: Sec 4.3",
+    initialization="normal",
+    advice="learning rate 9e-3 at 64 and 128 sub-layers, 6e-3 at 512, 4.5e-3 at 1024; 2500 steps of warm-up",
+)
+def keel(
+    num_layers: int,
+    *,
+    alpha: float | None = None,
+    learnable_alpha: bool = False,
+    variant: Literal["keel", "scale", "scale_gain", "scale_gain_norm"] = "keel",
+    first_layer: Literal["paper", "post_ln", "keel"] = "paper",
+) -> Plan:
+    """The outer norm fixes the stream's scale and alpha lets its gradient pass: the product of Jacobians tends to 1.
+
+    Args:
+        alpha: the constant on the skip (default: the number of sub-layers, 2 N; the paper never learns it).
+        learnable_alpha: make each alpha a learned scalar that starts at this value.
+        variant: "keel", or one of the ablations of Sec 4.2: "scale" is LN(alpha x + F(x)), "scale_gain" is
+            LN(alpha x + F(b * x)) with a learned vector b, "scale_gain_norm" is LN(alpha x + F(b * LN(x))), its norm
+            without a gain of its own. The last is Keel itself, for b is then the inner norm's gain: the same function
+            of the same number of parameters, here to follow the paper's steps.
+        first_layer: "paper": the first attention has no outer norm and alpha = 1, the first feed-forward alpha = 1;
+            "post_ln": as the paper, but the first feed-forward without its inner norm (the other reading of "degrades
+            to standard Pre-LN or Post-LN blocks"); "keel": no exception.
+    """
+    if alpha is not None and alpha <= 0:
+        raise UserError(f"placement 'keel': option 'alpha' is {alpha!r} (allowed: a number above 0)")
+    skip_scale = float(2 * num_layers if alpha is None else alpha)
+    inner = {"keel": Norm(), "scale": None, "scale_gain": None, "scale_gain_norm": Norm(learnable_gain=False)}[variant]
+    gain: Literal["no", "vector"] = "vector" if variant in ("scale_gain", "scale_gain_norm") else "no"
+    sublayer = Sublayer(
+        pre_norm=inner,
+        post_norm=Norm(),
+        skip_scale=skip_scale,
+        skip_scale_learned="scalar" if learnable_alpha else "no",
+        pre_scale_learned=gain,
+    )
+    rest = Layer.of(sublayer)
+    first = rest
+    if first_layer != "keel":
+        first = Layer(
+            attention=Sublayer(pre_norm=Norm()),
+            feed_forward=Sublayer(pre_norm=Norm() if first_layer == "paper" else None, post_norm=Norm()),
+        )
+    return Plan(layers=(first,) + (rest,) * (num_layers - 1))

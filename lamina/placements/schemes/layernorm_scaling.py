@@ -1,0 +1,24 @@
+"""LayerNorm Scaling: Pre-LN whose norms' outputs shrink with depth."""
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "layernorm_scaling",
+    title="LayerNorm Scaling",
+    equation=(
+        "y = x + A(LN(x) / sqrt(l))",
+        "x' = y + F(LN(y) / sqrt(l))",
+        "l = 1 .. N, the block",
+        "logits = W LN(x_N)",
+    ),
+    source="LayerNorm Scaling (arXiv 2502.05795) Eq 5",
+    initialization="normal",
+    advice="learning rate 1e-3 to 350M, 5e-4 at 1B, warm-up 10 %; its authors say the scaled init weakens the effect",
+)
+def layernorm_scaling(num_layers: int) -> Plan:
+    """The factor stands on the norm's output, so deep layers read a smaller input; the final norm is not scaled."""
+    sublayers = [Sublayer(pre_norm=Norm(), pre_scale=index**-0.5) for index in range(1, num_layers + 1)]
+    layers = tuple(Layer.of(sublayer) for sublayer in sublayers)
+    return Plan(layers=layers, final_norm=Norm())

@@ -1,0 +1,63 @@
+"""Mix-LN: Post-LN in the first layers, Pre-LN in the rest."""
+
+from __future__ import annotations
+
+import logging
+from fractions import Fraction
+
+from lamina.errors import UserError
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+logger = logging.getLogger(__name__)
+
+
+@placement(
+    "mix_ln",
+    title="Mix-LN",
+    equation=(
+        "blocks 1 .. floor(alpha N):  y = LN(x + A(x)),  x' = LN(y + F(y))",
+        "the other blocks:            y = x + A(LN x),   x' = y + F(LN y)",
+        "logits = W LN(x_N)",
+    ),
+    source="Mix-LN (arXiv 2412.13795) Sec 3",
+    initialization="normal",
+    advice="learning rate 1e-3 up to 350M and 5e-4 from 1B in the paper, warm-up 10 %; alpha 0.0625 at 7B",
+)
+def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers: int | None = None) -> Plan:
+    """Post-LN's large gradients in the deep layers of its part meet Pre-LN's large ones in the early layers of its own.
+
+    Args:
+        alpha: the share of Post-LN layers, the border being floor(alpha N) in exact arithmetic (default 0.25;
+            a fraction such as "1/3" is taken exactly).
+        num_post_layers: the number of Post-LN layers itself, in place of alpha.
+    """
+    if alpha is not None and num_post_layers is not None:
+        raise UserError("placement 'mix_ln': give 'alpha' or 'num_post_layers', not both")
+    if num_post_layers is None:
+        share = _exact(0.25 if alpha is None else alpha)
+        num_post_layers = share.numerator * num_layers // share.denominator
+        if num_post_layers == 0 and share > 0:
+            logger.warning(
+                "mix_ln: floor(%s * %d) is 0 Post-LN layers, so this is Pre-LN; raise alpha or give num_post_layers",
+                *(alpha or 0.25, num_layers),
+            )
+    if not 0 <= num_post_layers <= num_layers:
+        raise UserError(
+            f"placement 'mix_ln': option 'num_post_layers' is {num_post_layers} (allowed: 0 to {num_layers})"
+        )
+    post, pre = Sublayer(post_norm=Norm()), Sublayer(pre_norm=Norm())
+    layers = (Layer.of(post),) * num_post_layers
+    layers += (Layer.of(pre),) * (num_layers - num_post_layers)
+    return Plan(layers=layers, final_norm=Norm())
+
+
+def _exact(alpha: float | str) -> Fraction:
+    """0.29 means 29/100, not the nearest float below it: floor(.29 * 100) is 29."""
+    try:
+        share = Fraction(str(alpha))
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(-1)
+    if not 0 <= share <= 1:
+        raise UserError(f"placement 'mix_ln': option 'alpha' is {alpha!r} (allowed: 0 to 1)")
+    return share

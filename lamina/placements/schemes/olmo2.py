@@ -1,0 +1,38 @@
+"""OLMo 2's reordered norm, and the same wiring on its own (B in the Peri-LN paper's Figure 2)."""
+
+from __future__ import annotations
+
+from lamina.placements.plan import HeadNorm, Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+def _plan(num_layers: int, qk_norm: HeadNorm = "off") -> Plan:
+    sublayer = Sublayer(out_norm=Norm())
+    layer = Layer.of(sublayer)
+    return Plan(layers=(layer,) * num_layers, final_norm=Norm(), qk_norm=qk_norm)
+
+
+@placement(
+    "olmo2",
+    title="OLMo 2",
+    equation=("y = x + LN(A(x))", "x' = y + LN(F(y))", "A: norms on q and k, full width", "logits = W LN(x_N)"),
+    source="OLMo 2 (arXiv 2501.00656) Sec 3.2",
+    initialization="normal",
+    advice="FuseNorm's baseline at 5B: learning rate 2e-4, 200 steps of warm-up",
+)
+def olmo2(num_layers: int) -> Plan:
+    """The norm stands on each module's output, none on its input; queries and keys are normed over their full width."""
+    return _plan(num_layers, qk_norm="full")
+
+
+@placement(
+    "out_ln",
+    title="Output-LN",
+    equation=("y = x + LN(A(x))", "x' = y + LN(F(y))", "logits = W LN(x_N)"),
+    source="Peri-LN (arXiv 2502.02732) Table 5, position B",
+    initialization="normal",
+    advice="learning rate 2e-3, warm-up 10 % in the Peri-LN paper, where it diverged",
+)
+def out_ln(num_layers: int) -> Plan:
+    """OLMo 2's wiring without its norms on queries and keys: position B alone."""
+    return _plan(num_layers)

@@ -1,0 +1,19 @@
+"""Pre-Post-LN: a norm on each module's input and on each sum (A and C in the Peri-LN paper's Figure 2)."""
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "pre_post_ln",
+    title="Pre-Post-LN (A + C)",
+    equation=("y = LN(x + A(LN x))", "x' = LN(y + F(LN y))"),
+    source="Peri-LN (arXiv 2502.02732) Table 5, positions A + C",
+    initialization="normal",
+    advice="learning rate 2e-3, warm-up 10 % in the Peri-LN paper, where it was level with Post-LN",
+)
+def pre_post_ln(num_layers: int) -> Plan:
+    """Post-LN with a norm inside the branch: Keel without its alpha and its first layer."""
+    sublayer = Sublayer(pre_norm=Norm(), post_norm=Norm())
+    layer = Layer.of(sublayer)
+    return Plan(layers=(layer,) * num_layers)
