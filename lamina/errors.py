@@ -57,7 +57,7 @@ def did_you_mean(name: str | None) -> str:
 
 
 def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:
-    """The error for a name that is not in a list: names the field, the value, the nearest name and all allowed ones."""
+    """Return the error for an unknown name: it has the field, the value, the nearest name and all allowed ones."""
     names = sorted(allowed)
     listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
     shown = shortened(repr(value), 200)
@@ -90,7 +90,7 @@ def out_of_memory(error: BaseException | None) -> str | None:
 
 
 def mark_reported(error: BaseException) -> None:
-    """Note on an exception that another process of the run reports it: one line for all."""
+    """Note that another process of the run reports this exception: one line for all."""
     error.__dict__["already_reported"] = True
 
 
