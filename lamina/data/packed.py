@@ -109,7 +109,7 @@ class _Packing:
     progress: bool
 
     def blocks(self, corpus: SingleCorpus, root: Path, eval_fraction: float, trained: bool) -> Blocks:
-        """Return the blocks of a corpus from the cache in ``root``, packed first where the cache does not have them.
+        """Return the blocks of a corpus from the cache in ``root``, after packing them if they are not there.
 
         ``trained``: whether the tokenizer was trained on the corpus without ``eval_fraction`` of it.
         """

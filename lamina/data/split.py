@@ -40,7 +40,7 @@ class Segment:
 
 
 def piece_chars(total_chars: int) -> int:
-    """Return the length of a piece: 1 to 64 thousand characters, fewer where that would make less than about 20 pieces.
+    """Return the length of a piece: 1 to 64 thousand characters, fewer if that would make less than about 20 pieces.
 
     Many pieces make the held-out text representative. Long pieces keep its context whole. A few hundred give both.
     """

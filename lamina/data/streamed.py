@@ -166,7 +166,7 @@ class Division:
     limits: dict[int, int] = field(default_factory=dict)
 
     def stats(self, held_out: np.ndarray, known: np.ndarray, fingerprint: str) -> BlockStats:
-        """Return the numbers of both splits, of which only those of the blocks ``held_out`` and ``known`` are known."""
+        """Return the numbers of both splits; only those of the blocks ``held_out`` and ``known`` are known."""
         vocab_size = self.held_out.encoder.vocab_size
         return BlockStats(
             train_tokens=0,
@@ -215,7 +215,7 @@ def hold_out(
 
 
 def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: int) -> Iterator[tuple[int, Segment]]:
-    """Yield segments with their shards, until enough is held out: about as much from each of up to 64 shards."""
+    """Yield segments with their shards until enough is held out, about as much from each of up to 64 shards."""
     count = len(shards.shards)
     per_shard = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
     for shard in np.random.default_rng(0).permutation(count).tolist():

@@ -48,7 +48,7 @@ class Passages:
 
 @cache
 def passages(*, held_out: bool) -> Passages:
-    """The sentences of the part that `lamina pretrain` holds out of the corpus by default, or of the rest."""
+    """Return the sentences that `lamina pretrain` holds out of the corpus by default, or the other ones."""
     corpus = EmbeddedCorpus()
     chars = piece_chars(count_chars(corpus))
     book, books = "", {title: list[str]() for title in BOOKS}
@@ -195,7 +195,7 @@ def order(rng: random.Random, source: Passages) -> Item:
 
 @_task("arithmetic", "Arithmetic")
 def arithmetic(rng: random.Random, source: Passages) -> Item:
-    """The sum or difference of two two-digit numbers; the wrong ones are off by 1, 2 or 10."""
+    """Ask for the sum or difference of two-digit numbers; wrong answers are off by 1, 2 or 10."""
     first, second = rng.randint(10, 99), rng.randint(10, 99)
     first, second = max(first, second), min(first, second)
     plus = rng.random() < 0.5
@@ -206,7 +206,7 @@ def arithmetic(rng: random.Random, source: Passages) -> Item:
 
 @_task("sorting", "Sorting")
 def sorting(rng: random.Random, source: Passages) -> Item:
-    """Five different letters in alphabetical order; the wrong answers have two neighbors swapped."""
+    """Ask for five different letters in alphabetical order; wrong answers have two neighbors swapped."""
     letters = rng.sample("abcdefghijklmnopqrstuvwxyz", 5)
     right = sorted(letters)
     wrong = []

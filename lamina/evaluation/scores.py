@@ -1,4 +1,4 @@
-"""Scores: what a model reached on a task and on each of its items, as rows of tables."""
+"""Scores: a model's numbers on a task and on each of its items, as rows of tables."""
 
 from __future__ import annotations
 

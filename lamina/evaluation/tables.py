@@ -126,7 +126,7 @@ class ScoreTable:
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def latex(self) -> str:
-        """Return a LaTeX table with booktabs' rules; the best number of each column is bold, in every line with it."""
+        """Return a LaTeX table with booktabs' rules; every occurrence of a column's best number is bold."""
         body = []
         for number, line in enumerate(self.lines):
             texts = [

@@ -127,7 +127,7 @@ class Tasks:
             raise UserError(f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {allowed})")
 
     def tagged(self, name: str) -> list[str] | None:
-        """The tasks of a tag; None for a name that is a task, a group or nothing."""
+        """Return the tasks of a tag; None if the name is not a tag."""
         if name in self.own:
             return None
         tasks = {task for task, (_, config) in self.own.items() if name in _strings(config.get("tag"))}

@@ -68,7 +68,7 @@ class LabeledImages(ABC):
         return
 
     def check(self) -> None:
-        """Raise UserError for a set that not all can be learned from: a single class, no image, none of a class."""
+        """Raise UserError for a set that cannot be learned from: one class, no images, or a class without any."""
         if len(self.classes) < 2:
             classes = "1 class, " + repr(self.classes[0]) if self.classes else "no classes"
             raise UserError(f"corpus: {self.spec!r} has {classes} (allowed: at least 2)")
@@ -106,7 +106,7 @@ def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.n
 
 
 def class_entropy(train: Sequence[int] | np.ndarray, held_out: Sequence[int] | np.ndarray, classes: int) -> float:
-    """Cross-entropy of the held-out classes under the add-one smoothed frequencies of the others, in nats."""
+    """Return the cross-entropy of the held-out classes under the others' add-one smoothed frequencies, in nats."""
     counts = np.bincount(np.asarray(train), minlength=classes)
     log_probability = np.log(counts + 1) - np.log(counts.sum() + classes)
     return float(-log_probability[np.asarray(held_out)].mean())
@@ -180,7 +180,7 @@ class ImageFiles(LabeledImages):
             return in_8_bits(picture, "RGB")
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Decode every image of a small set; of a large one, read what each file says of itself."""
+        """Decode every image of a small set; check the files of a large one as far as Pillow does without decoding."""
         small = len(self.paths) <= _DECODED
         bar = tqdm(range(len(self.paths)), desc="checking images", delay=2, disable=None if progress else True)
         for number in bar:
