@@ -22,7 +22,7 @@ from lamina.training.settings import PretrainSettings
 
 
 def description(settings: StudySettings) -> str:
-    """A study at one scale: the question, the arms, the trials, the verdicts of the records."""
+    """Describe a study at one scale: the question, the arms, the trials, the verdicts of the records."""
     assert settings.study is not None
     study = read_study(settings.study)
     plan = make_plan(study, settings)
