@@ -57,7 +57,7 @@ class Sides:
 
 
 def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
-    """Eq 13 and 21, Var(F) against constant / L, for each branch; Eq 20, Var(Z) against Var(skip) + Var(F), at norms.
+    """Return both sides of Eq 13 and 21, Var(F) and constant / L, and of Eq 20, Var(Z) and Var(skip) + Var(F).
 
     L is the number of blocks. Variances are over a token's channels, their mean over the tokens of a sequence.
     """
@@ -83,7 +83,7 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
 
 
 def identity_distance(block: LayerCall, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """||J - I||_2 and the standard deviation of the block's input, [sequences]: Eq 9's sides but for a constant."""
+    """Return ||J - I||_2 and the standard deviation of the block's input, [sequences]: Eq 9 without its constant."""
     distance = spectral_norm(block, block.stream, batch_dims=1, identity=1.0, tolerance=tolerance).value
     return distance, _variance(block.stream).sqrt()
 
@@ -188,7 +188,7 @@ def _matrix(module: nn.Module) -> torch.Tensor:
 
 
 def _variance(x: torch.Tensor) -> torch.Tensor:
-    """Over each token's channels, [sequences, tokens, channels], their mean over tokens: [sequences], float64."""
+    """Return the variance over each token's channels, averaged over tokens: [sequences], float64."""
     return x.detach().float().var(-1, correction=0).double().mean(-1).cpu()
 
 

@@ -1,4 +1,4 @@
-"""What each layer's norms multiply by: their learned gains, and the learned scales beside them."""
+"""The learned gains of each layer's norms, and the learned scales of its skips and branches."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]
 
 
 def _scales(site: LayerSite, norms: set[int], width: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield the layer's own parameters of one value or one per channel: no norm's, no bias beside a matrix."""
+    """Yield a layer's own parameters with one value, or one per channel, that are no norm's and no matrix's bias."""
     for path, module in site.module.named_modules(prefix=site.path):
         own = dict(module.named_parameters(recurse=False))
         if id(module) in norms or isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
@@ -117,7 +117,7 @@ def _scales(site: LayerSite, norms: set[int], width: int) -> Iterator[tuple[str,
 
 
 def _sublayer_of(site: LayerSite, path: str) -> str:
-    """Return the sub-layer whose modules share most of the path; "block" if they share only the layer's own."""
+    """Return the sub-layer whose modules share most of the path; "block" if they share only the layer's path."""
     parts = path.split(".")
 
     def shared(other: str) -> int:

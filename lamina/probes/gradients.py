@@ -208,7 +208,7 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Leave the gradient of the mean loss in the parameters, up to the factor that is returned.
+    """Fill the parameters' gradients with the mean loss's, and return the factor that is left out.
 
     The factor is 1 where every sequence has as many predicted tokens as the first.
     """
@@ -297,7 +297,7 @@ def shared_layers(structure: Structure) -> list[int]:
 
 
 def _owners(structure: Structure) -> dict[int, tuple[Place, str]]:
-    """By module: its place without the role, and the role of a norm or the module's path inside the sub-layer."""
+    """Return by module its place without the role, and the role: a norm's, or the path inside the sub-layer."""
     owners: dict[int, tuple[Place, str]] = {}
 
     def own(root: nn.Module, place: Place, role: str | None = None) -> None:

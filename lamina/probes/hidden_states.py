@@ -473,7 +473,7 @@ class StateTotals(Totals):
         self.massive.add(counts[real])
 
     def _extend_band(self, x: torch.Tensor, peaks: torch.Tensor) -> None:
-        """The largest |x| so far: they lie in the tokens with the largest peaks, above the smallest of the band."""
+        """Keep the largest |x| so far, which lie in the tokens with the largest peaks."""
         least = float(self.band[-1]) if len(self.band) == BAND else -1.0
         flat = peaks.flatten()
         rows = (flat > least).nonzero().flatten()

@@ -279,7 +279,7 @@ def _sequence_losses(context: Context, inputs: Mapping[str, torch.Tensor]) -> to
 
 
 def _same_meanings(context: Context, starts: range, size: int) -> set[int]:
-    """Return the starts at which the two meanings agree: the layers return their input once they add nothing to it."""
+    """Return the starts at which both meanings agree, because the layers return their input once they add nothing."""
     inputs = context.on_device(context.batches[0], 1)
     same = set()
     with PassesWithoutLayers(context, lambda: stream_of(forward(context.base, inputs))) as passes:
@@ -429,7 +429,7 @@ class PassesWithoutLayers:
         return self.run()
 
     def without_branches(self, start: int, size: int) -> torch.Tensor | None:
-        """Return the result with the layers' contributions set to zero, after ``without``; None if it equals that."""
+        """Return the result with the layers' contributions set to zero; None if ``without`` gives the same."""
         if not self.chained:
             return self._hooked(start, size, BRANCH)
         assert start == self._start
@@ -573,7 +573,7 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
 
 @contextmanager
 def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """In this context modules compiled in place run uncompiled: a compiled module calls no hooks inside it."""
+    """Run modules compiled in place uncompiled, since a compiled module calls no hooks inside it."""
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
     for module, _ in compiled:
         module._compiled_call_impl = None

@@ -1,4 +1,4 @@
-"""What low precision would make of the stream: the error of FP16, BF16, FP8 and INT8 round trips by layer."""
+"""The error of low precision in the stream: FP16, BF16, FP8 and INT8 round trips by layer."""
 
 from __future__ import annotations
 

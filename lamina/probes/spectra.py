@@ -1,4 +1,4 @@
-"""How many directions a model uses: of its embedding, of the feed-forward's weights and of its activations."""
+"""How many directions the embedding, the feed-forward's weights and its activations use."""
 
 from __future__ import annotations
 
@@ -296,7 +296,9 @@ def embedding_rows(context: Context) -> list[Row]:
 
 
 def condition_rows(site: LayerSite) -> list[Row]:
-    """s_max / s_min of each projection of a layer's dense feed-forwards; of gate and up in one matrix each half's."""
+    """Return s_max / s_min of each projection of a layer's dense feed-forwards, with gate and up apart if one matrix
+    has both.
+    """
     rows: list[Row] = []
     for feed_forward in (sublayer.feed_forward for sublayer in site.sublayers if sublayer.feed_forward is not None):
         for path, module in (*feed_forward.up, feed_forward.down):

@@ -86,7 +86,7 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return how many sequences or tokens a probe measures, 0 for all: its option, else a sample of a corpus."""
+        """Return how many sequences or tokens a probe measures, 0 for all: its option, or else a corpus's sample."""
         return option if option is not None else 0 if self.whole else sample
 
     def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The directions of a batch's states, held until the last layer has run: a comparison of two layers needs both."""
+"""The directions of a batch's states, held until the last layer has run, so that any two can be compared."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
 
 
 def _is_residual(module: nn.Module, sublayer: SublayerSite) -> bool:
-    """Return whether a module adds this sub-layer by a plan's record: Lamina's Residual, whichever copy of its code."""
+    """Return whether a module adds this sub-layer by a plan's record, as any copy of Lamina's Residual does."""
     added = sublayer.contribution.module
     return hasattr(module, "skip") and hasattr(module, "skip_scale") and any(m is added for m in module.modules())
 
@@ -349,7 +349,7 @@ def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def subtracts_mean(module: nn.Module, channels: int) -> bool:
-    """Try whether a norm subtracts the mean over the channels, as LayerNorm does and RMSNorm does not."""
+    """Test whether a norm subtracts the mean over the channels, as LayerNorm does and RMSNorm does not."""
     parameter = next(module.parameters(), None)
     like = {} if parameter is None else {"device": parameter.device, "dtype": parameter.dtype}
     x = torch.linspace(-1, 1, channels, **like)[None, None]

@@ -39,7 +39,7 @@ class LayerCall:
         return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the same value, but gradients pass through the skips alone, not through attention and feed-forward."""
+        """Return the same value, but let gradients pass only through the skips."""
         points = {index: sublayer.contribution for index, sublayer in enumerate(self.site.sublayers)}
         with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
@@ -81,7 +81,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> list[LayerCall]:
-    """Every layer's call in one forward pass. Keeps the states x^0 ... x^(N-1) of the input, so use a short one."""
+    """Record every layer's call in one forward pass. Use a short input: its states x^0 ... x^(N-1) are kept."""
     sites: dict[nn.Module, dict[int, LayerSite]] = {}
     for site in context.structure.layers:
         sites.setdefault(site.module, {})[site.call] = site

@@ -54,7 +54,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
 
 
 def _chains(record: Trace) -> list[list[Call]]:
-    """Runs of calls that hand the stream from one to the next, and each add to it."""
+    """Return runs of calls that hand the stream on from one to the next, each after adding to it."""
     chains: list[list[Call]] = []
     same = _sources(record.ops)
     for family in _families(record):
@@ -99,7 +99,7 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
 
 
 def _outside_chains(chains: list[list[Call]], calls: list[Call]) -> list[list[Call]]:
-    """Return the outer ones of the chains of layers outside the chosen ones (a hierarchy of stages, a second tower)."""
+    """Return the outermost chains of layers outside the chosen ones (a hierarchy of stages, a second tower)."""
     began, ended = calls[0].began, calls[-1].ended
     outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
     others = [call for chain in outside for call in chain]

@@ -146,7 +146,7 @@ def takes_cache(cls: type[nn.Module]) -> bool:
 
 
 def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return the model without its head, if that takes the same inputs and holds all layers; else the model itself."""
+    """Return the model without its head, if that takes the same inputs and holds all layers, or else the model."""
     base = getattr(model, "base_model", model)
     if not isinstance(base, nn.Module) or base is model:
         return model
@@ -158,7 +158,7 @@ def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.T
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In this context the model is in evaluation mode."""
+    """Put the model into evaluation mode, and back at the end."""
     training = model.training
     model.eval()
     try:
@@ -169,7 +169,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
-    """Attention in plain operations: its weights can be watched, and it has a forward-mode derivative."""
+    """Run attention in plain operations, whose weights can be watched and which have a forward-mode derivative."""
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     switch = getattr(model, "set_attn_implementation", None) if before not in (None, "eager") else None
     if switch is not None:

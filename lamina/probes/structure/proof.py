@@ -169,7 +169,7 @@ def _tolerance(x: torch.Tensor) -> float:
 
 
 def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
-    """Return whether skip + contributions is what each norm on the stream reads, and in the end the layer's output.
+    """Return whether skip + contributions is the input of each norm on the stream, and the layer's output at the end.
 
     The skip carries the stream as it is behind the sub-layer before, or the layer's input, or both, each times a
     number for each channel (1 but for the placements that scale it), which is fitted: too few to hide a contribution.

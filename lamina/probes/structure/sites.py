@@ -1,4 +1,4 @@
-"""Where a model's layers, sub-layers and norms are: every probe works on these.
+"""The places of a model's layers, sub-layers and norms, which every probe works on.
 
 Found by running the model once and following its tensors (``tracing``), so no architecture's names matter.
 """
@@ -123,7 +123,7 @@ class FeedForward:
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
     def stacked_side(self, module: nn.Module) -> int | None:
-        """Return the axis along which a weight stacks gate and up, twice D_ff long; None where it is one projection."""
+        """Return the axis along which a weight stacks gate and up, twice D_ff long; None for a single projection."""
         if module is self.down[1] or len(self.up) != 1:
             return None
         weight: Any = module.weight
