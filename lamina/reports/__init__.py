@@ -1,4 +1,4 @@
-"""Figures and pages from the records that runs and studies leave: reads files, loads neither torch nor transformers."""
+"""Figures and pages from the records of runs and studies. Loads neither torch nor transformers."""
 
 from lamina.reports.notices import notices
 from lamina.reports.ranking import summarize

@@ -1,4 +1,4 @@
-"""The sections of what the layer monitor records: one builder over the table of metrics."""
+"""The page's sections about the layer monitor's records: one builder over the table of metrics."""
 
 from __future__ import annotations
 

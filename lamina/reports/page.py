@@ -71,7 +71,7 @@ def write_page(path: Path, *, title: str, facts: Sequence[str], command: str, se
 
 
 def prose(texts: Iterable[str], colors: Mapping[str, str]) -> str:
-    """Plain sentences as paragraphs, the placements' names in them set off with their colors."""
+    """Return plain sentences as paragraphs, with the placements' names in their colors."""
     return "".join(f"<p>{_names(escape(text), colors)}</p>" for text in texts)
 
 
@@ -118,7 +118,7 @@ def words(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def packed_plotly() -> str:
-    """plotly.js with the traces that the figures have, gzipped, as base64: a third of the whole one's size."""
+    """Return plotly.js with only the figures' kinds of traces, gzipped, as base64: a third of the full size."""
     return base64.b64encode(_assets().joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
 
 

@@ -45,7 +45,7 @@ def is_ranked(row: Json) -> bool:
 
 
 def is_above_bigram(row: Json) -> bool:
-    """Whether the eval loss of a row is known to be no lower than the loss of a bigram table; older rows lack it."""
+    """Return whether a row's eval loss is known to be no lower than a bigram table's; older rows lack it."""
     return row["eval_loss"] >= row["bigram_entropy"]
 
 

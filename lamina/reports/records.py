@@ -1,4 +1,4 @@
-"""Reads the files of a run or a study. Missing or cut-off data are left out; they are never an error of the page."""
+"""Reading of a run's or a study's files. Missing or cut-off data are left out and never an error of the page."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def read_parquet(path: Path) -> Frame:
 
 
 def whole_of(metric: str) -> tuple[str, ...]:
-    """Return the sub-layers whose rows are a metric of whole blocks: the stream leaves a block after its last one."""
+    """Return the sub-layers whose rows stand for whole blocks: the stream leaves a block after its last sub-layer."""
     return ("feed_forward", "block") if metric.startswith("hidden_") else ("block",)
 
 

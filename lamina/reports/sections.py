@@ -24,7 +24,7 @@ from lamina.reports.style import Shown
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
-    """The ranking, the placements in the figures (each with its trials at its best rate), and the colors."""
+    """Return the ranking, the placements for the figures (with their trials at the best rate), and the colors."""
     summary = summarize(study.results)
     color = colors(study.results["placement"])
     rates = study.results["learning_rate"]

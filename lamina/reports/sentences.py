@@ -35,7 +35,7 @@ class Guess:
 
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Guess:
-        """The guess of a run, by a row or a line of its numbers: only images have a top-5 accuracy."""
+        """Return the guess of a run, by a row or a line of its numbers: only images have a top-5 accuracy."""
         top5 = row.get("top5_accuracy")
         of_images = isinstance(top5, float) and math.isfinite(top5)
         return _OF_IMAGES if of_images else _OF_TEXT
@@ -129,7 +129,7 @@ def _trouble(summary: Frame) -> str:
 
 
 def _above_bigram(summary: Frame) -> str:
-    """Which placements finished above the loss of a bigram table."""
+    """Name the placements that finished above the loss of a bigram table."""
     rows = [row for row in rows_of(summary) if row["finished"] and is_above_bigram(row)]
     if not rows:
         return ""

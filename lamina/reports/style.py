@@ -134,7 +134,7 @@ def _honest_axis(figure: go.Figure, values: np.ndarray) -> None:
 
 
 def to_html(figure: go.Figure) -> str:
-    """The figure's place in a page, and its data, which the page's script unpacks and draws."""
+    """Return the figure's place in a page and its data, which the page's script unpacks and draws."""
     layout = cast("Any", figure.layout)
     note = f'<p class="source">{_TURNS}</p>' if _uncover(figure) else ""
     drawn = json.loads(str(plotly.io.to_json(figure, validate=False)))
@@ -148,7 +148,7 @@ def to_html(figure: go.Figure) -> str:
 
 
 def _uncover(figure: go.Figure) -> bool:
-    """Let lines that hide each other take turns, a dash of each color after the other; whether there were any.
+    """Dash lines that hide each other in turns, so that each color shows; return whether there were any.
 
     Two lines of a panel hide each other where half of their points or more are within 1.2 % of the axis.
     """

@@ -86,7 +86,7 @@ def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str
 
 
 def max_lr(folder: Path, results: Frame) -> str:
-    """The placements, the highest rate first, and where the page and the numbers are."""
+    """Return the placements, the highest rate first, and where the page and the numbers are."""
     rows = max_rates.summarize(results)
     width = max(12, *(len(row.placement) for row in rows))
     lines = [f"{'placement':<{width}} {'largest learning rate':>24} {'loss there':>10}  stopped by"]
@@ -187,7 +187,7 @@ def evaluation(folder: Path, result: Json) -> str:
 
 
 def probing(folder: Path, result: Json) -> str:
-    """Each probe's sentences, or the reason why it has none, and where the page and the tables are."""
+    """Return each probe's sentences, or why it has none, and where the page and the tables are."""
     model = result["model"]
     lines = [
         f"{model['model_type'] or model['class']}: {model['num_layers']} layers of width {model['hidden_size']}, "

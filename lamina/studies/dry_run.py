@@ -95,7 +95,7 @@ def dry_run(
 
 
 def table(frame: Frame, *, teraflops: float = TERAFLOPS, utilization: float = UTILIZATION) -> str:
-    """The rows of ``dry_run`` as text for a terminal, with totals and what the GPU-hours assume."""
+    """Return the rows of ``dry_run`` as text, with totals and the assumptions behind the GPU-hours."""
     width = max([len("arm"), *(len(str(arm)) for arm in frame["arm"])])
     lines = [
         f"{'arm':<{width}} {'trials':>6} {'parameters':>10} {'active':>8} {'vocabulary':>10} {'tokens':>8} "
@@ -215,7 +215,7 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
 
 
 def _resolved(settings: PretrainSettings) -> tuple[PreTrainedConfig, Plan, Objective, int, int]:
-    """The backbone, the plan, the objective, the vocabulary (0 without one) and the tokens per item of a trial."""
+    """Return a trial's backbone, plan, objective, vocabulary (0 without one) and tokens per item."""
     from lamina.training.objectives.objective import objective_of
     from lamina.training.objectives.text import TextObjective, with_vocabulary
     from lamina.training.resolve import backbone_config

@@ -17,7 +17,7 @@ from lamina.jobs.names import RESULTS
 
 
 def runs_of(path: str) -> list[Candidate] | None:
-    """One candidate per row of results.csv; its arm is the placement, with width and rate where there are several.
+    """Return a candidate per row of results.csv; its arm is the placement, with width and rate if these vary.
 
     None for a folder that is no study's. Raises UserError for a study without results, or whose runs have no models.
     """

@@ -92,7 +92,7 @@ def transfer(
 
 
 def role_rates(settings: TransferSettings) -> dict[str, float]:
-    """For each kind of weight, the factor on its learning rate at the target's width."""
+    """Return by kind of weight the factor on its learning rate at the target's width."""
     trial = next(iter(settings.trials().values()))
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
     resolve_run(target, trained=False)
@@ -150,7 +150,7 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
 
 
 def judged(results: Frame, margin: float) -> list[Rate]:
-    """The rates of one width from small to large, each with its status, loss and risk at other widths."""
+    """Return the rates of one width in ascending order, with status, loss, and risk at other widths."""
     rates = []
     for rate, trials in results.groupby("learning_rate"):
         statuses = list(trials["status"])

@@ -67,7 +67,7 @@ def max_rate_report(folder: Path) -> Path:
 
 
 def sentences(rows: Sequence[MaxRate]) -> list[str]:
-    """The result in plain sentences: which placement tolerates the highest rate, and its ratio to the lowest one's."""
+    """Say in plain sentences which placement tolerates the highest rate, and its ratio to the lowest one."""
     measured = [row for row in rows if row.seeds and row.mean > 0]
     if not measured:
         return ["No trial has found its largest rate."]
@@ -102,7 +102,7 @@ def rules(settings: Mapping[str, object]) -> list[str]:
 
 
 def _patience(value: object) -> str:
-    """--spike-patience in words: steps from 1 on, a share of all steps below."""
+    """Say --spike-patience in words: steps from 1 on, a share of all steps below 1."""
     number = float(str(value))
     return f"{number:g} steps" if number >= 1 else f"{100 * number:g} % of all steps"
 

@@ -111,7 +111,7 @@ def label_of(placement: str, rate: float, rows: Frame) -> str:
 
 
 def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) -> str:
-    """A table of verdicts, with reasons and advice below it: text in a column would be out of sight on a phone."""
+    """Return a table of verdicts, with reasons and advice below it, since a phone hides a wide column of text."""
     reasons = []
     for row, label in zip(records, labels, strict=True):
         parts = {

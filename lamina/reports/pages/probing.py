@@ -50,7 +50,7 @@ def probing_report(folder: Path) -> Path:
 
 
 def main_numbers(frame: Frame) -> Frame:
-    """How a probe's values spread: one row per metric, with the places of the extremes.
+    """Summarize a probe's values: one row per metric, with the places of the extremes.
 
     Sub-layers, roles, number formats and meanings of a drop stand apart. Columns: those of them that the frame has,
     then rows, lowest, at, median, highest, at_highest.

@@ -74,7 +74,7 @@ def transfer_report(folder: Path) -> Path:
 
 
 def sentences(summary: Row) -> list[str]:
-    """A transfer's results in plain sentences: the intervals, the rate, its risk, and how the wider runs ended."""
+    """Say a transfer's results: the intervals, the rate, its risk, and how the wider runs ended."""
     texts, proxy, target = [], summary["proxy_width"], summary["target_width"]
     if summary["learning_rate"] is None:
         return [f"No rate finished at width {proxy}, so there is none to carry over (try smaller ones, or more steps)."]
