@@ -185,7 +185,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 
 
 def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
-    """Raise UserError for an argument under ``trainer`` that a job with this schedule and record does not take.
+    """Raise UserError for an argument under ``trainer`` that a job with this schedule does not take.
 
     It is one that a run sets itself, that its records depend on, or that does not exist.
     """
@@ -204,7 +204,7 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
 
 
 def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
-    """The same as a ``kind`` of arguments (TRL's trainers have theirs), with further fields of its ``own``."""
+    """Convert arguments to another ``kind`` of arguments (TRL's trainers have theirs), with the fields ``own``."""
     if settings.batch_size % processes:
         raise UserError(
             f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes "

@@ -85,7 +85,7 @@ class Branches(TrainerCallback):
         return any(row["branch_steps"] == steps for row in self.rows)
 
     def _train(self, steps: int) -> Json:
-        """Train the branch that ends after ``steps`` and evaluate it; the trunk's state is as before."""
+        """Train the branch that ends after ``steps``, evaluate it, and put back the trunk's state."""
         trainer = self.trainer
         model, optimizer = trainer.model, trainer.optimizer
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}

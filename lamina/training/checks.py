@@ -103,7 +103,7 @@ def _check_memory(
     arguments: TrainingArguments,
     processes: int,
 ) -> None:
-    """Raise UserError if the blocks alone, or the states that enter them, do not fit: a lower bound of the memory used.
+    """Raise UserError if the blocks alone, or the states that enter them, do not fit: a lower bound of the memory.
 
     ``whole`` is the backbone, ``small`` the model with fewer layers, on the meta device.
     """

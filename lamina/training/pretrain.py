@@ -213,7 +213,9 @@ class Pretraining(TrainingStage[PretrainSettings]):
         )
 
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
-        """The numbers of a run that ended with ``status``: one value per measured column of ``lamina.jobs.columns``."""
+        """Return the numbers of a run that ended with ``status``: a value per measured column of
+        ``lamina.jobs.columns``.
+        """
         settings, plan, recorder, stats = self.settings, self.plan, run.recorder, self.splits.stats
         steps = run.trainer.state.global_step
         tokens = steps * recorder.tokens_per_step

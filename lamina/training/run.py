@@ -135,7 +135,7 @@ class TrainingStage(ABC, Generic[S]):
         """Make the Trainer."""
 
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
-        """Return further callbacks; each gets the Trainer as ``trainer``, one with ``load_state_dict`` is resumed."""
+        """Return further callbacks. Each gets the Trainer as ``trainer``; one with ``load_state_dict`` is resumed."""
         return []
 
     def states(self, run: TrainingRun) -> list[Stateful]:

@@ -367,5 +367,5 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
 
 
 def in_steps(span: float, steps: int) -> int:
-    """A number of steps (1 or more) or a share of them (below 1) in steps, counted as the Trainer does its warm-up."""
+    """Return a number of steps (1 or more), or a share (below 1) in steps, counted as Trainer counts its warm-up."""
     return int(span) if span >= 1 else math.ceil(steps * span)

@@ -215,7 +215,7 @@ class PretrainSettings(
         return sorted({in_steps(span, self.steps) for span in spans})
 
     def _check_branches(self) -> None:
-        """Raise UserError for branches that do not leave the run at its constant rate, or that its state rules out."""
+        """Raise UserError for branches that leave the run outside its constant rate, or that its state rules out."""
         if self.branches is None:
             return
         ruled_out = {

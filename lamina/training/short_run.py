@@ -108,7 +108,7 @@ class ShortRun(TrainerCallback):
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
-        """Use the model as it was built: without mixed precision's autocast around its forward pass."""
+        """Run the model without mixed precision's autocast around its forward pass."""
         attributes = vars(self.model)
         wrapped, plain = attributes.get("forward"), attributes.get("_original_forward")
         if plain is not None:

@@ -34,7 +34,7 @@ def _folder(source: str) -> str:
 
 
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
-    """The settings, completed by the checkpoint of ``from_model``; unchanged if there is none.
+    """Complete the settings by the checkpoint of ``from_model``; unchanged without one.
 
     ``given``: the user's settings; if unknown, those that differ from their defaults. Raises UserError for a user's
     setting that differs from the checkpoint's, a checkpoint that can't be read, an output folder that holds it.
@@ -122,7 +122,8 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
 
 
 def load(source: str, config: PreTrainedConfig, head: str) -> PreTrainedModel:
-    """The checkpoint with this head as a Lamina model in float32, to be trained. Raises UserError as conversion does.
+    """Load the checkpoint with this head as a Lamina model in float32, to train it. Raises UserError as conversion
+    does.
 
     ``config``: the run's backbone, whose positions the model gets.
     """

@@ -72,7 +72,7 @@ class CheckpointedTrainer(_Trainer):
         self.processes.by_first(lambda: checkpoints.prune(step, keep, self.keep_also))
 
     def state_dict(self) -> Json:
-        """Its part of a checkpoint's run state: the losses since the last record, the rate factor, fp16's overflows."""
+        """Return the trainer's run state: the losses since the last record, the rate factor, fp16's overflows."""
         return {
             "step": self.state.global_step,
             "losses": self.processes.everyones(float(self._tr_loss)),
@@ -147,7 +147,7 @@ class OrderedTrainer(_Trainer):
         )
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices decay; gains, biases and learned scales do not, whatever their names."""
+        """Name the parameters that decay: matrices, but no gains, biases or learned scales, whatever their names."""
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
 
     def create_scheduler(
@@ -326,7 +326,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return {name: self.processes.mean(total) / counted[name] for name, total in totals.items()}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Trainer's evaluation, uncompiled: evaluations are rare and their batches have several shapes."""
+        """Run Trainer's evaluation uncompiled: evaluations are rare and their batches have several shapes."""
         with uncompiled(self.bare_model()):
             return super().evaluation_loop(*args, **kwargs)
 

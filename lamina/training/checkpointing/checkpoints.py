@@ -142,7 +142,7 @@ def step_of(path: Path) -> int:
 
 
 def run_state(path: Path) -> Json:
-    """A whole checkpoint's state of the run beyond its tensors: the guard, the records, the rollbacks so far."""
+    """Read a whole checkpoint's run state: everything but tensors, such as the guard, records and rollbacks."""
     return json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
 
 

@@ -272,7 +272,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
-    """The checkpoint to resume from; None to begin at step 0: there is none, or the run rolled back to the beginning.
+    """Return the checkpoint to resume from; None to begin at step 0, also after a rollback to the beginning.
 
     Raises UserError if there are checkpoints but none is usable: beginning again would lose the run.
     """

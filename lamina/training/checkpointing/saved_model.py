@@ -136,7 +136,7 @@ def _table(name: str, value: str, rows: Mapping[str, object]) -> list[str]:
 
 
 def _named(value: object) -> str:
-    """A value without the folders of this machine: of each absolute path in it, the name."""
+    """Return a value with only the last part of each absolute path, without this machine's folders."""
     return re.sub(r"(?<![^\s=:,;('\"])/[^:,;()'\"]*", lambda path: PurePath(path[0]).name, str(value))
 
 

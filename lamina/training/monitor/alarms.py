@@ -231,7 +231,7 @@ def _series(row: Row) -> Series:
 
 
 def _leaves(value: float, recent: Sequence[float], factor: float, fewest: int) -> tuple[float, bool]:
-    """The median of the recent values, and whether ``value`` lies above both limits."""
+    """Return the median of the recent values, and whether ``value`` lies above both limits."""
     if len(recent) < fewest:
         return math.nan, False
     usual = statistics.median(recent)

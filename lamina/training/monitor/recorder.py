@@ -243,7 +243,7 @@ class RunRecorder(TrainerCallback):
         return {}
 
     def mix(self, step: int) -> dict[str, PartShare] | None:
-        """What each corpus of a mix has contributed by ``step``; None for a single corpus."""
+        """Return what each corpus of a mix has contributed by ``step``; None for a single corpus."""
         return self.realized(step) or None
 
     def on_evaluate(

@@ -163,7 +163,7 @@ class ForwardMeter:
         return []
 
     def take(self) -> PassNumbers:
-        """What the pass has shown, once; waits for the device."""
+        """Return what the pass has shown, once; waits for the device."""
         seen = PassNumbers()
         if self._states:
             values = torch.stack(list(self._states.values())).tolist()

@@ -63,7 +63,7 @@ class Followed:
 
 
 def bare(model: nn.Module) -> tuple[nn.Module, str | None]:
-    """The model in the usual wrappers (DDP, DataParallel, DeepSpeed, torch.compile); and which wrapper compiles it."""
+    """Take a model out of its wrappers (DDP, DataParallel, DeepSpeed, torch.compile); name the one that compiles it."""
     compiled = None
     while True:
         if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
@@ -75,7 +75,7 @@ def bare(model: nn.Module) -> tuple[nn.Module, str | None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of the model is compiled, in place or in a wrapper: hooks inside it are not called."""
+    """Return whether a part of the model is compiled, so that hooks inside it are not called."""
     return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
 
 
@@ -151,7 +151,7 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
 
 
 def _small_inputs(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
-    """The main input alone, all inputs cut small, and all of the batch."""
+    """Yield the main input alone, all inputs cut small, and the whole batch."""
     main = getattr(model, "main_input_name", None)
     cut = {
         name: value[:1, :_TOKENS] if _is_tokens(value) else value[:1] if value.ndim else value
@@ -205,7 +205,7 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
-    """Call ``act`` when a step has its gradients: after the closure has computed them, or now if there is none.
+    """Call ``act`` once a step has its gradients: after its closure has computed them, or now without one.
 
     Args:
         args, kwargs: of ``optimizer.step``, as its pre-hooks get them; ``args`` begin with the optimizer.
@@ -364,7 +364,7 @@ class Instruments:
             self.losses.append(loss.detach())
 
     def _follow(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Look for the layers, once; in any case the totals are recorded from now on."""
+        """Look for the layers once, and record the totals from now on in any case."""
         self._looking = True
         self.followed = followed = follow(module, dict(inputs), layers=self.settings.layers)
         self._looking = False

@@ -140,7 +140,7 @@ def open_monitor(
     overwrite: bool = False,
     step: int = 0,
 ) -> Monitor | None:
-    """A monitor that has begun; all processes of a run call it.
+    """Begin a monitor; all processes of a run call it.
 
     None where ``resume="auto"`` finds records after ``step`` steps that cannot be continued, which is said in one line:
     a training that has begun does not end for its records. Raises UserError otherwise.

@@ -108,7 +108,7 @@ class StepSeries:
 
 
 def spike_columns(folder: Path) -> Json:
-    """Spike counts and scores, and surges, of a run's steps, by the names of ``SPIKES``, from its layers/.
+    """Return spike counts and scores, and surges, of a run's steps by the names of ``SPIKES``, from its layers/.
 
     Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge; surges for an empty one.
     """
@@ -320,7 +320,7 @@ WATCHED = "watched.json"
 
 
 def read_about(folder: Path) -> Json:
-    """watched.json: what was watched; empty where it is missing.
+    """Read watched.json; empty if it is missing.
 
     Raises UserError if it is damaged, or the records are of another version than this package writes.
     """

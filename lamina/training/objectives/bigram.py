@@ -1,4 +1,4 @@
-"""The loss of a bigram table fitted on what a run has read: a model above it shows nothing of its depth."""
+"""The loss of a bigram table fitted on what a run has read. A model above it has shown nothing of its depth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DECIDING = (
 
 
 def bigram_entropy(settings: PretrainSettings | Mapping[str, Any]) -> float | None:
-    """The bigram table's loss for a run of these settings that trains all its steps without a rollback.
+    """Return the bigram table's loss for a run of these settings that trains all steps without a rollback.
 
     For results that were stored without it. The text is read from the cache of prepared text; the value is remembered
     for all runs that read the same blocks. None for a run that does not predict the next token.
@@ -33,7 +33,7 @@ def bigram_entropy(settings: PretrainSettings | Mapping[str, Any]) -> float | No
 
 
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
-    """The loss of the table of the first ``steps`` steps on the held-out blocks of the run's evaluations, in nats.
+    """Return the loss in nats, on the run's held-out blocks, of the table of the first ``steps`` steps.
 
     A block that the run has read several times counts once. Of a stream, the table has the text that its unigram
     entropy has, too. None where no next token is predicted, or nothing was read.

@@ -1,4 +1,4 @@
-"""An image's class: a vision Transformer, trained as DeiT's and ConvNeXt's recipes have it."""
+"""Image classification by a vision Transformer, trained by DeiT's and ConvNeXt's recipes."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Objective(ABC):
 
     @abstractmethod
     def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
-        """The data and what processes it; ``bar``: show progress. Raises UserError."""
+        """Read the data and its processor; ``bar``: show progress. Raises UserError."""
 
     @abstractmethod
     def complete(
@@ -102,7 +102,7 @@ class Objective(ABC):
         """Return facts about the data for the model's card."""
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Further measures of each held-out item, [batch] each, by the columns' names; empty: the loss is all."""
+        """Return further measures of each held-out item, [batch] each, by column; empty if the loss is all."""
         return {}
 
     @property

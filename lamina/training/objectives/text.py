@@ -1,4 +1,4 @@
-"""What the objectives of text have in common: blocks of tokens and a tokenizer."""
+"""The common part of the objectives of text: blocks of tokens and a tokenizer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
-    """A copy of a configuration with this vocabulary size; a run with ``from_model`` keeps the checkpoint's.
+    """Copy a configuration with this vocabulary size; a run with ``from_model`` keeps the checkpoint's.
 
     Raises UserError for more tokens than the checkpoint ``from_model`` has.
     """

@@ -1,1 +1,1 @@
-"""How a run updates its weights: parameter groups, learning rates, and the blocks of each step."""
+"""The updates of a run's weights: parameter groups, learning rates, and the blocks of each step."""

@@ -102,12 +102,13 @@ def planned_shares(settings: RunSettings) -> Callable[[int], float]:
 
 
 def with_shorter_warmup(shares: Callable[[int], float], done: int, *, warmup: int, planned_warmup: int) -> float:
-    """The share of the peak rate after ``done`` steps of a schedule with a warm-up shorter than planned."""
+    """Return the share of the peak rate after ``done`` steps if the warm-up is shorter than planned."""
     return done / warmup if done < warmup else shares(done - warmup + planned_warmup)
 
 
 def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: float, shape: str) -> float:
-    """The share of the peak rate after ``done`` steps: up from 0, constant, down to ``low`` over the last ``decay``.
+    """Return the share of the peak rate after ``done`` steps: up from 0, level, down to ``low`` over the last
+    ``decay``.
 
     With u, the completed share of the decay, the rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or
     (1 + cos(pi u)) / 2 (cosine), scaled to end at ``low``. MiniCPM (arXiv 2404.06395) named the schedule; 1-sqrt is
@@ -153,7 +154,7 @@ class WeightAverage(TrainerCallback):
         self.averaged.update_parameters(self.trained)
 
     def _follow(self) -> None:
-        """Move to the trained model's device: Trainer moves that model after it was copied, also without a step."""
+        """Move to the device of the trained model, which Trainer moves after the copy, also without a step."""
         device = next(self.trained.parameters()).device
         if next(self.averaged.parameters()).device != device:
             torch.nn.Module.to(self.averaged, device)
