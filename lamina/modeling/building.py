@@ -112,8 +112,14 @@ def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[s
 
 def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | None) -> PreTrainedModel:
     """Return the model with the weights that transformers draws. Raises UserError where it cannot be built."""
+    if num_labels is None:
+        labels = {"num_labels": 1} if head == "sequence_classification" else {}
+    elif not head.endswith("classification"):
+        raise UserError(f"num_labels: {num_labels!r}, but the head {head!r} has no labels")
+    else:
+        labels = {"num_labels": whole_number("num_labels", num_labels)}
     try:
-        outer = LaminaConfig(backbone_config=config, plan=plan.to_dict(), **_labels(head, num_labels))
+        outer = LaminaConfig(backbone_config=config, plan=plan.to_dict(), **labels)
         outer._attn_implementation = config._attn_implementation  # the outer one decides for both
         return HEADS[head].model(outer)
     except ValueError as error:
@@ -153,14 +159,6 @@ def _check_runs(model: PreTrainedModel) -> None:
         raise UserError(f"{subject} does not run ({one_line(error)}); allowed: another backbone") from error
     finally:
         model.train(training)
-
-
-def _labels(head: str, num_labels: int | None) -> dict[str, Any]:
-    if num_labels is None:
-        return {"num_labels": 1} if head == "sequence_classification" else {}
-    if not head.endswith("classification"):
-        raise UserError(f"num_labels: {num_labels!r}, but the head {head!r} has no labels")
-    return {"num_labels": whole_number("num_labels", num_labels)}
 
 
 def recommended(plan: Plan) -> str:

@@ -62,8 +62,14 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
         refuse_damaged(Path(source))
     with local_when_unreachable():
         config = read_config(source, "checkpoint", **more)
-        model, notes = _model(source, str(path), config, dtype, more)
+        if dtype not in DTYPES:
+            raise UserError(f"dtype: {dtype!r} (allowed: {', '.join(DTYPES)})")
+        # Old checkpoints have .bin files alone; torch reads them as tensors only.
+        options: Json = {"dtype": getattr(torch, dtype, dtype), "pickles": True, "optional": _is_of_a_head, **more}
+        model, missing = load_weights(source, config, _class(config), "checkpoint", **options)
         tokenizer = _tokenizer(source, more)
+    some = f"{', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
+    notes = [f"not in the checkpoint, so random: {some}"] if missing else []
     return Loaded(model=model.to(device).eval(), tokenizer=tokenizer, run=run, notes=notes)
 
 
@@ -115,34 +121,11 @@ def _of_run(folder: Path) -> Path:
     return max(saved, key=lambda p: int(p.name[11:]))
 
 
-def _model(source: str, name: str, config: PreTrainedConfig, dtype: str, more: Json) -> tuple[nn.Module, list[str]]:
-    if dtype not in DTYPES:
-        raise UserError(f"dtype: {dtype!r} (allowed: {', '.join(DTYPES)})")
-    torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
-    # Old checkpoints have .bin files alone; torch reads them as tensors only.
-    model, missing = load_weights(
-        source,
-        config,
-        _class(config),
-        "checkpoint",
-        dtype=torch_dtype,
-        pickles=True,
-        optional=lambda model, key: not _is_of_the_body(model, key),
-        **more,
-    )
-    notes = []
-    if missing:
-        notes.append(f"not in the checkpoint, so random: {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}")
-    return model, notes
-
-
-def _is_of_the_body(model: PreTrainedModel, key: str) -> bool:
-    """Return whether a tensor is the model's own and no head's; a pooler counts as a head."""
-    parts = key.split(".")
-    if "pooler" in parts:
-        return False
-    prefix = model.base_model_prefix
-    return parts[0] == prefix or not (prefix and hasattr(model, prefix)) or any(part.isdigit() for part in parts)
+def _is_of_a_head(model: PreTrainedModel, key: str) -> bool:
+    """Return whether a tensor is not the body's own but a head's; a pooler is a head that some bodies have."""
+    parts, prefix = key.split("."), model.base_model_prefix
+    of_body = parts[0] == prefix or not (prefix and hasattr(model, prefix)) or any(part.isdigit() for part in parts)
+    return "pooler" in parts or not of_body
 
 
 def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Protocol, cast
+from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedTokenizerBase,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from lamina.errors import UserError, one_line
 from lamina.jobs.manifest import refuse_damaged
 from lamina.jobs.model_folder import model_folder
 from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read_config, refuse_scores
-
-
-class Generator(Protocol):
-    """A model that continues token ids [batch, tokens]."""
-
-    def generate(self, **options: object) -> torch.Tensor:
-        """Return the token ids and their continuation."""
-        ...
-
-    def modules(self) -> Iterator[torch.nn.Module]:
-        """Yield all its modules."""
-        ...
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        """Return the table of the tokens."""
-        ...
 
 
 class Speaker:
@@ -47,7 +25,15 @@ class Speaker:
             raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
         refuse_damaged(folder)
         self.path, self.max_new_tokens = path, max_new_tokens
-        self.model, self.tokenizer, self.longest = _load(path, folder, trust_remote_code)
+        code = {"trust_remote_code": trust_remote_code}
+        config = read_config(folder, "model", **code)
+        refuse_scores(config, f"model: {path!r}")
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
+            raise UserError(f"model: {path!r} is a {config.model_type}, which continues no text")
+        self.model: Any = load_weights(folder, config, AutoModelForCausalLM, "model", **code)[0]  # it can generate
+        self.tokenizer = load_tokenizer(folder, config, "model", **code)
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.longest = longest if isinstance(longest, int) else None
         self.sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
     def continuation(self, prompt: str) -> str:
@@ -83,9 +69,8 @@ class Speaker:
                 f"prompt: its {tokens} tokens leave no room for another in the model's context of {self.longest} "
                 f"(allowed: at most {self.longest - 1})"
             )
-        tokenizer = self.tokenizer
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        room = self.max_new_tokens
+        pad, room = self.tokenizer.pad_token_id, self.max_new_tokens
+        pad = self.tokenizer.eos_token_id if pad is None else pad
         if self.longest is not None and self._has_a_last_position(self.longest):
             room = min(room, self.longest - tokens)
         try:
@@ -98,15 +83,3 @@ class Speaker:
         tables = (m for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
         words = self.model.get_input_embeddings()
         return any(longest <= table.num_embeddings <= longest + 2 for table in tables if table is not words)
-
-
-def _load(path: str, folder: Path, trust_remote_code: bool) -> tuple[Generator, PreTrainedTokenizerBase, int | None]:
-    """Return the model, its tokenizer, and the tokens of its context, if its configuration says so."""
-    config = read_config(folder, "model", trust_remote_code=trust_remote_code)
-    refuse_scores(config, f"model: {path!r}")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
-        raise UserError(f"model: {path!r} is a {config.model_type}, which continues no text")
-    model, _ = load_weights(folder, config, AutoModelForCausalLM, "model", trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(folder, config, "model", trust_remote_code=trust_remote_code)
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return cast(Generator, model), tokenizer, longest if isinstance(longest, int) else None

@@ -79,7 +79,11 @@ def initialize(
             if weight.role == "key_value" and len(set(stds)) == 1:
                 pieces, stds = [weight], stds[:1]  # one draw, as trials of studies were drawn
             for piece, piece_std in zip(pieces, stds, strict=True):
-                _draw(piece.parameter, piece_std, entry.truncated)
+                if entry.truncated is None:
+                    piece.parameter.normal_(0.0, piece_std)
+                else:
+                    bound = entry.truncated * piece_std
+                    nn.init.trunc_normal_(piece.parameter, 0.0, piece_std, -bound, bound)
             unknown += (
                 weight.role == HIDDEN
                 and len({entry.function(replace(weight, role=role), std) for role in known_roles}) > 1
@@ -95,13 +99,6 @@ def initialize(
         )
     if name == "admin":
         profile_admin(model, input_ids)
-
-
-def _draw(parameter: torch.Tensor, std: float, truncated: float | None) -> None:
-    if truncated is None:
-        parameter.normal_(0.0, std)
-    else:
-        nn.init.trunc_normal_(parameter, 0.0, std, -truncated * std, truncated * std)
 
 
 def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:

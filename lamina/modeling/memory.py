@@ -33,8 +33,8 @@ def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "c
         return
     owner = "the GPU" if device == "cuda" else "this machine"
     raise UserError(
-        f"{fields}: {what} at least {_gib(needed)} GiB of memory, and {owner} has {_gib(free)} GiB free (allowed: "
-        "lower values)"
+        f"{fields}: {what} at least {needed / 2**30:,.1f} GiB of memory, and {owner} has {free / 2**30:,.1f} GiB free "
+        "(allowed: lower values)"
     )
 
 
@@ -42,7 +42,3 @@ def fewest_weights(config: PreTrainedConfig) -> int:
     """Return a lower bound of a backbone's weights: one square matrix per block, and the embedding."""
     width = config.hidden_size
     return config.num_hidden_layers * width * width + getattr(config, "vocab_size", 0) * width
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f}"

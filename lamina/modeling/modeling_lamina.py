@@ -64,6 +64,8 @@ class LaminaNorm(nn.Module):
 
     def __init__(self, hidden_size: int, *, eps: float, gain: float = 1.0, learnable: bool = True, groups: int = 1):
         super().__init__()
+        if hidden_size % groups:
+            raise ValueError(f"groups: {groups} does not divide the hidden size {hidden_size}")
         self.hidden_size, self.eps, self.groups, self.initial_gain = hidden_size, eps, groups, float(gain)
         start = torch.full((hidden_size,), self.initial_gain)
         self.weight: nn.Parameter | None = nn.Parameter(start) if learnable else None
@@ -79,50 +81,30 @@ class LaminaNorm(nn.Module):
 
 
 class LaminaRMSNorm(LaminaNorm):
-    """x / sqrt(mean(x^2) + eps) * gain over the last axis, statistics in float32 (bit for bit as LlamaRMSNorm)."""
+    """x / sqrt(mean(x^2) + eps) * gain over the last axis, statistics in float32 (bit for bit as LlamaRMSNorm).
+
+    With ``groups``, over each of as many equal parts of a token's channels on their own, hence causal.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float32)
+        if self.groups > 1:
+            y = y.unflatten(-1, (self.groups, -1))
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.apply_gain(y.to(x.dtype))
-
-
-class LaminaGroupRMSNorm(LaminaNorm):
-    """RMSNorm over each of ``groups`` equal parts of a token's channels on their own, hence causal."""
-
-    def __init__(self, hidden_size: int, *, groups: int, eps: float, gain: float = 1.0, learnable: bool = True):
-        super().__init__(hidden_size, eps=eps, gain=gain, learnable=learnable, groups=groups)
-        if hidden_size % groups:
-            raise ValueError(f"groups: {groups} does not divide the hidden size {hidden_size}")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.to(torch.float32).unflatten(-1, (self.groups, -1))
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.apply_gain(y.flatten(-2).to(x.dtype))
+        return self.apply_gain((y.flatten(-2) if self.groups > 1 else y).to(x.dtype))
 
 
 class LaminaLayerNorm(LaminaNorm):
     """(x - mean) / sqrt(var + eps) * gain + bias over the last axis; no bias where ``bias`` is False (ModernBERT's)."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        eps: float,
-        gain: float = 1.0,
-        learnable: bool = True,
-        groups: int = 1,
-        bias: bool = True,
-    ):
-        super().__init__(hidden_size, eps=eps, gain=gain, learnable=learnable, groups=groups)
-        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(hidden_size)) if learnable and bias else None
+    def __init__(self, hidden_size: int, *, bias: bool = True, **options: Any):
+        super().__init__(hidden_size, **options)
+        biased = bias and self.weight is not None
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(hidden_size)) if biased else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.layer_norm(x, (self.hidden_size,), self.weight, self.bias, self.eps)
         return y if self.weight is not None else self.apply_gain(y)
-
-
-NORMS: dict[str, type[LaminaNorm]] = {"rms": LaminaRMSNorm, "layer": LaminaLayerNorm, "group": LaminaGroupRMSNorm}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,15 +197,6 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
     return ADAPTERS.get(config.model_type, DECODER) if own is None else Adapter.of(own)
 
 
-def check_head(config: PreTrainedConfig, head: str) -> None:
-    """Raise ValueError for a head that does not fit the backbone."""
-    heads = adapter_of(config).heads
-    if head not in heads:
-        raise ValueError(
-            f"head: {head!r} does not fit the backbone {config.model_type!r} (allowed: {', '.join(heads)})"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class NormStyle:
     """The style of the backbone's own norms, for the plan's norms of kind "backbone".
@@ -249,16 +222,10 @@ def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNo
     """The norm of a plan's record; None for None."""
     if spec is None:
         return None
-    kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
-    bias = {"bias": style.bias} if kind == "layer" else {}
-    return NORMS[kind](
-        hidden_size,
-        eps=style.eps,
-        gain=spec["initial_gain"],
-        learnable=spec["learnable_gain"],
-        groups=spec["groups"],
-        **bias,
-    )
+    options = {"eps": style.eps, "gain": spec["initial_gain"], "learnable": spec["learnable_gain"]}
+    if (style.kind if spec["kind"] == "backbone" else spec["kind"]) == "layer":
+        return LaminaLayerNorm(hidden_size, bias=style.bias, **options)
+    return LaminaRMSNorm(hidden_size, groups=spec["groups"], **options)
 
 
 class NormedProjections(nn.Module):
@@ -751,14 +718,30 @@ class LaminaModel(LaminaPreTrainedModel):
         return BaseModelOutputWithPast(**output) if isinstance(output, dict) else output
 
 
-M = TypeVar("M", bound=type[LaminaPreTrainedModel])
+class LaminaWithHead(LaminaPreTrainedModel):
+    """The base of the models with a head: the body, where the head fits its backbone; raises ValueError elsewhere."""
+
+    kind: str  # the head's name in HEADS
+
+    def __init__(self, config: LaminaConfig):
+        super().__init__(config)
+        heads = adapter_of(backbone_of(config)).heads
+        if self.kind not in heads:
+            model_type = backbone_of(config).model_type
+            raise ValueError(
+                f"head: {self.kind!r} does not fit the backbone {model_type!r} (allowed: {', '.join(heads)})"
+            )
+        self.model = LaminaModel(config)
+
+
+M = TypeVar("M", bound=type[LaminaWithHead])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """A model with a head, and the name of transformers' Auto class that loads it."""
 
-    model: type[LaminaPreTrainedModel]
+    model: type[LaminaWithHead]
     auto_class: str
 
 
@@ -769,6 +752,7 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
     """Register a model class by the name of its head and by the Auto class that loads it, here and as remote code."""
 
     def register(model: M) -> M:
+        model.kind = name
         HEADS[name] = Head(model=model, auto_class=auto_class)
         AUTO_MAP[auto_class] = f"modeling_lamina.{model.__name__}"
         return model
@@ -804,7 +788,7 @@ class LogitsStyle(NamedTuple):
 
 
 @head("causal_lm", "AutoModelForCausalLM")
-class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
+class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and a loss with labels.
 
     If ``linear_loss`` is set, it computes the loss from the last states [batch, tokens, hidden_size], the head and the
@@ -816,8 +800,6 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
-        check_head(backbone_of(config), "causal_lm")
-        self.model = LaminaModel(config)
         embedding = self.model.get_input_embeddings()
         name = next(name for name, module in self.named_modules() if module is embedding)
         self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
@@ -855,22 +837,16 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         )
         hidden, style = outputs.last_hidden_state, LogitsStyle.of(backbone_of(self.config))
         all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        loss = logits = None
         if labels is not None and all_logits and self.linear_loss is not None:
             scale, softcap = style.scale, style.softcap
             loss = self.linear_loss(hidden, self.lm_head, labels, scale=scale, softcap=softcap, **loss_kwargs)
-            if loss is not None:
-                return CausalLMOutputWithPast(
-                    loss=loss,
-                    past_key_values=outputs.past_key_values,
-                    hidden_states=outputs.hidden_states,
-                    attentions=outputs.attentions,
-                )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = style.apply(self.lm_head(hidden[:, keep]))
-        loss = None
-        if labels is not None:
-            vocab_size = backbone_of(self.config).vocab_size
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs)
+        if loss is None:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = style.apply(self.lm_head(hidden[:, keep]))
+            if labels is not None:
+                vocab_size = backbone_of(self.config).vocab_size
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -881,15 +857,13 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
 
 
 @head("sequence_classification", "AutoModelForSequenceClassification")
-class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPreTrainedModel):
+class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWithHead):
     """A LaminaModel with a score for each sequence, read at its last token (a reward model has num_labels = 1)."""
 
     def __init__(self, config: LaminaConfig):
         # Not the generic constructor: it would ask AutoModel, which refuses remote code here.
-        LaminaPreTrainedModel.__init__(self, config)
-        check_head(backbone_of(config), "sequence_classification")
+        LaminaWithHead.__init__(self, config)
         self.num_labels = int(config.num_labels or 1)
-        self.model = LaminaModel(config)
         self.score = nn.Linear(backbone_of(config).hidden_size, self.num_labels, bias=False)
         self.post_init()
 
@@ -944,7 +918,7 @@ class LaminaPredictionHead(nn.Module):
 
 
 @head("masked_lm", "AutoModelForMaskedLM")
-class LaminaForMaskedLM(LaminaPreTrainedModel):
+class LaminaForMaskedLM(LaminaWithHead):
     """A bidirectional LaminaModel with a head that predicts masked tokens.
 
     Logits [batch, tokens, vocab_size]; the loss is the mean over the labels that are not -100.
@@ -955,8 +929,6 @@ class LaminaForMaskedLM(LaminaPreTrainedModel):
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
         text_config = backbone_of(config)
-        check_head(text_config, "masked_lm")
-        self.model = LaminaModel(config)
         self.head = LaminaPredictionHead(text_config)
         self.decoder = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=text_config.decoder_bias)
         self.post_init()
@@ -978,13 +950,8 @@ class LaminaForMaskedLM(LaminaPreTrainedModel):
         **kwargs: object,
     ) -> MaskedLMOutput:
         loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch",) if k in kwargs}
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        kwargs |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         logits = self.decoder(self.head(outputs.last_hidden_state))
         loss = None
         if labels is not None:
@@ -996,7 +963,7 @@ class LaminaForMaskedLM(LaminaPreTrainedModel):
 
 
 @head("image_classification", "AutoModelForImageClassification")
-class LaminaForImageClassification(LaminaPreTrainedModel):
+class LaminaForImageClassification(LaminaWithHead):
     """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels].
 
     Labels are classes [batch], or probabilities [batch, num_labels] as mixup makes them; the loss is the cross-entropy.
@@ -1008,9 +975,7 @@ class LaminaForImageClassification(LaminaPreTrainedModel):
 
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
-        check_head(backbone_of(config), "image_classification")
         self.num_labels = int(config.num_labels or 1)
-        self.model = LaminaModel(config)
         self.classifier = nn.Linear(backbone_of(config).hidden_size, self.num_labels)
         self.post_init()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lamina.core.width_schemes import PARAMETRIZATIONS, SCHEMES
 from lamina.errors import UserError, unknown
@@ -86,7 +86,11 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
 
     Raises UserError for tied embeddings and for a base width that the backbone or the placement cannot have.
     """
-    check_untied(model.config)
+    if model.config.tie_word_embeddings:
+        raise UserError(
+            "width_scaling: the backbone ties its readout to its embedding, and the two need rates of their own "
+            "(allowed: --untie-embeddings, or --width-scaling none)"
+        )
     base = base_model(model, scaling)
     config = backbone_of(model.config)
     m = config.hidden_size / scaling.base_width
@@ -104,12 +108,9 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
 
 
 def kind_of(weight: Weight) -> Kind:
-    """Return a weight's kind: "vector" for gains, biases and learned scales, "hidden" for other weights of blocks."""
-    if weight.role in ("vector", "bias"):
-        return "vector"
-    if weight.role == "embedding":
-        return "embedding"
-    return "readout" if weight.role == "readout" else "hidden"
+    """Return a weight's kind: "vector" are gains, biases and learned scales, "hidden" all other weights of blocks."""
+    kinds: dict[str, Kind] = {"bias": "vector", "vector": "vector", "embedding": "embedding", "readout": "readout"}
+    return kinds.get(weight.role, "hidden")
 
 
 def base_model(model: PreTrainedModel, scaling: WidthScaling) -> PreTrainedModel:
@@ -121,15 +122,6 @@ def base_model(model: PreTrainedModel, scaling: WidthScaling) -> PreTrainedModel
             return type(model)(LaminaConfig(backbone_config=config, plan=outer.plan))
     except ValueError as error:
         raise UserError(f"base_width: {scaling.base_width} cannot be this model's width ({error})") from error
-
-
-def check_untied(config: PreTrainedConfig) -> None:
-    """Raise UserError if one tensor is both embedding and readout: the two need different rates."""
-    if config.tie_word_embeddings:
-        raise UserError(
-            "width_scaling: the backbone ties its readout to its embedding, and the two need rates of their own "
-            "(allowed: --untie-embeddings, or --width-scaling none)"
-        )
 
 
 def embedding_scale(model: PreTrainedModel) -> float:

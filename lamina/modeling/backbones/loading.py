@@ -162,11 +162,18 @@ def read_config(
             raise UserError(f"{field} {name!r}: {one_line(error)}{allowed}") from error
         except Exception as error:
             raise UserError(f"{source}: {one_line(error)}") from error
-    _check_heads(backbone_of(config), source)
+    heads, shared = (getattr(backbone_of(config), f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise UserError(f"{source}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
     check_adapter(backbone_of(config), f"{source}: ")
     _check_quantization(getattr(config, "quantization_config", None), source)
     if isinstance(config, LaminaConfig) and weights:
-        _check_plan(config, source)
+        if config.plan is None:
+            raise UserError(f"{source} has no plan, so it is no whole Lamina checkpoint (allowed: one saved by Lamina)")
+        try:
+            Plan.from_dict(config.plan)
+        except UserError as error:
+            raise UserError(f"{source}: {one_line(str(error))}") from None
     return config
 
 
@@ -198,21 +205,6 @@ def check_adapter(config: PreTrainedConfig, says: str) -> None:
     for name, role in roles.items():
         if role not in ROLES.values():
             raise UserError(f"{says}adapter: roles: {name}: {unknown('role', role, set(ROLES.values()))}")
-
-
-def _check_heads(config: PreTrainedConfig, source: str) -> None:
-    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
-        raise UserError(f"{source}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
-
-
-def _check_plan(config: LaminaConfig, source: str) -> None:
-    if config.plan is None:
-        raise UserError(f"{source} has no plan, so this is no whole Lamina checkpoint (allowed: one saved by Lamina)")
-    try:
-        Plan.from_dict(config.plan)
-    except UserError as error:
-        raise UserError(f"{source}: {one_line(str(error))}") from None
 
 
 def _check_quantization(requested: object, source: str) -> None:
