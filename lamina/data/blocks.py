@@ -495,24 +495,20 @@ def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
     while length > 1 and any(n > len(b.eval) for n, b in zip(mixed_eval.counts(length), blocks, strict=True)):
         length -= 1
         mixed_eval = MixedBlocks(held_out, length)
-    stats = _stats(parts, [b.stats for b in blocks], mixed_eval, _entropy(parts, blocks))
-    return Blocks(train=mixed_train, eval=mixed_eval, stats=stats)
-
-
-def _stats(parts: Sequence[Part], stats: Sequence[BlockStats], held_out: MixedBlocks, entropy: float) -> BlockStats:
-    counts = held_out.counts(len(held_out))
-    length = stats[0].sequence_length
+    stats, tokens = [b.stats for b in blocks], blocks[0].stats.sequence_length
+    counts = zip(mixed_eval.counts(length), stats, strict=True)
     identity = "|".join(f"{s.fingerprint}:{p.share}" for p, s in zip(parts, stats, strict=True))
-    return dataclasses.replace(
+    mixed = dataclasses.replace(
         stats[0],
         train_tokens=sum(s.train_tokens for s in stats),
         train_bytes=sum(s.train_bytes for s in stats),
-        eval_tokens=len(held_out) * length,
-        eval_bytes=round(sum(n * length * s.bytes_per_token for n, s in zip(counts, stats, strict=True))),
-        unigram_entropy=entropy,
+        eval_tokens=length * tokens,
+        eval_bytes=round(sum(n * tokens * s.bytes_per_token for n, s in counts)),
+        unigram_entropy=_entropy(parts, blocks),
         documents=sum(s.documents for s in stats),
         fingerprint=hashlib.sha256(f"mix|{identity}".encode()).hexdigest(),
     )
+    return Blocks(train=mixed_train, eval=mixed_eval, stats=mixed)
 
 
 def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:

@@ -54,8 +54,7 @@ class Shard(Protocol):
     def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
         """Yield the documents with text from a position on, each with the position after it.
 
-        Raises:
-            UserError: the shard cannot be read.
+        Raises UserError if the shard cannot be read.
         """
         ...
 
@@ -159,10 +158,8 @@ class Corpus(ABC):
     def parse(spec: str, text_field: str = "text") -> SingleCorpus | Mix:
         """Return the corpus of a name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, a mix ``A:0.7,B:0.3``.
 
-        Files and folders must exist; nothing is read yet.
-
-        Raises:
-            UserError: the name is malformed, or a file or folder does not exist.
+        Files and folders must exist; nothing is read yet. Raises UserError if the name is malformed, or a file or
+        folder does not exist.
         """
         parts = tuple(
             Part(corpus=single_corpus(name, text_field), share=share) for name, share in parse_mix(spec).items()
@@ -178,10 +175,8 @@ class Corpus(ABC):
         """Hash the content, the names of files and the text field, but not the shares of a mix.
 
         Files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. The hub: of name, configuration,
-        split and the library's own fingerprint of the data set. A mix: the hashes of its parts, joined.
-
-        Raises:
-            UserError: the corpus cannot be read.
+        split and the library's own fingerprint of the data set. A mix: the hashes of its parts, joined. Raises
+        UserError if the corpus cannot be read.
         """
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
@@ -221,10 +216,8 @@ class SingleCorpus(Corpus):
         """Yield the documents with text, always in the same order.
 
         The files of a folder and its subfolders come in the order of their relative names, without hidden ones. Files
-        that are not text are skipped, with one warning that counts them.
-
-        Raises:
-            UserError: a file named by the user is binary, a row does not have the field, or there is no text at all.
+        that are not text are skipped, with one warning that counts them. Raises UserError if a file named by the
+        user is binary, a row does not have the field, or there is no text at all.
         """
         empty = True
         for document in self._documents():
@@ -242,10 +235,8 @@ class SingleCorpus(Corpus):
         """Return the shards of the corpus, without reading their text.
 
         Their fingerprint is that of the corpus for up to 1 GiB of files. Beyond that it is a hash of the names, sizes
-        and times of change; for a data set of the hub, of its name and the hash of its builder.
-
-        Raises:
-            UserError: the corpus cannot be opened.
+        and times of change; for a data set of the hub, of its name and the hash of its builder. Raises UserError if
+        the corpus cannot be opened.
         """
 
     @abstractmethod
@@ -380,14 +371,20 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
         return HubCorpus(spec=spec, text_field=text_field, source=hub_datasets.parse(spec))
     if not spec:
         raise UserError(f"corpus: the name is empty (allowed: {ALLOWED})")
-    path = Path(spec).expanduser()
-    if not path.exists():
-        siblings = os.listdir(path.parent) if path.parent.is_dir() else []
-        hint = nearest(path.name, [EMBEDDED, *siblings])
-        raise UserError(f"corpus: {spec!r}: no such file or folder{hint} (allowed: {ALLOWED})")
+    path = existing(spec, [EMBEDDED], f"allowed: {ALLOWED}")
     if not path.is_file() and not path.is_dir():
         raise UserError(f"corpus: {spec!r} is neither a regular file nor a folder (allowed: {ALLOWED})")
     return FileCorpus(spec=spec, text_field=text_field, path=path)
+
+
+def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
+    """Return the path of a file or folder. Raises UserError that suggests one of ``names`` or the files beside it."""
+    path = Path(spec).expanduser()
+    if not spec or not path.exists():
+        siblings = os.listdir(path.parent) if spec and path.parent.is_dir() else []
+        hint = nearest(path.name, [*names, *siblings])
+        raise UserError(f"corpus: {spec!r}: no such file or folder{hint} ({allowed})")
+    return path
 
 
 def check_corpus(spec: str) -> None:
@@ -402,10 +399,8 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
     A mix is a comma-separated list of two or more corpora, each followed by a colon and its weight. The text before the
     last colon is the corpus, so paths and hub names may contain colons and commas. An existing file or folder with the
-    whole name is no mix. The share of a corpus is its weight divided by the sum of all weights.
-
-    Raises:
-        UserError: a part has no weight, a weight is not above 0, or a corpus is named twice.
+    whole name is no mix. The share of a corpus is its weight divided by the sum of all weights. Raises UserError if
+    a part has no weight, a weight is not above 0, or a corpus is named twice.
     """
     if "," not in corpus or Path(corpus).expanduser().exists():
         return {}

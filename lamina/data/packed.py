@@ -227,10 +227,7 @@ def pack(
     """Tokenize a corpus and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
 
     ``fraction`` of it is held out. The progress bar counts characters. It appears after two seconds, and only on a
-    terminal.
-
-    Raises:
-        OSError: the disk is full.
+    terminal. Raises OSError if the disk is full.
     """
     documents = 0
     quiet = not (progress and has_bars())

@@ -112,6 +112,6 @@ def count_chars(corpus: SingleCorpus) -> int:
 
 
 def check_split(sequence_length: int, eval_fraction: float) -> None:
-    """Check the length of a block and the held-out share. Raises UserError where one is out of range."""
+    """Check the length of a block and the held-out share. Raises UserError if one is out of range."""
     whole_number("sequence_length", sequence_length, 2)
     number("eval_fraction", eval_fraction, 0, 0.5, open_low=True)

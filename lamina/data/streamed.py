@@ -186,8 +186,7 @@ def hold_out(
 ) -> Division:
     """Hold out pieces until they fill ``blocks`` blocks, at most ``eval_fraction`` of the scanned text.
 
-    Raises:
-        UserError: the text is too short for one block to train on and one held out.
+    Raises UserError if the text is too short for one block to train on and one held out.
     """
     needed = blocks * sequence_length * _CHARS_PER_TOKEN
     total = _SCANNED if shards.bytes is None else max(1, shards.bytes)

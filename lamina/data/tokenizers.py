@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from lamina.core.hub_access import local_when_unreachable
 from lamina.data.cache import cache_root, is_whole, publish
@@ -18,7 +18,7 @@ from lamina.errors import UserError, nearest, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,7 @@ _BPE_FORMAT = "bpe-1"
 def validate_spec(spec: str) -> None:
     """Check the name of a tokenizer as far as possible without loading anything.
 
-    Raises:
-        UserError: the name is empty, a bpe has no valid size, or a path does not exist.
+    Raises UserError if the name is empty, a bpe has no valid size, or a path does not exist.
     """
     if not spec.strip():
         raise UserError(f"tokenizer: the name is empty (allowed: {_ALLOWED})")
@@ -122,38 +121,30 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _trained_bpe(size: int, corpus: Corpus, cache: Path, eval_fraction: float) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     settings = f"{_BPE_FORMAT}|{corpus.fingerprint()}|{size}|{eval_fraction!r}"
     folder = cache / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
     file = folder / "tokenizer.json"
     if not is_whole(folder):
-        trained = _train_bpe(size, corpus, eval_fraction)
-        publish(folder, lambda draft: trained.save(str(draft / file.name)))
+        tokenizer = Tokenizer(models.BPE())
+        _work_on_bytes(tokenizer, split_words=True)
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(_train_texts(corpus, eval_fraction), trainer=trainer)
+        if tokenizer.get_vocab_size() < size:
+            logger.warning("the corpus yields a bpe of %d tokens, fewer than %d", tokenizer.get_vocab_size(), size)
+        publish(folder, lambda draft: tokenizer.save(str(draft / file.name)))
     return _wrap(Tokenizer.from_file(str(file)))
-
-
-def _train_bpe(size: int, corpus: Corpus, eval_fraction: float) -> Tokenizer:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    _work_on_bytes(tokenizer, split_words=True)
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_train_texts(corpus, eval_fraction), trainer=trainer)
-    if tokenizer.get_vocab_size() < size:
-        logger.warning("the corpus yields a bpe of %d tokens, fewer than %d", tokenizer.get_vocab_size(), size)
-    return tokenizer
 
 
 def _train_texts(corpus: Corpus, eval_fraction: float) -> Iterator[str]:
     for part in corpus.parts:  # each of them whole, whatever its share in a mix
-        chars = piece_chars(count_chars(part.corpus))
-        for segment in split_documents(part.corpus.documents(), chars):
+        for segment in split_documents(part.corpus.documents(), piece_chars(count_chars(part.corpus))):
             if not is_held_out(segment.piece, eval_fraction):
                 yield segment.text
 
@@ -180,16 +171,10 @@ def _pretrained(spec: str) -> PreTrainedTokenizerFast:
         raise UserError(
             f"tokenizer: {spec!r} could not be loaded ({reason}){nearest(spec, [BYTES])} (allowed: {_ALLOWED})"
         ) from error
-    return _with_end_and_pad(tokenizer)
-
-
-def _with_end_and_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
-    """Add a token that ends a document: the tokenizer's own, or its separator (BERT), or else a new one."""
-    if tokenizer.eos_token is None:
-        if tokenizer.sep_token is not None:
-            tokenizer.eos_token = tokenizer.sep_token
-        else:
-            tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
+    if tokenizer.eos_token is None and tokenizer.sep_token is not None:
+        tokenizer.eos_token = tokenizer.sep_token  # as in BERT
+    elif tokenizer.eos_token is None:
+        tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return cast("PreTrainedTokenizerFast", tokenizer)
+    return tokenizer

@@ -44,10 +44,8 @@ def load(path: Path) -> Placement:
     """Read a placement from a YAML or Python file. Raises UserError that names the file and the field."""
     if not path.is_file():
         raise UserError(f"placement {str(path)!r}: no such file")
-    return _load_python(path) if path.suffix == ".py" else _load_yaml(path)
-
-
-def _load_python(path: Path) -> Placement:
+    if path.suffix != ".py":
+        return _load_yaml(path)
     scheme = PLACEMENTS.from_file(path)
 
     def make(num_layers: int, **options: object) -> Plan:
@@ -66,7 +64,7 @@ def _load_yaml(path: Path) -> Placement:
         texts, equation = _texts(data)
     except UserError as error:
         raise UserError(f"placement {str(path)!r}: {error}") from None
-    name = texts["placement"] or path.stem
+    name = texts.pop("placement") or path.stem
 
     def make(num_layers: int) -> Plan:
         try:
@@ -75,17 +73,8 @@ def _load_yaml(path: Path) -> Placement:
         except UserError as error:
             raise UserError(f"placement {str(path)!r}: {error}") from None
 
-    return Placement(
-        name=name,
-        title=texts.get("title", name),
-        equation=equation,
-        source=texts.get("source", path.name),
-        initialization=texts.get("initialization", "normal"),
-        advice=texts.get("advice", ""),
-        description="",
-        options=(),
-        make=make,
-    )
+    defaults = {"title": name, "source": path.name, "initialization": "normal", "advice": "", "description": ""}
+    return Placement(equation=equation, options=(), make=make, **{**defaults, **texts, "name": name})
 
 
 def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -143,10 +132,8 @@ def _indices(written: object, num_layers: int, where: str) -> list[int]:
     try:
         if isinstance(written, list):
             return [everything[i] for i in written]
-        parts = str(written).split(":")
-        if len(parts) == 1:
-            return [everything[int(parts[0])]]
-        named = list(everything[slice(*(int(p) if p.strip() else None for p in parts))])
+        parts = [int(part) if part.strip() else None for part in str(written).split(":")]
+        named = [everything[int(str(written))]] if len(parts) == 1 else list(everything[slice(*parts)])
         if not named:
             raise IndexError(written)
         return named

