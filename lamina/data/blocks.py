@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, NotRequired, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
+from scipy import sparse
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
@@ -290,20 +291,16 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
     before, after = wanted[:, :-1].ravel(), wanted[:, 1:].ravel()
     matters = np.zeros(vocab_size, dtype=bool)
     matters[before] = True
-    pairs, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    pairs = sparse.csr_array((vocab_size, vocab_size))
     rows = max(1, _AT_ONCE // train.shape[1])
     for start in range(0, len(train), rows):
         ids = train[start : start + rows].astype(np.int64)
         first, second = ids[:, :-1].ravel(), ids[:, 1:].ravel()
         chosen = matters[first]
-        more, times = np.unique(first[chosen] * vocab_size + second[chosen], return_counts=True)
-        pairs, places = np.unique(np.concatenate([pairs, more]), return_inverse=True)
-        counts = np.bincount(places, weights=np.concatenate([counts, times]), minlength=len(pairs))
-    known = np.append(pairs, -1)  # so that a pair beyond the last is compared with none
-    places = np.searchsorted(pairs, before * vocab_size + after)
-    seen = np.where(known[places] == before * vocab_size + after, np.append(counts, 0)[places], 0)
-    followed = np.bincount(pairs // vocab_size, weights=counts, minlength=vocab_size)[before]
-    different = np.bincount(pairs // vocab_size, minlength=vocab_size)[before]
+        entries = np.ones(int(chosen.sum())), (first[chosen], second[chosen])
+        pairs = pairs + sparse.csr_array(entries, shape=pairs.shape)
+    seen = np.asarray(pairs[before, after]).ravel()
+    followed, different = pairs.sum(axis=1)[before], np.diff(pairs.indptr)[before]
     alone = smoothed(count_tokens(train, vocab_size))[after]
     probability = np.where(followed > 0, (seen + different * alone) / np.maximum(followed + different, 1), alone)
     return float(-np.log(probability).mean())

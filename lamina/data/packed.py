@@ -267,18 +267,8 @@ def whole_blocks(
 ) -> ArrayBlocks:
     """Return all text of a corpus, tokenized and packed into blocks in its order, or read from the cache.
 
-    An end-of-text token stands between documents; what does not fill a last block is dropped.
-
-    Args:
-        spec: see :meth:`lamina.data.Corpus.parse`; not a mix.
-        tokenizer: any tokenizer of transformers.
-        sequence_length: tokens per block.
-        text_field: the field of rows that holds the text.
-        progress: show a progress bar on a terminal after two seconds.
-
-    Raises:
-        UserError: the corpus is missing, empty, binary, a mix, or too short for a block.
-        OSError: the disk is full. Nothing is left in the cache.
+    An end-of-text token stands between documents; what does not fill a last block is dropped. Arguments and errors are
+    those of :func:`prepare_blocks`, but ``spec`` is no mix, and ``tokenizer`` is any tokenizer of transformers.
     """
     corpus, encoder = single_corpus_of(spec, text_field), TextEncoder(tokenizer)
     identity = f"{_WHOLE_FORMAT}|{corpus.fingerprint()}|{encoder.content_hash()}|{sequence_length}"

@@ -70,18 +70,14 @@ def stream_blocks(
     many as fill ``eval_blocks``. They are never trained on. The unigram entropy is their cross-entropy under twice as
     much text from between them. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0 because unknown.
 
+    Arguments and errors are those of :func:`lamina.data.packed.prepare_blocks`, except:
+
     Args:
-        corpus: see :meth:`lamina.data.Corpus.parse`.
         tokenizer_spec: ``bytes``, or a tokenizer of transformers: a ``bpe:SIZE`` would have to read the corpus first.
-        sequence_length: tokens per block.
         eval_fraction: the largest share of the scanned text to hold out.
         eval_blocks: how many blocks to hold out, at least 64; 0 for 1,000.
-        text_field: the field of rows that holds the text.
         buffer: how many consecutive blocks are shuffled among themselves; 1 keeps the order of the corpus.
         seed: the seed of the order.
-
-    Raises:
-        UserError: the corpus is missing, empty, binary or too short for a block per split; an argument is out of range.
     """
     check_split(sequence_length, eval_fraction)
     if is_trained(tokenizer_spec):
@@ -260,10 +256,7 @@ class TokenStream:
     next turn.
 
     Args:
-        corpus: the name of the corpus, for errors.
         shards: the shards of the corpus, read one after the other.
-        encoder: turns text into ids.
-        sequence_length: tokens per block.
         chars: characters per piece.
         held_out: for each shard with held-out pieces, the number of pieces at its beginning that contains them.
         eval_fraction: the share of those pieces that is held out.

@@ -214,7 +214,6 @@ def read_file(
     Args:
         path: of the file; its suffix says whether it holds rows.
         text_field: the field of a row that holds its text.
-        start: where to begin.
         part_chars: plain text comes in parts of about this many characters.
         on_rows: called for a file that is read as plain text, but begins with a JSON row that has the field.
 

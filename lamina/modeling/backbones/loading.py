@@ -272,11 +272,9 @@ def load_weights(
     Args:
         path: a folder with weights, or a name on the hub.
         config: the model's configuration, as ``read_config`` returns it.
-        cls: the model's class, or one of transformers' Auto classes.
         field: the user's name for the path; every message begins with it.
         dtype: of the weights; "auto" keeps the checkpoint's.
         pickles: read a .bin file, tensors only, if there is nothing else.
-        trust_remote_code: run the code beside the checkpoint.
         optional: whether the checkpoint may lack a tensor of the model; without it, it may lack none.
         extra: whether the checkpoint may have tensors that the model does not use.
         more: for ``from_pretrained``.
