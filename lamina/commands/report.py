@@ -84,7 +84,7 @@ def run(argv: list[str]) -> int:
 
 def _follow(folder: Path, every: float) -> Path:
     """Write the page until the job has ended; returns the page's path."""
-    from lamina.reports.following import follow
+    from lamina.reports.registry import follow
 
     written: Path | None = None
     said = ""

@@ -399,7 +399,7 @@ JOBS: dict[str, JobRow] = {
                 Switch(
                     name="png",
                     help="also draw each figure as a PNG (needs Chromium or Chrome)",
-                    after="lamina.reports.pictures:draw",
+                    after="lamina.reports.pages.probing:draw",
                 ),
             ),
             listing="lamina.probes.engine.registry:listing",

@@ -1,7 +1,6 @@
 """Figures and pages from the records of runs and studies. Loads neither torch nor transformers."""
 
-from lamina.reports.notices import notices
-from lamina.reports.ranking import summarize
+from lamina.reports.ranking import notices, summarize
 from lamina.reports.registry import report
 from lamina.reports.screenshot import screenshot
 from lamina.reports.sentences import sentences

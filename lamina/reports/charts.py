@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lamina.reports.records import Frame
-from lamina.reports.style import FONT, GREY, log_ticks, polish, rgba
+from lamina.reports.style import FONT, GREY, Shown, at_least_a_decade, evenly, log_scale, log_ticks, polish, rgba
 
 _ACROSS = 3  # panels or maps in a row
 _MAX_ROWS, _MAX_COLUMNS = 128, 80  # cells of a heat map
@@ -35,7 +35,7 @@ class Line:
         dash: plotly's name of a dash pattern.
         markers: whether each point has a marker; of ``marker`` pixels, in the form ``symbol``.
         hover: plotly's template for a point; None: no text.
-        low, high: the edges of a band around it, at ``band_x``.
+        band: its points and their lower and upper edge, of a band around it.
         opacity: of the band.
         customdata: more values for the template.
     """
@@ -54,19 +54,18 @@ class Line:
     marker: float | None = None
     symbol: str | None = None
     hover: str | None = None
-    low: Values | None = None
-    high: Values | None = None
-    band_x: Values | None = None
+    band: tuple[Values, Values, Values] | None = None
     opacity: float = 0.14
     customdata: Values | None = None
 
     def draw(self, figure: go.Figure, row: int | None = None, col: int | None = None) -> None:
         """Add the line to a figure, or to one of its panels."""
         panel = {} if row is None else {"row": row, "col": col}
-        if self.low is not None and self.high is not None and self.band_x is not None:
+        if self.band is not None:
+            x, low, high = self.band
             figure.add_scatter(
-                x=[*self.band_x, *self.band_x[::-1]],
-                y=[*self.high, *self.low[::-1]],
+                x=[*x, *x[::-1]],
+                y=[*high, *low[::-1]],
                 mode="lines",
                 fill="toself",
                 fillcolor=rgba(self.color, self.opacity),
@@ -91,6 +90,12 @@ class Line:
             hovertemplate=None if self.hover is None else f"{self.hover}<extra></extra>",
             **panel,
         )
+
+
+def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:
+    """A line in the look of a placement, named after it and hidden with it; ``more``: what ``Line`` has besides."""
+    own = {"color": item.color, "dash": item.dash, "name": item.label, "group": item.label}
+    return Line(x=x, y=y, **(own | more))
 
 
 @dataclass(frozen=True)
@@ -122,11 +127,32 @@ class Grid:
         return number + self.across >= self.count
 
 
-def side_by_side(titles: Sequence[str], spacing: float = 0.035) -> go.Figure:
-    """Panels in one row that share their y axis."""
-    return make_subplots(
-        rows=1, cols=len(titles), shared_yaxes=True, horizontal_spacing=spacing, subplot_titles=list(titles)
+def side_by_side(
+    titles: Sequence[str], lines: Iterable[tuple[int, Line]], x: str, y: str, height: int = 430, *, log: bool = False
+) -> go.Figure:
+    """Draw lines, each with the number of its panel from 1, in a row of panels that share their y axis."""
+    figure = make_subplots(
+        rows=1, cols=len(titles), shared_yaxes=True, horizontal_spacing=0.035, subplot_titles=list(titles)
     )
+    for panel, line in lines:
+        line.draw(figure, 1, panel)
+    figure.update_xaxes(title=x).update_yaxes(title=y, row=1, col=1)
+    polish(figure.update_layout(hovermode="x unified"), height)
+    if log:
+        log_axis(figure)
+    return titles_above(figure.update_layout(margin_t=84, legend_y=1.1))
+
+
+def in_a_row(panels: Mapping[str, Iterable[Line]], x: str, height: int) -> go.Figure | None:
+    """Draw panels that share their x axis only, by the titles of their y axes; None if there are none."""
+    if not panels:
+        return None
+    figure = make_subplots(rows=1, cols=len(panels), horizontal_spacing=0.08)
+    for number, (title, lines) in enumerate(panels.items(), start=1):
+        for line in lines:
+            line.draw(figure, 1, number)
+        figure.update_yaxes(title=title, row=1, col=number)
+    return polish(figure.update_xaxes(title=x), height)
 
 
 def reference(figure: go.Figure, x: Sequence[float], y: float, name: str) -> None:
@@ -157,21 +183,8 @@ def against(
 
 def log_axis(figure: go.Figure) -> go.Figure:
     """Draw logarithmic y axes with readable ticks, over at least a decade."""
-    return figure.update_yaxes(patch={"type": "log", **ticks_of(figure)})
-
-
-def ticks_of(figure: go.Figure) -> dict[str, object]:
-    """Range and ticks of a logarithmic y axis for what a figure draws."""
-    values = np.concatenate(
-        [np.asarray(trace["y"], dtype=float) for trace in cast("Sequence[go.Scatter]", figure.data)]
-    )
-    values = np.log10(values[np.isfinite(values) & (values > 0)])
-    if not len(values):
-        return {}
-    low, high = _at_least_a_decade(float(values.min()), float(values.max()))
-    pad = 0.06 * (high - low)
-    exponents, texts = log_ticks(low - pad, high + pad)
-    return {"range": [low - pad, high + pad], "tickvals": [10**e for e in exponents], "ticktext": texts}
+    values = np.concatenate([np.asarray(trace.y, dtype=float) for trace in cast("Any", figure.data)])
+    return figure.update_yaxes(patch={"type": "log", **log_scale(values)})
 
 
 def heat_maps(
@@ -203,7 +216,7 @@ def heat_maps(
         vertical_spacing=34 / max(height - 84, 1) if grid.down > 1 else 0,
         subplot_titles=[title for title, _ in drawn],
     )
-    number_form = "10^%{z:.2f}<extra></extra>" if log else "%{z:.4g}<extra></extra>"
+    form = "10^%{z:.2f}" if log else "%{z:.4g}"
     for number, (title, cells) in enumerate(drawn):
         row, col = grid.place(number)
         figure.add_heatmap(
@@ -212,7 +225,7 @@ def heat_maps(
             z=cells.to_numpy(dtype=np.float32),
             coloraxis="coloraxis",
             meta={"log10": log},
-            hovertemplate=f"{title}<br>{rightwards} %{{x}}, {upwards} %{{y}}: {number_form}",
+            hovertemplate=f"{title}<br>{rightwards} %{{x}}, {upwards} %{{y}}: {form}<extra></extra>",
             row=row,
             col=col,
         )
@@ -221,13 +234,16 @@ def heat_maps(
     for row in range(grid.down):
         figure.update_yaxes(title=upwards, row=row + 1, col=1)
     polish(figure, height)
-    figure.update_xaxes(showgrid=False)
-    figure.update_yaxes(showgrid=False)
-    values = np.concatenate([cells.to_numpy().ravel() for _, cells in drawn])
+    figure.update_xaxes(showgrid=False).update_yaxes(showgrid=False)
+    low, high = np.nanquantile(np.concatenate([cells.to_numpy().ravel() for _, cells in drawn]), [0.01, 0.99])
+    bar = color_bar(quantity)
+    if log:
+        low, high = at_least_a_decade(float(low), float(high))
+        bar["tickvals"], bar["ticktext"] = log_ticks(low, high)
     figure.update_layout(
         plot_bgcolor="#f1f3f5",
         margin={"l": 52, "r": 16, "t": 44, "b": 48},
-        coloraxis=_color_axis(values, quantity, log=log),
+        coloraxis={"colorscale": "Viridis", "cmin": low, "cmax": high, "colorbar": bar},
     )
     return titles_above(figure)
 
@@ -235,9 +251,11 @@ def heat_maps(
 def color_bar(title: str) -> dict[str, object]:
     """The color bar of a heat map."""
     return {
-        "title": {"text": title, "side": "right", "font": {"size": 12, "color": GREY}},
+        "title": {"text": title, "side": "right", "font": {"size": 12, "color": GREY, "family": FONT}},
+        "tickfont": {"size": 12, "color": GREY},
         "thickness": 12,
         "outlinewidth": 0,
+        "x": 1.012,
     }
 
 
@@ -246,31 +264,11 @@ def titles_above(figure: go.Figure) -> go.Figure:
     return figure.update_annotations(font={"size": 13, "family": FONT}, yshift=2)
 
 
-def _color_axis(values: np.ndarray, quantity: str, *, log: bool) -> dict[str, object]:
-    low, high = np.nanquantile(values, [0.01, 0.99])
-    ticks, texts = None, None
-    if log:
-        low, high = _at_least_a_decade(float(low), float(high))
-        ticks, texts = log_ticks(low, high)
-    bar = color_bar(quantity)
-    bar["title"] = {"text": quantity, "side": "right", "font": {"size": 12, "color": GREY, "family": FONT}}
-    bar |= {"tickvals": ticks, "ticktext": texts, "tickfont": {"size": 12, "color": GREY}, "x": 1.012}
-    return {"colorscale": "Viridis", "cmin": low, "cmax": high, "colorbar": bar}
-
-
 def _cells(table: Frame, log: bool) -> Frame:
     """Thin a table to the cells that a map can show, without values that are not finite."""
     if table.empty:
         return table
-    rows = sorted({round(i) for i in np.linspace(0, len(table) - 1, min(len(table), _MAX_ROWS))})
-    columns = sorted({round(i) for i in np.linspace(0, table.shape[1] - 1, min(table.shape[1], _MAX_COLUMNS))})
-    cells = table.iloc[rows, columns]
+    cells = table.iloc[evenly(len(table), _MAX_ROWS), evenly(table.shape[1], _MAX_COLUMNS)]
     cells = cells.where(np.isfinite(cells))
     cells = np.log10(cells.where(cells > 0)) if log else cells
     return cells.dropna(how="all", axis=1)
-
-
-def _at_least_a_decade(low: float, high: float) -> tuple[float, float]:
-    """Widen a range of exponents, so that noise does not look like a difference."""
-    missing = max(0.0, 1 - (high - low))
-    return low - missing / 2, high + missing / 2

@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 from lamina.reports import charts
 from lamina.reports.charts import Grid, Line
 from lamina.reports.records import Frame, Trial
-from lamina.reports.style import Shown, polish
+from lamina.reports.style import Shown, evenly, polish
 
 _LINES = 7  # steps per panel
 
@@ -69,19 +69,14 @@ def ends(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
         captions.append(
             f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's {ordinal} logged step"
         )
-    figure = charts.side_by_side(captions)
+    lines = []
     for item, seeds in tables:
         for panel, column in ((1, 0), (2, -1)):
             values: Frame = pd.concat([table.iloc[:, column] for table in seeds], axis=1)
-            _mean_with_range(item, values, log=quantity.log, legend=panel == 1).draw(figure, 1, panel)
+            lines.append((panel, _mean_with_range(item, values, log=quantity.log, legend=panel == 1)))
     first = min(int(table.index.min()) for _, seeds in tables for table in seeds)
-    figure.update_xaxes(title=f"{quantity.by} (0: the embedding)" if first == 0 else quantity.by)
-    figure.update_yaxes(title=quantity.label, row=1, col=1)
-    figure.update_layout(hovermode="x unified")
-    polish(figure, 430)
-    if quantity.log:
-        charts.log_axis(figure)
-    return charts.titles_above(figure.update_layout(margin_t=84, legend_y=1.1))
+    depth = f"{quantity.by} (0: the embedding)" if first == 0 else quantity.by
+    return charts.side_by_side(captions, lines, depth, quantity.label, log=quantity.log)
 
 
 def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> Line:
@@ -89,16 +84,11 @@ def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> 
     values = values.where(np.isfinite(values) & (values > 0)) if log else values.where(np.isfinite(values))
     mean = np.exp(np.log(values).mean(axis=1)) if log else values.mean(axis=1)
     band = values.dropna() if values.shape[1] > 1 else None
-    return Line(
-        x=mean.index,
-        y=mean.to_numpy(dtype=np.float32),
-        band_x=None if band is None else band.index,
-        low=None if band is None else band.min(axis=1),
-        high=None if band is None else band.max(axis=1),
-        color=item.color,
-        dash=item.dash,
-        name=item.label,
-        group=item.label,
+    return charts.line_of(
+        item,
+        mean.index,
+        mean.to_numpy(dtype=np.float32),
+        band=None if band is None else (band.index, band.min(axis=1), band.max(axis=1)),
         legend=legend,
         width=2.2,
         markers=len(mean) <= 16,
@@ -119,7 +109,7 @@ def by_steps(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
     if not tables:
         return None
     every = sorted({step for _, table in tables for step in table.columns})
-    steps = [every[i] for i in sorted({round(i) for i in np.linspace(0, len(every) - 1, min(len(every), _LINES))})]
+    steps = [every[i] for i in evenly(len(every), _LINES)]
     shades = sample_colorscale("Viridis", [0.92 * (1 - i / max(1, len(steps) - 1)) for i in range(len(steps))])
     grid = Grid(len(tables))
     figure = make_subplots(

@@ -1,24 +1,32 @@
-"""Figures of training: losses against tokens, the course of a run."""
+"""Figures of training: losses against tokens, the course of a run, the loss over the learning rates of a sweep."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import cast
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from lamina.reports.charts import Line
-from lamina.reports.palette import colors, look
-from lamina.reports.records import Frame, Trial
+from lamina.reports import charts
+from lamina.reports.charts import Line, line_of
+from lamina.reports.ranking import by_rate
+from lamina.reports.records import Frame, Trial, is_number
 from lamina.reports.sentences import Guess
-from lamina.reports.style import GREY, Shown, polish, rgba, thin
+from lamina.reports.style import GREY, Shown, colors, looks, polish, rgba, thin
 
 BIGRAM = "bigram entropy"
 _TRAIN_POINTS = 350
+_ENDS = {
+    "short": "circle-open",
+    "stuck": "triangle-up-open",
+    "interrupted": "square-open",
+    "diverged": "x-thin-open",
+    "failed": "cross-open",
+}
 
 
 def loss_curves(
@@ -48,44 +56,36 @@ def loss_curves(
                     meta={"line": f"{item.label}, training loss{_seed(trial)}"},
                 )
         means = _mean_eval(item)
-        has_lines = any(len(trial.metrics) for trial in item.trials)
-        if not has_lines and means.empty:
+        if means.empty and not any(len(trial.metrics) for trial in item.trials):
             continue
         evaluated.append(means["eval_loss"].to_numpy())
-        spread = means["spread"] if len(means) and means["spread"].notna().any() else None
-        own = look(item.placement)
-        Line(
-            x=_float32(means["tokens"]) if len(means) else [None],
-            y=_float32(means["eval_loss"]) if len(means) else [None],
-            low=None if spread is None else _float32(means["eval_loss"] - spread.fillna(0)),
-            high=None if spread is None else _float32(means["eval_loss"] + spread.fillna(0)),
-            band_x=_float32(means["tokens"]),
-            color=item.color,
+        x, y, spread = _float32(means["tokens"]), _float32(means["eval_loss"]), means["spread"].fillna(0)
+        band = (x, _float32(means["eval_loss"] - spread), _float32(means["eval_loss"] + spread))
+        has_band = means["spread"].notna().any()
+        line_of(
+            item,
+            x if len(means) else [None],
+            y if len(means) else [None],
+            band=band if has_band else None,
             width=2.2,
-            dash=item.dash,
             markers=True,
             marker=6,
-            symbol=own.marker if own else None,
-            group=item.label,
-            name=item.label + _in_legend(item),
+            symbol=item.marker,
+            name=item.label + ("" if item.status_text in ("finished", "") else f" ({escape(item.status_text)})"),
             data_name=f"{item.label}, eval loss",
             hover=f"{item.label}: %{{y:.3f}}",
         ).draw(figure)
-        factors += [per_token(item.trials)] * (1 if spread is None else 2)  # the band is a trace of its own
+        factors += [per_token(item.trials)] * (1 + bool(has_band))  # the band is a trace of its own
     if not figure.data:
         return None
     _frame_losses(figure, evaluated, trained, known or {})
-    figure.update_xaxes(title="tokens", rangemode="tozero")
-    figure.update_yaxes(title=f"loss ({unit})")
+    figure.update_xaxes(title="tokens", rangemode="tozero").update_yaxes(title=f"loss ({unit})")
     figure.update_layout(hovermode="x unified", meta={"against": _against(factors)})
     return polish(figure, 440)
 
 
 def _frame_losses(
-    figure: go.Figure,
-    evaluated: Sequence[np.ndarray],
-    trained: Sequence[np.ndarray],
-    known: Mapping[str, float],
+    figure: go.Figure, evaluated: Sequence[np.ndarray], trained: Sequence[np.ndarray], known: Mapping[str, float]
 ) -> None:
     """Draw losses to compare with as lines; the range shows each curve's end, not its first steps."""
     everything = np.concatenate([*evaluated, *trained]) if evaluated or trained else np.array([])
@@ -115,19 +115,13 @@ def per_token(trials: Sequence[Trial]) -> dict[str, float]:
     """Return FLOPs and seconds per token, averaged over runs, without a unit that one of the runs lacks."""
     units: dict[str, list[float]] = {"FLOPs": [], "seconds": []}
     for trial in trials:
-        tokens, flops = (trial.result.get(name) for name in ("tokens", "flops"))
+        tokens, flops = trial.result.get("tokens"), trial.result.get("flops")
+        has_both = is_number(tokens) and is_number(flops) and tokens > 0 and flops > 0
+        units["FLOPs"].append(cast("float", flops) / cast("float", tokens) if has_both else math.nan)
         speed = float(trial.metrics["tokens_per_second"].mean())
-        units["FLOPs"].append(_over(flops, tokens))
-        units["seconds"].append(_over(1.0, speed))
+        units["seconds"].append(1 / speed if speed > 0 else math.nan)
     means = {unit: float(np.mean(values)) for unit, values in units.items()}
     return {unit: mean for unit, mean in means.items() if math.isfinite(mean)}
-
-
-def _over(part: object, whole: object) -> float:
-    """Divide two positive numbers; NaN for anything else, since a folder may hold anything."""
-    if not isinstance(part, int | float) or not isinstance(whole, int | float) or not (part > 0 and whole > 0):
-        return math.nan
-    return part / whole
 
 
 def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
@@ -143,79 +137,116 @@ def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
 
 def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> go.Figure | None:
     """The loss on the second corpus against tokens, averaged over the seeds; None where no run has one."""
-    figure = go.Figure()
-    for item in items:
-        means = _mean_eval(item, "eval_corpus_loss")
-        if len(means):
-            Line(
-                x=_float32(means["tokens"]),
-                y=_float32(means["eval_corpus_loss"]),
-                color=item.color,
-                dash=item.dash,
-                name=item.label,
-                legend=len(items) > 1,
-                markers=True,
-                hover=f"{item.label}: %{{y:.3f}}",
-            ).draw(figure)
-    if not figure.data:
-        return None
-    figure.update_xaxes(title="tokens", rangemode="tozero")
-    figure.update_yaxes(title=f"loss on the second corpus ({(guess or Guess.of({})).unit})")
-    return polish(figure.update_layout(hovermode="x unified"), 360)
+    lines = [
+        line_of(
+            item,
+            _float32(means["tokens"]),
+            _float32(means["eval_corpus_loss"]),
+            legend=len(items) > 1,
+            markers=True,
+            hover=f"{item.label}: %{{y:.3f}}",
+        )
+        for item in items
+        if len(means := _mean_eval(item, "eval_corpus_loss"))
+    ]
+    y = f"loss on the second corpus ({(guess or Guess.of({})).unit})"
+    return charts.against("tokens", y, lines, 360, unified=True)
 
 
 def task_scores(items: Sequence[Shown]) -> go.Figure | None:
     """The scores on --eval-tasks against tokens, a line per task and trial; None where no run has any."""
-    figure = go.Figure()
     every = [scores for item in items for trial in item.trials for _, scores in trial.task_scores]
     tasks = dict.fromkeys(task for scores in every for task in scores)
     shades = colors(list(tasks)) if len(items) == 1 else {}
-    for item in items:
-        for trial in item.trials:
-            for task in tasks:
-                points = [(tokens, scores[task]) for tokens, scores in trial.task_scores if task in scores]
-                name = escape(task) if len(items) == 1 else f"{item.label}: {escape(task)}"
-                Line(
-                    x=[tokens for tokens, _ in points],
-                    y=[value for _, value in points],
-                    color=shades.get(task, item.color),
-                    name=name,
-                    data_name=f"{name}{_seed(trial)}",
-                    legend=trial is item.trials[0],
-                    markers=True,
-                    hover=f"{name}: %{{y:.3f}}",
-                ).draw(figure)
-    if not figure.data:
-        return None
-    figure.update_xaxes(title="tokens", rangemode="tozero")
-    figure.update_yaxes(title="score")
-    return polish(figure.update_layout(hovermode="x unified"), 360)
+    lines = []
+    for item, trial, task in ((own, trial, task) for own in items for trial in own.trials for task in tasks):
+        points = [(tokens, scores[task]) for tokens, scores in trial.task_scores if task in scores]
+        name = escape(task) if len(items) == 1 else f"{item.label}: {escape(task)}"
+        lines.append(
+            Line(
+                x=[tokens for tokens, _ in points],
+                y=[value for _, value in points],
+                color=shades.get(task, item.color),
+                name=name,
+                data_name=f"{name}{_seed(trial)}",
+                legend=trial is item.trials[0],
+                markers=True,
+                hover=f"{name}: %{{y:.3f}}",
+            )
+        )
+    return charts.against("tokens", "score", lines, 360, unified=True)
 
 
-def course(items: Shown) -> go.Figure | None:
+def course(item: Shown) -> go.Figure | None:
     """One run's learning rate and whole gradient norm (before clipping) against the steps."""
-    metrics = items.trials[0].metrics
-    names = [("learning_rate", "learning rate"), ("grad_norm", "gradient norm")]
-    names = [(column, title) for column, title in names if metrics[column].notna().any()]
-    if not names:
+    panels, steep = {}, False
+    for column, title in (("learning_rate", "learning rate"), ("grad_norm", "gradient norm")):
+        rows = thin(item.trials[0].metrics.dropna(subset=[column]), _TRAIN_POINTS)
+        if len(rows):
+            hover = "step %{x}: %{y:.3g}"
+            panels[title] = [
+                Line(x=rows["step"], y=rows[column], color=item.color, width=1.8, legend=False, hover=hover)
+            ]
+            steep = column == "grad_norm" and rows[column].max() > 20 * rows[column].min() > 0
+    figure = charts.in_a_row(panels, "step", 300)
+    if steep and figure is not None:
+        figure.update_yaxes(type="log", row=1, col=len(panels))
+    return None if figure is None else figure.update_layout(margin_t=24)
+
+
+def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> go.Figure | None:
+    """Mean eval loss of the finished seeds against the learning rate; unfinished trials stand at the top edge."""
+    rates = by_rate(results[np.isfinite(results["learning_rate"])])
+    if rates.empty or rates["learning_rate"].nunique() < 2:
         return None
-    figure = make_subplots(rows=1, cols=len(names), horizontal_spacing=0.09)
-    for number, (column, title) in enumerate(names, start=1):
-        rows = thin(metrics.dropna(subset=[column]), _TRAIN_POINTS)
-        Line(
-            x=rows["step"],
-            y=rows[column],
-            color=items.color,
-            width=1.8,
-            legend=False,
-            hover="step %{x}: %{y:.3g}",
-        ).draw(figure, 1, number)
-        figure.update_yaxes(title=title, row=1, col=number)
-        if column == "grad_norm" and rows[column].max() > 20 * rows[column].min() > 0:
-            figure.update_yaxes(type="log", row=1, col=number)
-    figure.update_xaxes(title="step")
-    polish(figure, 300)
-    return figure.update_layout(margin_t=24)
+    measured = (rates["finished"] > 0) | (rates["status"].eq("short") & np.isfinite(rates["eval_loss"]))
+    rates, measured_rates = rates.assign(measured=measured), rates[measured]
+    losses = measured_rates["eval_loss"] if len(measured_rates) else pd.Series([1.0, 2.0])
+    reach = max(float(losses.max() - losses.min()), 0.05)
+    top = float(losses.max()) + 0.16 * reach
+    figure, looks_of = go.Figure(), looks(order)
+    for number, placement in enumerate(order):
+        label = escape(placement)
+        rows = rates[rates["placement"] == placement].sort_values("learning_rate")
+        fine, lost = rows[rows["measured"]], rows[~rows["measured"]]
+        spread = fine["eval_loss_std"].fillna(0)
+        figure.add_scatter(
+            x=fine["learning_rate"] if len(fine) else [None],
+            y=fine["eval_loss"] if len(fine) else [None],
+            error_y={"type": "data", "array": spread, "thickness": 1.1, "width": 3} if spread.any() else None,
+            mode="lines+markers",
+            line={"color": color[placement], "width": 2.2, "dash": looks_of[placement].dash},
+            marker={
+                "size": [11 if loss == fine["eval_loss"].min() else 7 for loss in fine["eval_loss"]],
+                "symbol": looks_of[placement].marker,
+            },
+            name=label,
+            legendgroup=label,
+            showlegend=True,
+            hovertemplate=f"{label}<br>%{{x}}: %{{y:.3f}}<extra></extra>",
+        )
+        figure.add_scatter(
+            x=lost["learning_rate"] * (1 + 0.035 * (number - (len(order) - 1) / 2)),
+            y=[top] * len(lost),
+            mode="markers",
+            marker={
+                "symbol": [_ENDS.get(status, "x-thin-open") for status in lost["status"]],
+                "size": 11,
+                "color": color[placement],
+                "line": {"width": 2.2, "color": color[placement]},
+            },
+            customdata=lost[["learning_rate", "status_text"]].map(lambda v: escape(str(v))).to_numpy(),
+            name=label,
+            legendgroup=label,
+            showlegend=False,
+            cliponaxis=False,
+            hovertemplate=f"{label}<br>%{{customdata[0]}}: %{{customdata[1]}}<extra></extra>",
+        )
+    ticks = sorted(rates["learning_rate"].unique())
+    figure.update_xaxes(type="log", title="learning rate", tickvals=ticks, ticktext=[f"{rate:g}" for rate in ticks])
+    figure.update_yaxes(title="eval loss", range=[float(losses.min()) - 0.1 * reach, top + 0.04 * reach])
+    figure.update_yaxes(showticklabels=len(measured_rates) > 0)
+    return polish(figure, 420)
 
 
 def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
@@ -234,10 +265,6 @@ def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
 
 def _seed(trial: Trial) -> str:
     return f", seed {trial.seed:g}" if math.isfinite(trial.seed) else ""
-
-
-def _in_legend(item: Shown) -> str:
-    return "" if item.status_text in ("finished", "") else f" ({escape(item.status_text)})"
 
 
 def _float32(values: Frame) -> np.ndarray:

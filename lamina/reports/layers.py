@@ -10,7 +10,6 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lamina.reports import charts, depth
-from lamina.reports.charts import Line
 from lamina.reports.depth import Quantity
 from lamina.reports.metrics import METRICS, SECTIONS, Metric
 from lamina.reports.page import Section, details, figure, sentence, words
@@ -33,19 +32,14 @@ def sections(items: Sequence[Shown]) -> list[Section]:
     html = dict.fromkeys(SECTIONS, "")
     for metric in METRICS.values():
         html[metric.section] += _charts(items, metric, "" if not html[metric.section] else metric.title)
-    made = [Section(name=name, title=SECTIONS[name], html=html) for name, html in html.items() if html]
-    return made or [Section(name="Gradients", title=SECTIONS["Gradients"], html=_MISSING)]
+    made = [Section(name, SECTIONS[name], html) for name, html in html.items() if html]
+    return made or [Section("Gradients", SECTIONS["Gradients"], _MISSING)]
 
 
 def blocks(metric: Metric) -> Quantity:
     """Return a metric of whole blocks as a quantity by layer (from 1; 0: the embedding) and step."""
-    return Quantity(
-        label=metric.quantity, table=partial(_busiest if metric.by_index else _whole, metric), log=metric.log
-    )
-
-
-def _whole(metric: Metric, trial: Trial) -> Frame:
-    return trial.blocks(metric.name)
+    table = partial(_busiest, metric) if metric.by_index else partial(Trial.blocks, metric=metric.name)
+    return Quantity(label=metric.quantity, table=table, log=metric.log)
 
 
 def _busiest(metric: Metric, trial: Trial) -> Frame:
@@ -106,7 +100,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
     """
     lines, steps = [], []
     for item in items:
-        rows = pd.concat([select(trial.layers, {"metric": metric.name}) for trial in item.trials])
+        rows: Frame = pd.concat([select(trial.layers, {"metric": metric.name}) for trial in item.trials])
         rows = rows[rows["layer"].lt(0) & np.isfinite(rows["value"].astype(float))]
         rows = rows[~(rows["sublayer"].eq("block") & rows["role"].eq("all"))]  # the embedding, layer 0 of the blocks
         for number, (role, values) in enumerate(rows.groupby("role", sort=False)):
@@ -115,16 +109,14 @@ def _outside(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
             ends = ends.agg({"step": "first", "min": "min", "max": "max"})
             several = bool((ends["min"] < ends["max"]).any())
             name = ", ".join([item.label] * (len(items) > 1 or role == "all") + [words(str(role))] * (role != "all"))
-            low, high = (ends[end].to_numpy(dtype=np.float32) for end in ("min", "max"))
+            at, low, high = ends["step"].to_numpy(), *(ends[end].to_numpy(dtype=np.float32) for end in ("min", "max"))
             lines.append(
-                Line(
-                    x=ends["step"].to_numpy(),
-                    y=high,
-                    band_x=ends["step"].to_numpy() if several else None,
-                    low=low,
-                    high=high,
+                charts.line_of(
+                    item,
+                    at,
+                    high,
+                    band=(at, low, high) if several else None,
                     opacity=0.22,
-                    color=item.color,
                     width=1.6,
                     dash=item.dash if role == "all" else _DASHES[number % len(_DASHES)],
                     name=name,
@@ -134,7 +126,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
                     hover=f"{name}: %{{y:.4g}}" + (" (down to %{customdata:.4g})" if several else ""),
                 )
             )
-            steps += [ends["step"].min(), ends["step"].max()]
+            steps += [at.min(), at.max()]
     chart = charts.against("step", metric.quantity, lines, unified=True)
     if chart is not None and metric.limit is not None:
         charts.reference(chart, [min(steps), max(steps)], *metric.limit)

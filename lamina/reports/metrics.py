@@ -18,7 +18,7 @@ SECTIONS = {
 OVER_STEPS = "The same at every record: layers upward, steps to the right."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
     """A metric of layers/*.parquet.
 
@@ -50,212 +50,88 @@ class Metric:
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric(
-            name="gradient_norm",
-            section="Gradients",
-            title="Gradient norm by layer",
-            quantity="gradient norm",
-            caption=(
-                "Norm of the gradient of each block's parameters, before clipping. Level lines are healthy: every "
-                "layer learns at a similar pace. A line that falls toward either end leaves the layers there almost "
-                "untrained."
-            ),
-            over_steps=(
-                "Layers upward, steps to the right, one color scale for all. An even color from bottom to top is "
-                "healthy; a map that turns dark from one edge shows where, and when, the gradient vanishes."
-            ),
-        ),
-        Metric(
-            name="hidden_variance",
-            section="Variances",
-            title="Hidden variance by layer",
-            quantity="hidden variance",
-            caption=(
-                "Variance of the stream after each block. Where it climbs through depth, each further block changes "
-                "the stream by a smaller share and deep layers matter less; where a norm stands on the stream it "
-                "stays level."
-            ),
-            over_steps=(
-                "As above, for the variance: a map that brightens upward grows through depth, one that brightens to "
-                "the right grows in training."
-            ),
-        ),
-        Metric(
-            name="update_ratio",
-            section="Updates",
-            title="Update-to-weight ratio by layer",
-            quantity="|update| / |weights|",
-            caption=(
-                "Norm of what the optimizer's step changed in each block's weights, over the norm of these weights: "
-                "how fast a layer moves, clipping, learning rate and decay included. Around 10⁻³ is usual. In large "
-                "runs it has risen before the gradient and the loss did, in the lower layers first."
-            ),
-            over_steps=(
-                "Layers upward, steps to the right. It follows the learning rate; a band of layers that brightens on "
-                "its own is where a run becomes unstable."
-            ),
-        ),
-        Metric(
-            name="update_norm",
-            section="Updates",
-            title="Update norms",
-            quantity="|update|",
-            folded=True,
-            caption=(
-                "Norm of what the optimizer's step changed in each sub-layer's weights, from the first record (light) "
-                "to the last (dark). It follows the learning rate."
-            ),
-        ),
-        Metric(
-            name="weight_norm",
-            section="Updates",
-            title="Weight norms",
-            quantity="|weights|",
-            folded=True,
-            caption="Norm of each sub-layer's weights, from the first record (light) to the last (dark).",
-        ),
-        Metric(
-            name="first_moment",
-            section="Updates",
-            title="First moments",
-            quantity="|m|",
-            folded=True,
-            caption=(
-                "Norm of Adam's first moment, the running mean of the gradient. Where it rises and the second moment "
-                "does not, gradients of successive steps point the same way: in a 32B run it rose before its loss "
-                "spiked."
-            ),
-        ),
-        Metric(
-            name="second_moment",
-            section="Updates",
-            title="Second moments",
-            quantity="|sqrt(v)|",
-            folded=True,
-            caption=(
-                "Norm of the root of Adam's second moment, the usual size of a gradient. It forgets slowly: after a "
-                "calm time, a burst of gradients makes large updates."
-            ),
-        ),
-        Metric(
-            name="hidden_top_abs",
-            section="Magnitudes",
-            title="The 100 largest magnitudes against FP16's limit",
-            quantity="the 100 largest |x|",
-            limit=(65504, "FP16's limit, 65,504"),
-            caption=(
-                "The 100 largest |x| among all elements of the embedded tokens and of the streams after every "
-                "sub-layer together, for the monitor's held-out blocks (Peri-LN, Figure 11): the line is the "
-                "largest, the band reaches down to the 100th. Measured in float32, so that a value above the dashed "
-                "line is seen; in FP16 it would be infinite, in BF16 it still has a number."
-            ),
-        ),
-        Metric(
-            name="hidden_abs_max",
-            section="Magnitudes",
-            title="Largest |x| by layer",
-            quantity="largest |x|",
-            caption=(
-                "Largest magnitude of the stream after each block. A step up at one layer that all later layers "
-                "keep is a massive activation: it came from that layer."
-            ),
-        ),
-        Metric(
-            name="hidden_abs_mean",
-            section="Magnitudes",
-            title="Mean |x| by layer",
-            quantity="mean |x|",
-            caption=(
-                "Mean magnitude of the stream after each block. Far below the largest one, few channels hold the "
-                "stream."
-            ),
-        ),
-        Metric(
-            name="hidden_mean",
-            section="Magnitudes",
-            title="Mean of all elements",
-            quantity="mean",
-            folded=True,
-            log=False,
-            caption=(
-                "Mean of all elements of the stream after the sub-layer, from the first record (light) to the last "
-                "(dark). LayerNorm takes each token's mean away and RMSNorm leaves it; far from zero against the "
-                "mean |x|, the two differ."
-            ),
-        ),
-        Metric(
-            name="attention_logit",
-            section="Attention",
-            title="Largest attention logit",
-            quantity="largest logit",
-            caption=(
-                "Largest value that goes into attention's softmax, by layer, over the keys that a query may see. Above "
-                "about 50 attention looks at single tokens and its gradient vanishes (Dehghani et al. 2023)."
-            ),
-        ),
-        Metric(
-            name="gain_mean",
-            section="Norm gains",
-            title="Norms' gains by layer",
-            quantity="mean gain",
-            log=False,
-            caption=(
-                "Mean gain of each norm and mean of each learned scale (skip scale, pre scale) against the depth, "
-                "from the first record (light) to the last (dark), as in Peri-LN's Figure 9. A norm without a gain "
-                "has no line."
-            ),
-        ),
-        Metric(
-            name="gain_abs_max",
-            section="Norm gains",
-            title="Largest gains",
-            quantity="largest |gain|",
-            folded=True,
-            log=False,
-            caption="Largest magnitude of each norm's gain: far above the mean, the norm blows up few channels.",
-        ),
-        Metric(
-            name="expert_load",
-            section="Experts",
-            title="Load of the experts",
-            quantity="busiest expert's load / balanced load",
-            by_index=True,
-            log=False,
-            caption=(
-                "Load of each layer's busiest expert over that of a balanced one: 1 is perfect balance, the number of "
-                "experts over those chosen is a router that always takes the same ones."
-            ),
-        ),
-        Metric(
-            name="step_loss",
-            section="Every step",
-            title="Loss of every step",
-            quantity="loss (nats per token)",
-            folded=True,
-            log=False,
-            caption=(
-                "Training loss of every step, recorded or not; with several seeds, from the lowest to the highest. If "
-                "there are too many steps to draw, the line is the largest of each few."
-            ),
-        ),
-        Metric(
-            name="step_gradient_norm",
-            section="Every step",
-            title="Gradient norm of every step",
-            quantity="gradient norm",
-            folded=True,
-            caption=(
-                "Norm of the gradient of all parameters together, before clipping, at every step. Its spikes are "
-                "those that the tables count."
-            ),
-        ),
-        Metric(
-            name="learning_rate",
-            section="Every step",
-            title="Learning rate",
-            quantity="learning rate",
-            folded=True,
-            caption="Learning rate at each record, the largest of the optimizer's groups.",
-        ),
+        Metric("gradient_norm", "Gradients", "Gradient norm by layer", "gradient norm", caption=(
+            "Norm of the gradient of each block's parameters, before clipping. Level lines are healthy: every layer "
+            "learns at a similar pace. A line that falls toward either end leaves the layers there almost untrained."
+        ), over_steps=(
+            "Layers upward, steps to the right, one color scale for all. An even color from bottom to top is healthy; "
+            "a map that turns dark from one edge shows where, and when, the gradient vanishes."
+        )),
+        Metric("hidden_variance", "Variances", "Hidden variance by layer", "hidden variance", caption=(
+            "Variance of the stream after each block. Where it climbs through depth, each further block changes the "
+            "stream by a smaller share and deep layers matter less; where a norm stands on the stream it stays level."
+        ), over_steps=(
+            "As above, for the variance: a map that brightens upward grows through depth, one that brightens to the "
+            "right grows in training."
+        )),
+        Metric("update_ratio", "Updates", "Update-to-weight ratio by layer", "|update| / |weights|", caption=(
+            "Norm of what the optimizer's step changed in each block's weights, over the norm of these weights: how "
+            "fast a layer moves, clipping, learning rate and decay included. Around 10⁻³ is usual. In large runs it "
+            "has risen before the gradient and the loss did, in the lower layers first."
+        ), over_steps=(
+            "Layers upward, steps to the right. It follows the learning rate; a band of layers that brightens on its "
+            "own is where a run becomes unstable."
+        )),
+        Metric("update_norm", "Updates", "Update norms", "|update|", folded=True, caption=(
+            "Norm of what the optimizer's step changed in each sub-layer's weights, from the first record (light) to "
+            "the last (dark). It follows the learning rate."
+        )),
+        Metric("weight_norm", "Updates", "Weight norms", "|weights|", folded=True, caption=(
+            "Norm of each sub-layer's weights, from the first record (light) to the last (dark)."
+        )),
+        Metric("first_moment", "Updates", "First moments", "|m|", folded=True, caption=(
+            "Norm of Adam's first moment, the running mean of the gradient. Where it rises and the second moment does "
+            "not, gradients of successive steps point the same way: in a 32B run it rose before its loss spiked."
+        )),
+        Metric("second_moment", "Updates", "Second moments", "|sqrt(v)|", folded=True, caption=(
+            "Norm of the root of Adam's second moment, the usual size of a gradient. It forgets slowly: after a calm "
+            "time, a burst of gradients makes large updates."
+        )),
+        Metric("hidden_top_abs", "Magnitudes", "The 100 largest magnitudes against FP16's limit", "the 100 largest |x|",
+               limit=(65504, "FP16's limit, 65,504"), caption=(
+            "The 100 largest |x| among all elements of the embedded tokens and of the streams after every sub-layer "
+            "together, for the monitor's held-out blocks (Peri-LN, Figure 11): the line is the largest, the band "
+            "reaches down to the 100th. Measured in float32, so that a value above the dashed line is seen; in FP16 "
+            "it would be infinite, in BF16 it still has a number."
+        )),
+        Metric("hidden_abs_max", "Magnitudes", "Largest |x| by layer", "largest |x|", caption=(
+            "Largest magnitude of the stream after each block. A step up at one layer that all later layers keep is a "
+            "massive activation: it came from that layer."
+        )),
+        Metric("hidden_abs_mean", "Magnitudes", "Mean |x| by layer", "mean |x|", caption=(
+            "Mean magnitude of the stream after each block. Far below the largest one, few channels hold the stream."
+        )),
+        Metric("hidden_mean", "Magnitudes", "Mean of all elements", "mean", folded=True, log=False, caption=(
+            "Mean of all elements of the stream after the sub-layer, from the first record (light) to the last "
+            "(dark). LayerNorm takes each token's mean away and RMSNorm leaves it; far from zero against the mean "
+            "|x|, the two differ."
+        )),
+        Metric("attention_logit", "Attention", "Largest attention logit", "largest logit", caption=(
+            "Largest value that goes into attention's softmax, by layer, over the keys that a query may see. Above "
+            "about 50 attention looks at single tokens and its gradient vanishes (Dehghani et al. 2023)."
+        )),
+        Metric("gain_mean", "Norm gains", "Norms' gains by layer", "mean gain", log=False, caption=(
+            "Mean gain of each norm and mean of each learned scale (skip scale, pre scale) against the depth, from "
+            "the first record (light) to the last (dark), as in Peri-LN's Figure 9. A norm without a gain has no "
+            "line."
+        )),
+        Metric("gain_abs_max", "Norm gains", "Largest gains", "largest |gain|", folded=True, log=False, caption=(
+            "Largest magnitude of each norm's gain: far above the mean, the norm blows up few channels."
+        )),
+        Metric("expert_load", "Experts", "Load of the experts", "busiest expert's load / balanced load", caption=(
+            "Load of each layer's busiest expert over that of a balanced one: 1 is perfect balance, the number of "
+            "experts over those chosen is a router that always takes the same ones."
+        ), log=False, by_index=True),
+        Metric("step_loss", "Every step", "Loss of every step", "loss (nats per token)", caption=(
+            "Training loss of every step, recorded or not; with several seeds, from the lowest to the highest. If "
+            "there are too many steps to draw, the line is the largest of each few."
+        ), folded=True, log=False),
+        Metric("step_gradient_norm", "Every step", "Gradient norm of every step", "gradient norm", caption=(
+            "Norm of the gradient of all parameters together, before clipping, at every step. Its spikes are those "
+            "that the tables count."
+        ), folded=True),
+        Metric("learning_rate", "Every step", "Learning rate", "learning rate", folded=True, caption=(
+            "Learning rate at each record, the largest of the optimizer's groups."
+        )),
     )
-}
+}  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,24 +11,22 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, Template, select_autoescape
 from markupsafe import Markup
 
-from lamina.jobs.manifest import sync
+from lamina.jobs.files import write_text
 from lamina.reports.records import faults
 from lamina.reports.style import FONT, to_html
 
 logger = logging.getLogger(__name__)
 
+_ASSETS = files("lamina.reports") / "assets"
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Section:
     """A part of the page. ``html`` is trusted: its builder escapes what users wrote."""
 
@@ -43,30 +40,23 @@ class Section:
         return re.sub(r"[^a-z]+", "-", self.name.lower())
 
 
-def write_page(path: Path, *, title: str, facts: Sequence[str], command: str, sections: Iterable[Section]) -> Path:
-    """Write the page under a temporary name, then rename it: a reader never sees half of it."""
+def write_page(path: Path, *, title: str, facts: Sequence[str], command: object, sections: Iterable[Section]) -> Path:
+    """Write the page whole or not at all; sections without content and empty facts are left out."""
     parts = [section for section in sections if section.html]
     damage = faults(path.parent)
     for line in damage:
         logger.warning("%s: %s", path.parent, line)
-    changed = callouts(f"{line}: it is left out of the page." for line in damage)
-    with_figures = any("plotly-graph-div" in part.html for part in parts)
     page = _template().render(
-        policy=Markup(_POLICY),
         title=title,
         facts=[fact for fact in facts if fact],
-        command=command,
-        changed=Markup(changed),
+        command=str(command or ""),
+        changed=Markup(callouts(f"{line}: it is left out of the page." for line in damage)),
         sections=[(part, Markup(part.html)) for part in parts],
-        style=Markup(_asset("page.css").replace("FONT", FONT)),
-        script=Markup(_asset("page.js")),
-        plotly=packed_plotly() if with_figures else "",
+        style=Markup(_ASSETS.joinpath("page.css").read_text(encoding="utf-8").replace("FONT", FONT)),
+        script=Markup(_ASSETS.joinpath("page.js").read_text(encoding="utf-8")),
+        plotly=packed_plotly() if any("plotly-graph-div" in part.html for part in parts) else "",
     )
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # a link would be followed
-    partial.write_text(page, encoding="utf-8")
-    sync(partial)
-    os.replace(partial, path)
+    write_text(path, page)
     return path
 
 
@@ -119,15 +109,7 @@ def words(name: str) -> str:
 @lru_cache(maxsize=1)
 def packed_plotly() -> str:
     """Return plotly.js with only the figures' kinds of traces, gzipped, as base64: a third of the full size."""
-    return base64.b64encode(_assets().joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
-
-
-def _assets() -> Traversable:
-    return files("lamina.reports") / "assets"
-
-
-def _asset(name: str) -> str:
-    return _assets().joinpath(name).read_text(encoding="utf-8")
+    return base64.b64encode(_ASSETS.joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
 
 
 @lru_cache(maxsize=1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import TypeGuard, cast
 
 import pandas as pd
 import yaml
@@ -62,50 +64,29 @@ class Trial:
     def plan(self) -> Plan | None:
         """The plan that the run resolved; None if plan.json is missing or not readable."""
         try:
-            return Plan.from_dict(json.loads(_text(self.folder / PLAN)))
-        except (ValueError, TypeError):
+            return Plan.from_dict(json.loads((self.folder / PLAN).read_text(encoding="utf-8", errors="replace")))
+        except (OSError, ValueError, TypeError):
             return None
 
     @cached_property
     def result(self) -> Json:
         """result.json, empty where the run has none yet."""
-        return _mapping(self.folder / RESULT)
+        return read_mapping(self.folder / RESULT)
 
     @cached_property
     def environment(self) -> Json:
         """environment.json: versions, machine, git revision."""
-        return _mapping(self.folder / ENVIRONMENT)
+        return read_mapping(self.folder / ENVIRONMENT)
 
     @cached_property
     def layers(self) -> Frame:
         """The monitor's rows: step, layer (from 0; -1 outside the blocks), sublayer, role, index, metric, value."""
-        parts = []
-        for path in sorted(self.folder.glob("layers/part-*.parquet")):
-            try:
-                parts.append(read_parquet(path)[list(_COLUMNS)])
-            except (OSError, ValueError, KeyError) as error:
-                logger.warning("%s: left out of the report (%s)", path.name, error)
-        if not parts:
-            return pd.DataFrame(columns=_COLUMNS)
-        return pd.concat(parts, ignore_index=True)
+        return _parts(self.folder / "layers", _COLUMNS, only=True)
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
         """Scheduled probes' results (probes/NAME/part-*.parquet): their columns and ``step``, by probe."""
-        frames: dict[str, Frame] = {}
-        for folder in sorted(self.folder.glob("probes/*/")):
-            parts = []
-            for path in sorted(folder.glob("part-*.parquet")):
-                try:
-                    part = read_parquet(path)
-                    if {"step", "value"} <= set(part.columns):
-                        parts.append(part)
-                except (OSError, ValueError) as error:
-                    logger.warning("%s: left out of the report (%s)", path.name, error)
-            frames[folder.name] = (
-                pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["step", "value"])
-            )
-        return frames
+        return {folder.name: _parts(folder, ("step", "value")) for folder in sorted(self.folder.glob("probes/*/"))}
 
     def blocks(self, metric: str) -> Frame:
         """Return a metric of whole blocks: one row per block (from 1; 0 is the embedding), one column per step."""
@@ -130,7 +111,10 @@ class Study:
 
 
 def read_study(folder: Path) -> Study:
-    """Read study.yaml and results.csv. Raises UserError where there is nothing to report."""
+    """Read study.yaml and results.csv.
+
+    Raises UserError where there is nothing to report, or the trials were not all trained with the study's settings.
+    """
     header = study_header(folder)
     if not (folder / RESULTS).is_file():
         raise UserError(f"{str(folder)!r}: no results.csv in this study (no trial has ended yet)")
@@ -153,6 +137,11 @@ def read_study(folder: Path) -> Study:
     )
     settings = header.pop("settings", None)
     settings = settings if isinstance(settings, dict) else {}
+    common = dict(settings)
+    if isinstance(init := common.get("init"), str):
+        common["init"] = init.removeprefix("same:")
+    stored = {trial.name: read_mapping(trial.folder / CONFIG) for trial in trials}
+    study_record.refuse_mixture({name: config for name, config in stored.items() if config}, common)
     return Study(folder=folder, header=header, settings=settings, results=results, trials=trials)
 
 
@@ -163,11 +152,6 @@ def faults(folder: Path) -> list[str]:
         name = f"{run.relative_to(folder).as_posix()}: " * (run != folder)
         lines += [f"{name}{fault}" for fault in RunFolder(run).faults()]
     return lines
-
-
-def read_config(folder: Path) -> Json:
-    """A run's config.yaml; empty where it is missing or not readable."""
-    return _mapping(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
 def study_header(folder: Path) -> Json:
@@ -181,8 +165,8 @@ def study_header(folder: Path) -> Json:
 
 def read_run(folder: Path) -> Study:
     """Read a single run's folder as a study of one trial."""
-    config, result = _mapping(folder / CONFIG), _mapping(folder / RESULT)
-    environment = _mapping(folder / ENVIRONMENT)
+    config, result = read_mapping(folder / CONFIG), read_mapping(folder / RESULT)
+    environment = read_mapping(folder / ENVIRONMENT)
     trial = Trial(name=folder.name, placement="", folder=folder)
     flat = flatten(config)
     plan = trial.plan
@@ -258,18 +242,42 @@ def _inside(parent: Path, name: str) -> Path:
     return path if name and path.resolve().is_relative_to(parent.resolve()) else parent / "no-such-trial"
 
 
-def _mapping(path: Path) -> Json:
+def read_mapping(path: Path) -> Json:
+    """A mapping in a JSON or YAML file; empty where it is missing or not readable."""
     try:
-        text = _text(path)
+        text = path.read_text(encoding="utf-8", errors="replace")
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError:
+        return {}
     except (ValueError, yaml.YAMLError):
         logger.warning("%s: not readable, left out of the report", path.name)
         return {}
     return data if isinstance(data, dict) else {}
 
 
-def _text(path: Path) -> str:
+@contextmanager
+def whole(folder: Path, what: str) -> Iterator[None]:
+    """Raise UserError where the records of a folder turn out not to be whole, ``what`` says of which job."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "{}" if path.suffix == ".json" else ""
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{str(folder)!r}: no whole {what} ({message})") from None
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number: a folder may hold anything."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _parts(folder: Path, needed: Sequence[str], *, only: bool = False) -> Frame:
+    """The readable part-*.parquet of a folder that have the columns ``needed``, as one table, of these columns only."""
+    parts = []
+    for path in sorted(folder.glob("part-*.parquet")):
+        try:
+            part = read_parquet(path)
+            rows = part[list(needed)]
+            parts.append(rows if only else part)
+        except (OSError, ValueError, KeyError) as error:
+            logger.warning("%s: left out of the report (%s)", path.name, error)
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(needed))

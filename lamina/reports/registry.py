@@ -1,21 +1,26 @@
-"""Which page a folder gets, by its kind."""
+"""The page of a folder by its kind, and one that is written again whenever the records of its running job grow."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from lamina.errors import UserError
+from lamina.jobs.folder import is_locked
 from lamina.jobs.kinds import Kind, kind_of
+from lamina.jobs.names import ALARMS, CLAIMS, METRICS, RESULT, RESULTS
 
 Page = Callable[[Path], Path]
 """Writes the page of a folder and returns its path."""
 P = TypeVar("P", bound=Page)
 
-_CLAIMS = "lamina.papers.pages.page"  # by name: a floor above this one
+_RECORDS = (METRICS, RESULTS, RESULT, ALARMS, CLAIMS)
+_CLAIMS_PAGE = "lamina.papers.pages.page"  # by name: a floor above this one
 _pages: dict[Kind, Page] = {}
 
 
@@ -33,7 +38,7 @@ def kinds() -> list[Kind]:
     """The kinds of folders that have a page."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent / "pages")]):
         importlib.import_module(f"lamina.reports.pages.{module.name}")
-    importlib.import_module(_CLAIMS)
+    importlib.import_module(_CLAIMS_PAGE)
     return sorted(_pages)
 
 
@@ -43,10 +48,62 @@ def report(folder: Path) -> Path:
     Raises UserError if no job wrote it, or its records are damaged.
     """
     folder = Path(folder)
-    known, kind = kinds(), kind_of(folder)
-    if kind is None or kind not in known:
+    pages, kind = {str(known): _pages[known] for known in kinds()}, kind_of(folder)
+    if kind is None or kind not in pages:
         raise UserError(
             f"folder: {str(folder)!r} holds {'no job' if kind is None else f'a {kind}'}, so there is no page to write "
-            f"(allowed: a folder of: {', '.join(known)})"
+            f"(allowed: a folder of: {', '.join(pages)})"
         )
-    return _pages[kind](folder)
+    return pages[kind](folder)
+
+
+def follow(
+    folder: Path, *, every: float = 10.0, wait: Callable[[float], None] = time.sleep
+) -> Iterator[tuple[Path | None, str]]:
+    """Write the page of a run or a study each time its records have grown, until the job has ended.
+
+    Args:
+        folder: of the job; a study's trials are followed with it.
+        every: seconds between two looks.
+        wait: sleeps.
+
+    Yields:
+        the page, and an empty text; or None and why there is no page yet: too few records.
+
+    Raises:
+        UserError: if the folder is not a job's.
+    """
+    if kind_of(folder) is None:
+        report(folder)  # raises
+    before: list[tuple[str, int, int]] | None = None
+    while True:
+        ended, state = has_ended(folder), _state(folder)
+        if state != before:
+            before = state
+            try:
+                yield report(folder), ""
+            except UserError as error:
+                if ended:
+                    raise
+                yield None, str(error)  # a job that has only begun
+        if ended:
+            return
+        wait(every)
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether nothing more is going to be written: there is a result, and no process works in the folder."""
+    return not is_locked(folder) and any((folder / name).is_file() for name in (RESULT, RESULTS))
+
+
+def _state(folder: Path) -> list[tuple[str, int, int]]:
+    """Return the names, sizes and times of the record files, also of a study's trials."""
+    found = []
+    for place in (folder, *sorted(folder.glob("trials/*"))):
+        for name in _RECORDS:
+            try:
+                stat = os.stat(place / name)
+            except OSError:
+                continue
+            found.append((str(place / name), stat.st_size, stat.st_mtime_ns))
+    return found

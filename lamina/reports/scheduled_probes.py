@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from lamina.core.json_types import Json
 from lamina.jobs.names import ABOUT, NOTES
-from lamina.reports import depth
-from lamina.reports.charts import Line
+from lamina.jobs.run_folder import parse_lines
+from lamina.reports import charts, depth
+from lamina.reports.charts import line_of
 from lamina.reports.depth import Quantity
 from lamina.reports.page import Section, callouts, figure, sentence
-from lamina.reports.records import Frame, Trial, select
-from lamina.reports.style import Shown, polish
+from lamina.reports.records import Frame, Trial, read_mapping, select
+from lamina.reports.style import Shown
 
 _BY_DEPTH = ("layer", "size", "distance")  # possible x axes; the first that a frame has is used
 _TEXTS = ("metric", "sublayer", "role", "format", "meaning")  # columns that tell measurements apart
@@ -97,33 +94,22 @@ def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
                 numbers.setdefault(_label(name, columns), []).append(
                     (item, group.groupby("step", as_index=False)["value"].mean())
                 )
-    if not numbers:
-        return None
-    labels = sorted(numbers, key=lambda label: "(" in label)[:_QUANTITIES]  # the whole model's before its parts
-    picture = make_subplots(rows=1, cols=len(labels), horizontal_spacing=0.08)
-    named: set[str] = set()
-    for number, label in enumerate(labels, start=1):
+    panels, named = {}, set()
+    for label in sorted(numbers, key=lambda label: "(" in label)[:_QUANTITIES]:  # the whole model's before its parts
+        panels[label] = []
         for item, rows in numbers[label]:
-            Line(
-                x=rows["step"],
-                y=rows["value"].to_numpy(dtype=np.float32),
-                color=item.color,
-                dash=item.dash,
-                name=item.label,
-                group=item.label,
-                legend=len(items) > 1 and item.placement not in named,
-                markers=True,
-                hover="step %{x}: %{y:.4g}",
-            ).draw(picture, 1, number)
+            legend = len(items) > 1 and item.placement not in named
+            values = rows["value"].to_numpy(dtype=np.float32)
+            hover = "step %{x}: %{y:.4g}"
+            panels[label].append(line_of(item, rows["step"], values, legend=legend, markers=True, hover=hover))
             named.add(item.placement)
-        picture.update_yaxes(title=label, row=1, col=number)
-    picture.update_xaxes(title="step")
-    picture.update_yaxes(exponentformat="power")
-    return polish(picture, 320)
+    figure = charts.in_a_row(panels, "step", 320)
+    return None if figure is None else figure.update_yaxes(exponentformat="power")
 
 
 def _section(name: str, items: Sequence[Shown]) -> Section:
-    facts = next((facts for item in items for t in item.trials if (facts := _about(t.folder, name))), {})
+    abouts = (read_mapping(trial.folder / "probes" / name / ABOUT) for item in items for trial in item.trials)
+    facts = next((about for about in abouts if about), {})
     frames = {
         item.placement: pd.concat(tables)
         for item in items
@@ -146,32 +132,18 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
             html += callouts(["Nothing here is measured by layer or over the steps; the numbers are in the folder."])
     lead = f'<p class="lead">{escape(sentence(str(facts["summary"])))}</p>' if facts.get("summary") else ""
     source = f'<p class="source">Source: {escape(str(facts["source"]))}</p>' if facts.get("source") else ""
-    html = lead + html + source if html else ""
     title = str(facts.get("title") or name)
-    return Section(name=title, title=f"{title} during training", html=html)
-
-
-def _about(folder: Path, name: str) -> Json:
-    try:
-        about = json.loads((folder / "probes" / name / ABOUT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
+    return Section(title, f"{title} during training", lead + html + source if html else "")
 
 
 def _notes(name: str, items: Sequence[Shown]) -> list[str]:
     """List what the scheduled probe could not measure: each remark once, with its first step."""
     remarks: dict[str, str] = {}
     for item in items:
+        owner = f"{item.placement}: " if len(items) > 1 else ""
         for trial in item.trials:
-            path = trial.folder / "probes" / name / NOTES
-            try:
-                lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            except (OSError, ValueError):
-                continue
-            owner = f"{item.placement}: " if len(items) > 1 else ""
-            for line in lines:
-                remarks.setdefault(f"{owner}{line.get('note')}", f"{owner}step {line.get('step')}: {line.get('note')}")
+            for line in parse_lines(trial.folder / "probes" / name / NOTES)[0]:
+                remarks.setdefault(f"{owner}{line.get('note')}", f"{owner}step {line['step']}: {line.get('note')}")
     return list(remarks.values())
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from lamina.errors import UserError
+from lamina.jobs.files import writing
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -39,8 +39,6 @@ def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600, 
         if not picture.is_file():
             last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
             raise UserError(f"screenshot: {Path(browser).name} made no picture ({last[0]})")
-        partial = target.with_name(f"{target.name}.partial")
-        partial.unlink(missing_ok=True)  # a link would be followed
-        shutil.copyfile(picture, partial)
-        os.replace(partial, target)
+        with writing(target) as temporary:
+            shutil.copyfile(picture, temporary)
     return target

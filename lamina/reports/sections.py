@@ -6,21 +6,21 @@ import math
 import re
 from collections.abc import Sequence
 from html import escape
+from typing import cast
 
 import pandas as pd
 
 from lamina import placements
+from lamina.core.json_types import Json
 from lamina.placements import Plan, diagram
 from lamina.placements.resolution import parse_spec
 from lamina.reports import depth, figures, layers, tables
 from lamina.reports.metrics import METRICS
-from lamina.reports.notices import notices
 from lamina.reports.page import Section, callouts, details, figure, moment, prose
-from lamina.reports.palette import colors
-from lamina.reports.ranking import summarize
+from lamina.reports.ranking import notices, summarize
 from lamina.reports.records import Frame, Study, rows_of
 from lamina.reports.sentences import Guess, sentences
-from lamina.reports.style import Shown
+from lamina.reports.style import Shown, colors
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
@@ -30,32 +30,25 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
     rates = study.results["learning_rate"]
     items = []
     for row in rows_of(summary):
-        rate = row["learning_rate"]
+        rate, placement = row["learning_rate"], row["placement"]
         same = rates.eq(rate) if math.isfinite(rate) else rates.isna()
-        chosen = study.results.index[study.results["placement"].eq(row["placement"]) & same]
-        items.append(
-            Shown(
-                placement=row["placement"],
-                color=color[row["placement"]],
-                trials=tuple(study.trials[i] for i in chosen),
-                status_text=row["status_text"],
-            )
-        )
+        chosen = study.results.index[study.results["placement"].eq(placement) & same]
+        trials = tuple(study.trials[i] for i in chosen)
+        items.append(Shown(placement=placement, color=color[placement], trials=trials, status_text=row["status_text"]))
     return summary, items, color
 
 
 def what_happened(study: Study, summary: Frame, items: list[Shown], color: dict[str, str]) -> Section:
-    gradients, variances = (layers.blocks(METRICS[name]) for name in ("gradient_norm", "hidden_variance"))
-    texts = sentences(
-        summary,
-        gradients={item.placement: depth.over_seeds(item, gradients) for item in items},
-        variances={item.placement: depth.over_seeds(item, variances) for item in items},
+    gradients, variances = (
+        {item.placement: depth.over_seeds(item, layers.blocks(METRICS[name])) for item in items}
+        for name in ("gradient_norm", "hidden_variance")
     )
+    texts = sentences(summary, gradients=gradients, variances=variances)
     own = {item.placement: t.plan.initialization for item in items for t in item.trials if t.plan is not None}
     recommended = {placement: name or "normal" for placement, name in own.items()}
     warnings = notices(summary, study.results, recommended, study.settings)
     html = prose([*texts, *scale_note(study.results)], color) + callouts(warnings)
-    return Section(name="What happened", title="What happened", html=html)
+    return Section("What happened", "What happened", html)
 
 
 def loss(study: Study, items: list[Shown], several: bool) -> Section:
@@ -69,7 +62,7 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
     html = figure(drawn, caption)
     html += figure(figures.second_losses(items, guess), _SECOND, "On the second corpus")
     html += figure(figures.task_scores(items), _TASKS, "On tasks")
-    return Section(name="Loss", title="Loss against tokens", html=html)
+    return Section("Loss", "Loss against tokens", html)
 
 
 def diagrams(study: Study, items: list[Shown]) -> Section:
@@ -90,13 +83,21 @@ def diagrams(study: Study, items: list[Shown]) -> Section:
             f'<div class="drawing">{drawing}</div><pre>{escape(lines)}</pre>{source}</div>'
         )
     html = f"<p>{escape(_DIAGRAMS)}</p><div class=plans>{''.join(cards)}</div>" if cards else ""
-    return Section(name="Placements", title="Where the norms sit", html=html)
+    return Section("Placements", "Where the norms sit", html)
 
 
 def settings(study: Study) -> Section:
-    html = details("Settings", tables.settings_table(study.settings)) if study.settings else ""
-    html += details("Environment", tables.settings_table(study.environment)) if study.environment else ""
-    return Section(name="Settings", title="Settings and environment", html=html)
+    return settings_of(study.settings, study.environment)
+
+
+def settings_of(settings: object, environment: object) -> Section:
+    known = {name: of for name, of in (("Settings", settings), ("Environment", environment)) if of}
+    html = "".join(details(name, tables.settings_table(cast("Json", of))) for name, of in known.items())
+    return Section("Settings", "Settings and environment", html)
+
+
+def course(item: Shown, caption: str) -> Section:
+    return Section("Course", "Learning rate and gradient norm", figure(figures.course(item), caption))
 
 
 def _folded(equation: Sequence[str], columns: float) -> str:
@@ -116,7 +117,7 @@ def _scheme(spec: str) -> placements.Placement | None:
 
 def _resolved(spec: str, study: Study) -> Plan | None:
     """Resolve a plan for a registered placement whose trials left none."""
-    layers = _setting(study, "num_layers")
+    layers = study.settings.get("num_layers")
     try:
         if _scheme(spec) is None or not isinstance(layers, int):
             return None
@@ -124,10 +125,6 @@ def _resolved(spec: str, study: Study) -> Plan | None:
         return placements.resolve(target, layers, **options) if isinstance(target, str) else None
     except ValueError:
         return None
-
-
-def _setting(study: Study, name: str) -> object:
-    return study.settings.get(name, study.settings.get(name.replace("_", "-")))
 
 
 def scale_note(results: Frame) -> list[str]:
@@ -144,7 +141,7 @@ def scale_note(results: Frame) -> list[str]:
 
 def facts(study: Study) -> list[str]:
     """The few settings that a reader needs first."""
-    backbone, layers, width = (_setting(study, name) for name in ("backbone", "num_layers", "hidden_size"))
+    backbone, layers, width = (study.settings.get(name) for name in ("backbone", "num_layers", "hidden_size"))
     facts = [str(backbone)] if isinstance(backbone, str) else []
     if layers:
         facts.append(f"{layers} layers" + (f" of width {width}" if width else ""))

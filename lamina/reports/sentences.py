@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from textwrap import shorten
 
 from lamina.core.json_types import Json
-from lamina.reports.notices import listed
-from lamina.reports.ranking import is_above_bigram, is_ranked
+from lamina.reports.ranking import is_above_bigram, is_ranked, listed
 from lamina.reports.records import Frame, rows_of
 
 Tables = Mapping[str, Frame]

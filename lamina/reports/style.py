@@ -1,4 +1,7 @@
-"""The common style of all figures, and their way into a page."""
+"""The look of each placement in all figures, their common style, and their way into a page.
+
+A placement has a color, and a dash and a marker that differ in gray, too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import gzip
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from typing import Any, cast
@@ -15,7 +19,6 @@ import numpy as np
 import plotly.graph_objects as go
 import plotly.io
 
-from lamina.reports.palette import PALETTE, look
 from lamina.reports.records import Frame, Trial
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
@@ -23,7 +26,74 @@ INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
 
 _DASH = 9  # pixels of each color where lines take turns
 _TURNS = "Lines of the same values take turns: a dash of each."
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a line is drawn; dash and marker are plotly's names.
+
+    Attributes:
+        color: as hexadecimal.
+        dash: the pattern of the line.
+        marker: the form of its points.
+    """
+
+    color: str
+    dash: str = "solid"
+    marker: str = "circle"
+
+
+# Told apart with every common color blindness (after Okabe and Ito, and Tol).
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255", "#44aa99", "#999933")
+
+# The papers' own have a color each that is safe alone; the others' colors need their dash and marker beside them.
+_LOOKS = {
+    "pre_ln": Look("#0072b2"),
+    "post_ln": Look("#d55e00", marker="square"),
+    "fusenorm": Look("#009e73", marker="diamond"),
+    "mix_ln": Look("#cc79a7", marker="triangle-up"),
+    "keel": Look("#e69f00", marker="triangle-down"),
+    "peri_ln": Look("#56b4e9", marker="cross"),
+    "deepnorm": Look("#882255", "dash", "square"),
+    "sandwich_ln": Look("#332288", "dash", "cross"),
+    "hybridnorm": Look("#44aa99", "dash", "diamond"),
+    "group_ln": Look("#000000", "dash", "circle"),
+    "pre_post_ln": Look("#aa7744", "dash", "triangle-up"),
+    "hybridnorm_star": Look("#117733", "dot", "diamond"),
+    "olmo2": Look("#999933", "dot", "triangle-down"),
+    "admin": Look("#6b7280", "dot", "square"),
+    "out_ln": Look("#661100", "dot", "circle"),
+    "layernorm_scaling": Look("#88ccee", "dashdot", "circle"),
+    "b2t": Look("#aa4499", "dashdot", "square"),
+}
+_PAPERS_OWN = 6  # of the looks
 _OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that colors its lines itself
+
+
+def look(placement: str) -> Look | None:
+    """Return the look of a placement, with or without options; None for an unknown one."""
+    return _LOOKS.get(placement.partition("(")[0].strip())
+
+
+def looks(placements: Iterable[str]) -> dict[str, Look]:
+    """Return a look for each placement of a page; unknown ones get looks that the page does not use."""
+    names = list(dict.fromkeys(placements))
+    needed = {name.partition("(")[0].strip() for name in names}
+    known = [*list(_LOOKS)[_PAPERS_OWN:], *list(_LOOKS)[:_PAPERS_OWN]]
+    free = [_LOOKS[name] for name in known if name not in needed] or list(_LOOKS.values())
+    chosen: dict[str, Look] = {}
+    others = 0
+    for name in names:
+        own = look(name)
+        if own is None or own in chosen.values():
+            own, others = free[others % len(free)], others + 1
+        chosen[name] = own
+    return chosen
+
+
+def colors(placements: Iterable[str]) -> dict[str, str]:
+    """One color for each placement, the same in every figure of a page."""
+    return {name: chosen.color for name, chosen in looks(placements).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +117,12 @@ class Shown:
         own = look(self.placement)
         return None if own is None or own.dash == "solid" else own.dash
 
+    @property
+    def marker(self) -> str | None:
+        """The form of its points; None for plotly's own."""
+        own = look(self.placement)
+        return own.marker if own else None
+
 
 def rgba(color: str, alpha: float) -> str:
     """A hexadecimal color with transparency."""
@@ -55,7 +131,7 @@ def rgba(color: str, alpha: float) -> str:
 
 
 def polish(figure: go.Figure, height: int) -> go.Figure:
-    """The look of every figure: white, thin grid lines, the legend above."""
+    """The look of every figure: white, thin grid lines, the legend above, ticks at whole layers."""
     figure.update_layout(
         height=height,
         template="none",
@@ -80,24 +156,16 @@ def polish(figure: go.Figure, height: int) -> go.Figure:
     }
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis, automargin=True)
-    _whole_layers(figure)
-    return figure
-
-
-def _whole_layers(figure: go.Figure) -> None:
-    """Ticks at whole layers on the axes that count them."""
     layout, traces = cast("Any", figure.layout), cast("Any", figure.data)
-    for letter in "xy":
+    for letter, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
         axes = [layout[name] for name in layout if re.fullmatch(f"{letter}axis\\d*", name)]
-        if not any(re.match(r"(first )?layer", str(axis.title.text or "")) for axis in axes):
-            continue
-        values = [value for trace in traces for value in (trace[letter] if trace[letter] is not None else ())]
-        counted = [value for value in values if isinstance(value, int | float | np.number) and math.isfinite(value)]
-        if len(counted) == len(values) and counted:
-            span = float(max(counted)) - float(min(counted))
-            every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, math.inf) if span <= 12 * step)
-            if math.isfinite(every):
-                (figure.update_xaxes if letter == "x" else figure.update_yaxes)(dtick=every)
+        if any(re.match(r"(first )?layer", str(axis.title.text or "")) for axis in axes):
+            values = [value for trace in traces for value in (trace[letter] if trace[letter] is not None else ())]
+            if values and all(isinstance(value, int | float | np.number) and math.isfinite(value) for value in values):
+                span = float(max(values)) - float(min(values))
+                if span <= 12 * 128:
+                    update(dtick=next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if span <= 12 * step))
+    return figure
 
 
 def polish_own(figure: go.Figure) -> go.Figure:
@@ -118,19 +186,30 @@ def polish_own(figure: go.Figure) -> go.Figure:
 
 def _honest_axis(figure: go.Figure, values: np.ndarray) -> None:
     """Set readable ticks, and a range in which level data look level."""
-    if not len(values) or cast("Any", figure.layout).yaxis.range is not None:
+    axis = cast("Any", figure.layout).yaxis
+    if not len(values) or axis.range is not None:
         return
-    if cast("Any", figure.layout).yaxis.type != "log":
-        if values.min() > 0.5 * values.max() > 0:
-            figure.update_yaxes(rangemode="tozero")
-        return
-    positive = np.log10(values[values > 0])
-    if len(positive):
-        low, high = float(positive.min()), float(positive.max())
-        missing = max(0.0, 1 - (high - low)) / 2
-        pad = missing + 0.06 * max(1.0, high - low)
-        exponents, texts = log_ticks(low - pad, high + pad)
-        figure.update_yaxes(range=[low - pad, high + pad], tickvals=[10**e for e in exponents], ticktext=texts)
+    if axis.type == "log":
+        figure.update_yaxes(**log_scale(values))
+    elif values.min() > 0.5 * values.max() > 0:
+        figure.update_yaxes(rangemode="tozero")
+
+
+def log_scale(values: np.ndarray) -> dict[str, Any]:
+    """Range and ticks of a logarithmic axis for its values, over a decade or more; empty if none is positive."""
+    exponents = np.log10(values[np.isfinite(values) & (values > 0)])
+    if not len(exponents):
+        return {}
+    low, high = at_least_a_decade(float(exponents.min()), float(exponents.max()))
+    pad = 0.06 * (high - low)
+    ticks, texts = log_ticks(low - pad, high + pad)
+    return {"range": [low - pad, high + pad], "tickvals": [10**e for e in ticks], "ticktext": texts}
+
+
+def at_least_a_decade(low: float, high: float) -> tuple[float, float]:
+    """Widen a range of exponents, so that noise does not look like a difference."""
+    missing = max(0.0, 1 - (high - low))
+    return low - missing / 2, high + missing / 2
 
 
 def to_html(figure: go.Figure) -> str:
@@ -182,12 +261,15 @@ def _heights(values: object, *, log: bool) -> np.ndarray:
         return np.log10(heights) if log else heights
 
 
+def evenly(length: int, most: int) -> list[int]:
+    """At most ``most`` of the positions of a length, evenly spaced, with both ends."""
+    count = min(length, most)
+    return sorted({round(i * (length - 1) / max(1, count - 1)) for i in range(count)})
+
+
 def thin(frame: Frame, count: int) -> Frame:
     """At most about ``count`` rows, evenly spaced, always including the last."""
-    if len(frame) <= count:
-        return frame
-    rows = sorted({round(i * (len(frame) - 1) / (count - 1)) for i in range(count)})
-    return frame.iloc[rows]
+    return frame.iloc[evenly(len(frame), count)]
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:

@@ -1,18 +1,22 @@
-"""The tables of results and of settings."""
+"""The one HTML table of all pages, its cells, and the tables of results and of settings. Every text is escaped here."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from html import escape
+from typing import Any
 
 from lamina.jobs.columns import RANKING, TRIALS, Column
-from lamina.jobs.status import severity
+from lamina.jobs.status import Status, severity
 from lamina.probes.engine.spikes import FEWEST, SIGMAS, WINDOW
 from lamina.reports.ranking import is_above_bigram, is_ranked
-from lamina.reports.records import Frame, flatten, rows_of
-from lamina.reports.table import Field, Row, Table, chip, in_form, named, number, text
+from lamina.reports.records import Frame, flatten, is_number, rows_of
 
+Row = Mapping[str, Any]
+NONE = '<span class="none">–</span>'  # for a missing number
 ABOVE_BIGRAM = "above a bigram table"
 _SPIKE_NOTE = (
     f"A spike: a step whose training loss, or whose gradient norm before clipping, lies at least {SIGMAS:g} standard "
@@ -21,46 +25,141 @@ _SPIKE_NOTE = (
 )
 
 
+@dataclass(frozen=True)
+class Field:
+    """A column of a table.
+
+    Attributes:
+        title: its heading.
+        cell: a row's cell as HTML: it escapes what users wrote.
+        kind: the cells' CSS classes; a "number" is set to the right, its heading too.
+    """
+
+    title: str
+    cell: Callable[[Row], str]
+    kind: str = ""
+
+    @property
+    def heading(self) -> str:
+        """The heading as HTML."""
+        if not self.title:
+            return "<td></td>"  # a heading without a word says nothing to a screen reader
+        number = ' class="number"' if "number" in self.kind.split() else ""
+        return f'<th scope="col"{number}>{escape(self.title)}</th>'
+
+
+def table(
+    fields: Sequence[Field], rows: Iterable[Row], kind: str, row_kind: Callable[[Row], str] = lambda row: ""
+) -> str:
+    """Return rows under headings as HTML; a table that is too wide scrolls sideways.
+
+    Args:
+        fields: the columns, from the left.
+        rows: one mapping per row, which each field's ``cell`` reads.
+        kind: the table's CSS class.
+        row_kind: the CSS class of a row, "" for none.
+    """
+
+    def tag(name: str, kind: str, html: str) -> str:
+        return f'<{name} class="{kind}">{html}</{name}>' if kind else f"<{name}>{html}</{name}>"
+
+    head = tag("thead", "", tag("tr", "", "".join(field.heading for field in fields)))
+    body = "".join(
+        tag("tr", row_kind(row), "".join(tag("td", field.kind, field.cell(row)) for field in fields)) for row in rows
+    )
+    return tag("div", "scroll", tag("table", kind, head + tag("tbody", "", body)))
+
+
+def text(name: str, title: str | None = None, kind: str = "") -> Field:
+    """A column of texts: what ``name`` is in each row, escaped."""
+    return Field(name if title is None else title, lambda row: escape(str(row[name])), kind)
+
+
+def number(name: str, form: str, title: str | None = None, kind: str = "number", missing: str = NONE) -> Field:
+    """A column of numbers, printed as ``form`` says; a dash where one is missing or not finite."""
+    return Field(name if title is None else title, lambda row: in_form(row[name], form, missing), kind)
+
+
+def status(name: str, title: str) -> Field:
+    """A column of statuses, or of verdicts, as small labels."""
+    return Field(title, lambda row: chip(str(row[name])))
+
+
+def placements(colors: Mapping[str, str], name: str = "placement", title: str = "placement") -> Field:
+    """A column of placements' names, each behind the dot in its color."""
+    return Field(title, lambda row: swatch(colors[row[name]]) + escape(str(row[name])), "name")
+
+
+def in_form(value: object, form: str, missing: str = NONE) -> str:
+    """A number in a format, or a dash where it is none or not finite."""
+    return format(value, form) if is_number(value) else missing
+
+
+def with_spread(value: str, std: object, form: str) -> str:
+    """A number, followed by its standard deviation where it has one."""
+    return f'{value} <span class="spread">± {std:{form}}</span>' if is_number(std) else value
+
+
+def swatch(color: str) -> str:
+    """Return the dot in a placement's color before its name."""
+    return f'<span class="swatch" style="background:{color}"></span>'
+
+
+# The run's status whose color a word has, and the words that pages set as a status.
+_WORDS = {
+    "finished": ("fine", "flat", "holds", "holds at iso-loss"),
+    "short": ("explained by loss", "needs scale"),
+    "stuck": ("risky", "shrinks", "inconclusive"),
+    "interrupted": ("undecided", "not run yet"),
+    "diverged": ("will not train", "grows", "reversed", "excluded", "a part failed", "fails"),
+    "failed": ("broken",),
+}
+_CHIPS = {word: status.value for status in Status for word in (status.value, *_WORDS.get(status.value, ()))}
+
+
+def chip(word: str, label: str | None = None) -> str:
+    """A status, or a verdict, as a small label; its class says how bad it is."""
+    kind = _CHIPS.get(word, "failed" if word else "unknown")
+    label = word if label is None else label
+    return f'<span class="chip {kind}">{escape(label or "–")}</span>'
+
+
 def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
     """The placements, each at its best learning rate, best first."""
     several = bool((summary["learning_rates"] > 1).any())
-    fields = [Field(title="", kind="rank", cell=lambda row: in_form(row["rank"], ".0f"))]
+    fields = [Field("", lambda row: in_form(row["rank"], ".0f"), "rank")]
     for column in _present(RANKING, summary):
         if column.name == "status":
-            fields.append(Field(title=column.title, cell=_status))
+            fields.append(Field(column.title, _status))
         elif column.name == "eval_loss":
-            fields.append(Field(title=column.title, cell=_loss_with_spread, kind="number main"))
+            fields.append(Field(column.title, _loss, "number main"))
         elif column.name == "learning_rate" and several:
             fields.append(number("learning_rate", "g", "best learning rate"))
         else:
             fields.append(_field(column, colors))
-    unranked = {True: "", False: "unfinished"}
-    return Table(
-        fields=fields, rows=rows_of(summary), kind="ranking", row_kind=lambda row: unranked[is_ranked(dict(row))]
-    ).html()
+    return table(fields, rows_of(summary), "ranking", lambda row: "" if is_ranked(dict(row)) else "unfinished")
 
 
 def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
     """All trials, best first, with the reason of each one's status."""
     ordered = results.assign(order=[(severity(s) > 0) * (1 + severity(s)) for s in results["status"]])
     ordered = ordered.sort_values(["order", "eval_loss"], na_position="last", kind="stable")
-    fields = [_field(column, colors) for column in _present(TRIALS, results)]
-    return Table(fields=fields, rows=rows_of(ordered), kind="trials").html()
+    return table([_field(column, colors) for column in _present(TRIALS, results)], rows_of(ordered), "trials")
 
 
-def _present(columns: Iterable[Column], table: Frame) -> list[Column]:
-    """Return the columns without the optional ones that ``table`` has no value for (short or older runs)."""
-    return [c for c in columns if not c.optional or (c.name in table and table[c.name].notna().any())]
+def _present(columns: Iterable[Column], frame: Frame) -> list[Column]:
+    """Return the columns without the optional ones that ``frame`` has no value for (short or older runs)."""
+    return [c for c in columns if not c.optional or (c.name in frame and frame[c.name].notna().any())]
 
 
 def _field(column: Column, colors: Mapping[str, str]) -> Field:
     """A result's column as one of a page's table."""
     if column.name == "placement":
-        return Field(title=column.title, kind="name", cell=lambda row: named(row["placement"], colors))
+        return placements(colors, title=column.title)
     if column.name == "status":
-        return Field(title=column.title, cell=lambda row: chip(row["status"]))
+        return status("status", column.title)
     if column.share is not None:
-        return Field(title=column.title, kind="number", cell=_with_share(column, column.share))
+        return Field(column.title, partial(_with_share, column, column.share), "number")
     if column.format is not None:
         return number(column.name, column.format, column.title)
     return text(column.name, column.title, {"trial": "name", "reason": "reason"}.get(column.name, ""))
@@ -71,20 +170,15 @@ def _status(row: Row) -> str:
     return chip(row["status"], row["status_text"]) + above
 
 
-def _loss_with_spread(row: Row) -> str:
-    spread = f' <span class="spread">± {row["eval_loss_std"]:.3f}</span>' if math.isfinite(row["eval_loss_std"]) else ""
-    return in_form(row["eval_loss"], ".3f") + spread
+def _loss(row: Row) -> str:
+    return with_spread(in_form(row["eval_loss"], ".3f"), row["eval_loss_std"], ".3f")
 
 
-def _with_share(column: Column, share: str) -> Callable[[Row], str]:
+def _with_share(column: Column, share: str, row: Row) -> str:
     """Print a count and the share that it is of all, in percent."""
-
-    def cell(row: Row) -> str:
-        count = row[column.name]
-        part = f' <span class="spread">{100 * row[share]:.2g} %</span>' if math.isfinite(count) and count else ""
-        return in_form(count, column.format or "") + part
-
-    return cell
+    count = row[column.name]
+    part = f' <span class="spread">{100 * row[share]:.2g} %</span>' if math.isfinite(count) and count else ""
+    return in_form(count, column.format or "") + part
 
 
 def settings_table(settings: Mapping[str, object]) -> str:

@@ -14,11 +14,11 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import finite
 from lamina.jobs.names import COORDINATES, PAGE, RESULT, RESULTS, SLOPES, TRANSFER
-from lamina.reports import max_rates
-from lamina.reports.notices import notices
+from lamina.reports.pages import max_rate
 from lamina.reports.pages.transfer import sentences
-from lamina.reports.ranking import is_above_bigram, summarize
+from lamina.reports.ranking import is_above_bigram, notices, summarize
 from lamina.reports.records import Frame, rows_of
+from lamina.reports.tables import in_form
 from lamina.studies.record import read_study
 
 _PRETRAINED = {
@@ -87,13 +87,13 @@ def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str
 
 def max_lr(folder: Path, results: Frame) -> str:
     """Return the placements, the highest rate first, and where the page and the numbers are."""
-    rows = max_rates.summarize(results)
-    width = max(12, *(len(row.placement) for row in rows))
+    rows = max_rate.summarize(results)
+    width = max(12, *(len(row["placement"]) for row in rows))
     lines = [f"{'placement':<{width}} {'largest learning rate':>24} {'loss there':>10}  stopped by"]
     for row in rows:
-        loss = "-" if row.loss != row.loss else f"{row.loss:.3f}"
-        lines.append(f"{row.placement:<{width}} {max_rates.spread(row):>24} {loss:>10}  {row.ends}")
-    lines += ["", *(f"note: {notice}" for notice in max_rates.notices(rows))]
+        loss = in_form(row["loss"], ".3f", "-")
+        lines.append(f"{row['placement']:<{width}} {max_rate.spread(row):>24} {loss:>10}  {row['ends']}")
+    lines += ["", *(f"note: {notice}" for notice in max_rate.notices(rows))]
     return "\n".join([*lines, "", _files(folder, RESULTS)])
 
 

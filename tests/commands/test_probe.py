@@ -248,10 +248,10 @@ def test_the_help_and_the_list_load_no_torch():
 
 
 def test_a_png_of_each_figure_on_request(probe, own, monkeypatch, tmp_path):
-    from lamina.reports import pictures
+    from lamina.reports.pages import probing
 
     monkeypatch.setattr(
-        pictures, "screenshot", lambda page, target, width, height: target.write_bytes(b"png") and target
+        probing, "screenshot", lambda page, target, width, height: target.write_bytes(b"png") and target
     )
     _, folder = probe(own[0], "--png")
     assert (folder / "figures" / "mean_square-1.png").is_file()

@@ -70,7 +70,11 @@ def write_probing(folder: Path, num_layers: int = 12, **changed) -> Path:
         **changed,
     }
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    environment = {"versions": {"lamina": "0.1.0"}, "command": f"lamina probe models/tiny --corpus '{HOSTILE}'"}
+    environment = {
+        "kind": "probing",
+        "versions": {"lamina": "0.1.0"},
+        "command": f"lamina probe models/tiny --corpus '{HOSTILE}'",
+    }
     (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
     return folder
 

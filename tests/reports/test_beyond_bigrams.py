@@ -8,7 +8,7 @@ from synthetic_study import write_study
 
 from lamina.core.initializers import check, unsuited
 from lamina.jobs.names import PAGE
-from lamina.reports import notices, sections, sentences, summarize
+from lamina.reports import notices, page, sections, sentences, summarize
 from lamina.reports.records import read_study
 from lamina.reports.registry import report
 from lamina.reports.tables import ranking_table
@@ -78,13 +78,13 @@ def test_the_page_draws_the_line_beside_the_unigrams(tmp_path, monkeypatch):
     table = pd.read_csv(folder / "results.csv")
     table.assign(bigram_entropy=2.55).to_csv(folder / "results.csv", index=False)
     report(folder)
-    page = (folder / PAGE).read_text(encoding="utf-8")
-    assert "The dotted line is the loss of a table" in page
-    assert "above a bigram table" in page
+    html = (folder / PAGE).read_text(encoding="utf-8")
+    assert "The dotted line is the loss of a table" in html
+    assert "above a bigram table" in html
     study = read_study(folder)
     _, items, _ = sections.prepare(study)
     drawn = []
-    monkeypatch.setattr(sections, "to_html", lambda figure: drawn.append(figure) or "")
+    monkeypatch.setattr(page, "to_html", lambda figure: drawn.append(figure) or "")
     sections.loss(study, items, several=False)
     lines = {line.text for line in drawn[0].layout.annotations}
     assert {"unigram entropy 3.24", "bigram entropy 2.55"} <= lines

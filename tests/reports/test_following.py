@@ -6,7 +6,7 @@ import pytest
 
 from lamina.errors import UserError
 from lamina.jobs.folder import is_locked, lock
-from lamina.reports import following
+from lamina.reports import registry as following
 
 
 @pytest.fixture

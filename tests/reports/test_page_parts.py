@@ -16,10 +16,9 @@ import pytest
 
 from lamina.reports.figures import loss_curves
 from lamina.reports.page import moment
-from lamina.reports.palette import PALETTE
 from lamina.reports.records import Trial
 from lamina.reports.sections import scale_note
-from lamina.reports.style import Shown, log_ticks, polish, to_html
+from lamina.reports.style import PALETTE, Shown, log_ticks, polish, to_html
 
 
 @pytest.mark.parametrize(("layers", "every"), [(3, 1), (12, 1), (24, 2), (100, 16), (1000, 128)])

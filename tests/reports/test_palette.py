@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lamina import placements
-from lamina.reports.palette import colors, look, looks
+from lamina.reports.style import colors, look, looks
 
 PAPERS = ("pre_ln", "post_ln", "fusenorm", "mix_ln", "keel", "peri_ln")
 # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.

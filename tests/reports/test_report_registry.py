@@ -11,13 +11,25 @@ from lamina.reports import registry, report
 
 def test_the_kinds_with_a_page():
     assert registry.kinds() == [
-        *("coord-check", "dpo", "evaluation", "max-lr", "preflight", "probing", "reward", "rlhf", "run", "sft"),
+        *(
+            "claims",
+            "coord-check",
+            "dpo",
+            "evaluation",
+            "max-lr",
+            "preflight",
+            "probing",
+            "reward",
+            "rlhf",
+            "run",
+            "sft",
+        ),
         *("study", "transfer", "watched"),
     ]
 
 
 def test_a_kind_is_looked_up_and_nothing_else(tmp_path, monkeypatch):
-    (tmp_path / "result.json").write_text(json.dumps({"status": "finished"}))
+    (tmp_path / "environment.json").write_text(json.dumps({"kind": "run"}))
     registry.kinds()  # all registered
     monkeypatch.setitem(registry._pages, Kind.RUN, lambda folder: folder / "mine.html")
     assert report(tmp_path) == tmp_path / "mine.html"
@@ -27,7 +39,9 @@ def test_a_kind_is_looked_up_and_nothing_else(tmp_path, monkeypatch):
 def test_a_folder_that_no_job_wrote_is_refused(tmp_path, content):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=r"holds no job.*\(allowed: a folder of: coord-check, dpo, evaluation, "):
+    with pytest.raises(
+        UserError, match=r"holds no job.*\(allowed: a folder of: claims, coord-check, dpo, evaluation, "
+    ):
         report(tmp_path)
 
 

@@ -15,7 +15,7 @@ from lamina.papers.pages.figures import KINDS, _parts, _rows, drawings, sweep
 from lamina.papers.pages.folder import arms, read_folder
 from lamina.papers.pages.lines import ordered_values
 from lamina.papers.pages.page import _figures, claims_report
-from lamina.reports.palette import look
+from lamina.reports.style import look
 
 
 def kinds(study) -> list[str]:

@@ -11,7 +11,7 @@ from lamina.papers.pages.figures import KINDS, drawings
 from lamina.papers.pages.folder import read_folder
 from lamina.papers.pages.lines import value_title
 from lamina.papers.pages.plotly_figures import plot
-from lamina.reports.palette import Look
+from lamina.reports.style import Look
 
 
 def changed(folder, change):

@@ -13,7 +13,7 @@ from lamina.errors import UserError
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.papers.trials.jobs import JOBS
 from lamina.reports import report
-from lamina.reports.max_rates import spread, summarize
+from lamina.reports.pages.max_rate import spread, summarize
 from lamina.studies.compare import run_max_rate
 from lamina.studies.settings import MaxRateSettings, MaxRateStudySettings
 from lamina.studies.task import load
@@ -142,12 +142,12 @@ def test_a_study_has_a_trial_per_placement_and_seed(studied):
 def test_the_table_has_mean_and_spread_over_the_seeds(studied):
     _, results = studied
     for row in summarize(results):
-        rates = results.loc[results["placement"] == row.placement, "max_learning_rate"]
-        assert row.mean == pytest.approx(rates.mean())
-        assert row.std == pytest.approx(rates.std(ddof=1))
-        assert (row.low, row.high, row.seeds) == (rates.min(), rates.max(), 2)
+        rates = results.loc[results["placement"] == row["placement"], "max_learning_rate"]
+        assert row["mean"] == pytest.approx(rates.mean())
+        assert row["std"] == pytest.approx(rates.std(ddof=1))
+        assert (row["low"], row["high"], row["seeds"]) == (rates.min(), rates.max(), 2)
         assert f"{rates.mean():.3g} ± " in spread(row)
-    means = [row.mean for row in summarize(results)]
+    means = [row["mean"] for row in summarize(results)]
     assert means == sorted(means, reverse=True)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lamina.core.json_types import Json
-from lamina.reports.palette import Look
+from lamina.reports.style import Look
 
 Value = float | str
 LOST_AT = 1.06  # where the marks of points without a seed that trained stand, in heights of the data

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from lamina.papers.catalog.scale import STAGE
 from lamina.papers.pages.drawing import Axis, Panel, Series, Value
 from lamina.papers.pages.folder import StudyFolder
-from lamina.reports.palette import PALETTE, Look, looks
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.sentences import Guess
+from lamina.reports.style import PALETTE, Look, looks
 
 _MOST_PANELS = 9
 _WIDE = 8  # a factor from which on a range is logarithmic

@@ -13,11 +13,11 @@ from lamina.papers.pages.lines import arms_title
 from lamina.papers.pages.plotly_figures import plot
 from lamina.reports import tables
 from lamina.reports.page import Section, details, figure, moment, write_page
-from lamina.reports.palette import colors
 from lamina.reports.records import rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.sections import scale_note
-from lamina.reports.table import NONE, Field, Row, Table, chip, in_form, number, swatch, text
+from lamina.reports.style import colors
+from lamina.reports.tables import NONE, Field, Row, in_form, number, status, swatch, table, text
 
 
 @report_of(Kind.CLAIMS)
@@ -36,12 +36,12 @@ def claims_report(folder: Path) -> Path:
             f"lamina {header['version']}" if header.get("version") else "",
             moment(header.get("created")),
         ],
-        command=str(header.get("command") or ""),
+        command=header.get("command"),
         sections=[
-            Section(name="Verdicts", title="What the study found", html=_verdicts(study)),
+            Section("Verdicts", "What the study found", _verdicts(study)),
             *_figures(study),
-            Section(name="Arms", title="The arms", html=_arms(study)),
-            Section(name="Settings", title="Settings", html=_settings(study)),
+            Section("Arms", "The arms", _arms(study)),
+            Section("Settings", "Settings", _settings(study)),
         ],
     )
 
@@ -54,17 +54,17 @@ def _verdicts(study: StudyFolder) -> str:
     if not study.claims:
         return "<p>This study judges no claim.</p>"
     fields = [
-        Field(title="claim", cell=_claim, kind="reason"),
-        Field(title="verdict", cell=lambda row: chip(str(row["verdict"]))),
-        Field(title="ours", cell=_ours, kind="reason"),
-        Field(title="paper", cell=lambda row: escape(str(row.get("paper") or "–")), kind="reason"),
-        Field(title="margin", cell=_margin, kind="number"),
-        Field(title="p (Holm)", cell=lambda row: in_form(row.get("p_holm"), ".2g"), kind="number"),
-        Field(title="seeds", cell=lambda row: escape(str(row.get("seeds") or "–")), kind="number"),
-        Field(title="note", cell=lambda row: escape(str(row.get("note") or "")), kind="reason"),
+        Field("claim", _claim, "reason"),
+        status("verdict", "verdict"),
+        Field("ours", _ours, "reason"),
+        Field("paper", lambda row: escape(str(row.get("paper") or "–")), "reason"),
+        Field("margin", _margin, "number"),
+        Field("p (Holm)", lambda row: in_form(row.get("p_holm"), ".2g"), "number"),
+        Field("seeds", lambda row: escape(str(row.get("seeds") or "–")), "number"),
+        Field("note", lambda row: escape(str(row.get("note") or "")), "reason"),
     ]
     notes = "".join(f'<p class="source">{escape(note)}</p>' for note in (_HOW, *scale_note(study.results)))
-    return Table(fields=fields, rows=study.claims, kind="trials claims").html() + notes
+    return table(fields, study.claims, "trials claims") + notes
 
 
 def _ours(row: Row) -> str:
@@ -92,7 +92,7 @@ def _figures(study: StudyFolder) -> list[Section]:
     note = "For a paper: <code>lamina report FOLDER --figures</code> writes them as SVG and PDF"
     names = ", ".join(escape(drawn.title) for drawn in left_out)
     note = f'<p class="source">{note}{f", and those not drawn here: {names}" if names else ""}.</p>'
-    return [Section(name="Figures", title="Figures", html=html + note)] if html else []
+    return [Section("Figures", "Figures", html + note)] if html else []
 
 
 def _arms(study: StudyFolder) -> str:
@@ -101,17 +101,15 @@ def _arms(study: StudyFolder) -> str:
         return "<p>No trial has ended yet.</p>"
     color = colors(rows["placement"])
     fields = [
-        Field(title="arm", kind="name", cell=lambda row: swatch(color[row["placement"]]) + escape(str(row["label"]))),
+        Field("arm", lambda row: swatch(color[row["placement"]]) + escape(str(row["label"])), "name"),
         number("mean", ".4f", arms_title(study), "number main"),
         number("std", ".4f", "std"),
         number("learning_rate", "g", "learning rate"),
         number("trained", ".0f", "in the mean"),
         text("ended", "how all ended"),
     ]
-    table = Table(fields=fields, rows=rows_of(rows), kind="ranking").html()
-    all_colors = colors(study.results["placement"])
-    trials = tables.trials_table(study.results, all_colors)
-    return table + details(f"All {len(study.results)} trials", trials)
+    trials = tables.trials_table(study.results, colors(study.results["placement"]))
+    return table(fields, rows_of(rows), "ranking") + details(f"All {len(study.results)} trials", trials)
 
 
 def _settings(study: StudyFolder) -> str:

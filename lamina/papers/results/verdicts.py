@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from lamina.core.json_types import Json
 from lamina.papers.judging.findings import FAILED, Verdict
-from lamina.reports.notices import listed
+from lamina.reports.ranking import listed
 
 NONE = "–"
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "[": "&#91;", "]": "&#93;", "`": "&#96;"}

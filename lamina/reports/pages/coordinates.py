@@ -9,17 +9,15 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 
-from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import COORDINATES, PAGE, RESULT, SLOPES
 from lamina.reports import charts, tables
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, write_page
-from lamina.reports.palette import PALETTE
-from lamina.reports.records import Frame, read_parquet, study_header
+from lamina.reports.records import Frame, read_parquet, study_header, whole
 from lamina.reports.registry import report_of
-from lamina.reports.style import polish
-from lamina.reports.table import Field, Row, Table, chip, number, text
+from lamina.reports.style import PALETTE
+from lamina.reports.tables import number, status, table, text
 
 _FIGURE = (
     "Every line is a module, averaged over layers and seeds; both axes are logarithmic. Level lines are right. A "
@@ -37,57 +35,47 @@ _SAID = {
 @report_of(Kind.COORD_CHECK)
 def coordinates_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are missing."""
-    folder = Path(folder)
-    try:
-        table = read_parquet(folder / COORDINATES)
+    with whole(folder, "coordinate check"):
+        sizes: Frame = read_parquet(folder / COORDINATES)
         slopes: Frame = pd.read_csv((folder / SLOPES).absolute())
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{str(folder)!r}: no whole coordinate check ({' '.join(str(error).split())[:200]})") from None
     header = study_header(folder)
     settings = header.get("settings")
     settings = settings if isinstance(settings, dict) else {}
-    scheme, placement = str(settings.get("width_scaling", "")), str(settings.get("placement", ""))
-    drawn = _figure(table)
+    verdict = str(result.get("verdict", ""))
+    said = prose([_SAID.get(verdict, verdict)], {})
+    if result.get("modules"):
+        said += callouts([f"{verdict}: {', '.join(map(str, result['modules']))}."])
     return write_page(
         folder / PAGE,
-        title=f"Coordinate check: {placement}, width scaling {scheme}",
+        title=f"Coordinate check: {settings.get('placement', '')}, width scaling {settings.get('width_scaling', '')}",
         facts=[
             f"widths {settings.get('widths', '')}",
             f"{settings.get('num_layers', '')} layers",
             f"learning rate {settings.get('learning_rate', '')}",
             moment(header.get("created")),
         ],
-        command=str(header.get("command") or ""),
+        command=header.get("command"),
         sections=[
-            Section(name="Verdict", title="Verdict", html=_verdict(result)),
-            Section(name="Sizes", title="Size of the outputs against the width", html=figure(drawn, _FIGURE)),
-            Section(name="Exponents", title="Exponents of the width", html=_table(slopes)),
-            Section(name="Settings", title="Settings", html=details("Settings", tables.settings_table(settings))),
+            Section("Verdict", "Verdict", said),
+            Section("Sizes", "Size of the outputs against the width", figure(_figure(sizes), _FIGURE)),
+            Section("Exponents", "Exponents of the width", _table(slopes)),
+            Section("Settings", "Settings", details("Settings", tables.settings_table(settings))),
         ],
     )
 
 
-def _verdict(result: Row) -> str:
-    verdict = str(result.get("verdict", ""))
-    html = prose([_SAID.get(verdict, verdict)], {})
-    if result.get("modules"):
-        html += callouts([f"{verdict}: {', '.join(map(str, result['modules']))}."])
-    return html
-
-
-def _figure(table: Frame) -> go.Figure:
+def _figure(sizes: Frame) -> go.Figure:
     """Mean |x| against the width: before the first step and after the last, one line per module."""
-    sizes: Frame = table[table["metric"] == "size"]
+    sizes = sizes[sizes["metric"] == "size"]
     steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})
     titles = ["before the first step" if step == 0 else f"after {step} steps" for step in steps]
-    drawn = charts.side_by_side(titles, spacing=0.05)
     means = sizes.groupby(["step", "module", "width"])["value"].mean()
-    modules = list(dict.fromkeys(sizes["module"]))
+    lines = []
     for column, step in enumerate(steps, start=1):
-        for place, module in enumerate(modules):
+        for place, module in enumerate(dict.fromkeys(sizes["module"])):
             values = means.loc[step, module]
-            Line(
+            line = Line(
                 x=list(values.index),
                 y=list(values),
                 color=PALETTE[place % len(PALETTE)],
@@ -98,15 +86,14 @@ def _figure(table: Frame) -> go.Figure:
                 legend=column == 1,
                 markers=True,
                 hover=f"{escape(module)}: %{{y:.3g}} at %{{x}}",
-            ).draw(drawn, 1, column)
+            )
+            lines.append((column, line))
+    drawn = charts.side_by_side(titles, lines, "width", "mean |x|", 560)
     widths = sorted(set(map(int, sizes["width"])))
-    drawn.update_xaxes(type="log", title="width", tickvals=widths, ticktext=[str(width) for width in widths])
+    drawn.update_xaxes(type="log", tickvals=widths, ticktext=[str(width) for width in widths])
     drawn.update_yaxes(type="log", exponentformat="power")
-    drawn.update_yaxes(title="mean |x|", col=1)
-    polish(drawn, 560)
-    return drawn.update_layout(
-        legend={"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top", "font": {"size": 11}}, margin_r=260
-    )
+    legend = {"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top", "font": {"size": 11}}
+    return drawn.update_layout(legend=legend, margin={"t": 52, "r": 260}, hovermode=None)
 
 
 def _table(slopes: Frame) -> str:
@@ -135,7 +122,7 @@ def _table(slopes: Frame) -> str:
         number("low", "+.2f", "least"),
         number("high", "+.2f", "largest"),
         number("change", "+.2f", "of the change"),
-        Field(title="verdict", cell=lambda row: chip(row["verdict"])),
+        status("verdict", "verdict"),
     ]
     note = "<p>e in mean |x| ~ width<sup>e</sup>; the change is mean |x &minus; x before the first step|.</p>"
-    return note + Table(fields=fields, rows=rows, kind="ranking").html()
+    return note + table(fields, rows, "ranking")

@@ -1,14 +1,17 @@
-"""The page of `lamina probe`: one section per probe, built from the folder's files alone."""
+"""The page of `lamina probe`: one section per probe, built from the folder's files alone; and its figures as PNGs."""
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 import plotly.io
 
 from lamina.core.json_types import Json
@@ -16,37 +19,65 @@ from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import ENVIRONMENT, PAGE, RESULT
 from lamina.probes.job.compact import compact
-from lamina.reports import tables
+from lamina.reports import sections, tables
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, sentence, write_page
-from lamina.reports.records import Frame, read_parquet, rows_of
+from lamina.reports.records import Frame, read_mapping, read_parquet, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import polish_own
-from lamina.reports.table import Field, Row, Table, in_form
+from lamina.reports.screenshot import screenshot
+from lamina.reports.style import FONT, polish_own
+from lamina.reports.tables import Field, Row, in_form, table
 
+_PICTURE_WIDTH = 900
 MOST_ROWS = 60  # of a table of main numbers
 
 
 @report_of(Kind.PROBING)
 def probing_report(folder: Path) -> Path:
     """Write ``folder/report.html``. Raises UserError where the folder holds no result of `lamina probe`."""
-    folder = Path(folder)
-    result = _json(folder / RESULT)
+    result, environment = read_mapping(folder / RESULT), read_mapping(folder / ENVIRONMENT)
     if not isinstance(result.get("probes"), dict):
         raise UserError(f"{str(folder)!r}: no result of `lamina probe` (result.json with its probes)")
-    environment = _json(folder / ENVIRONMENT)
     model, probes = result.get("model") or {}, result["probes"]
+    facts = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
+    notes = callouts(str(note) for note in model.get("notes") or ())
     return write_page(
         folder / PAGE,
         title=f"What each layer does: {Path(str(model.get('name') or 'a model')).name}",
         facts=_facts(result, environment),
-        command=str(environment.get("command") or ""),
+        command=environment.get("command"),
         sections=[
             _in_short(result, probes),
-            _model(model),
+            Section("Model", "The model", (tables.settings_table(facts) if facts else "") + notes),
             *(_probe(folder, name, entry) for name, entry in probes.items()),
-            _settings(result, environment),
+            sections.settings_of(result.get("settings"), environment),
         ],
     )
+
+
+def draw(folder: Path) -> list[Path]:
+    """Write FOLDER/figures/NAME.png beside each figure's .json. Raises UserError without a working browser."""
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    pictures = []
+    for drawn in (drawn for entry in result["probes"].values() for drawn in entry.get("figures") or ()):
+        source = folder / "figures" / Path(drawn["file"]).name
+        picture = _read(source)
+        html = plotly.io.to_html(picture, full_html=False, include_plotlyjs=True, config={"displayModeBar": False})
+        with tempfile.TemporaryDirectory() as place:
+            page = Path(place) / "figure.html"
+            page.write_text(
+                f"<!doctype html><meta charset=utf-8><body style='margin:0;background:#fff'>"
+                f"<h3 style='font:600 16px {escape(FONT)};color:#1f2933;margin:10px 16px 0'>{escape(drawn['title'])}"
+                f"</h3>{html}</body>",
+                encoding="utf-8",
+            )
+            height = int(picture.layout.height) + 34
+            pictures.append(screenshot(page, source.with_suffix(".png"), _PICTURE_WIDTH, height))
+    return pictures
+
+
+def _read(path: Path) -> go.Figure:
+    """A stored figure in the page's look. Raises OSError, ValueError."""
+    return polish_own(compact(plotly.io.from_json(path.read_text(encoding="utf-8")))[0])
 
 
 def main_numbers(frame: Frame) -> Frame:
@@ -82,15 +113,17 @@ def _place(row: Any, columns: list[str]) -> str:
 
 def _facts(result: Json, environment: Json) -> list[str]:
     model, inputs = result.get("model") or {}, result.get("inputs") or {}
-    facts = [] if result.get("status") == "finished" else [f"status: {result.get('status')}"]
-    facts += [str(model["model_type"])] if model.get("model_type") else []
-    if model.get("num_layers"):
-        facts.append(f"{model['num_layers']} layers of width {model.get('hidden_size')}")
-    facts += [f"{model['parameters']:,} parameters"] if isinstance(model.get("parameters"), int) else []
-    facts += [str(model["placement"])] if model.get("placement") else []
-    facts += [str(inputs["text"])] if inputs.get("text") else []
-    version = (environment.get("versions") or {}).get("lamina")
-    return [*facts, f"lamina {version}" if version else "", moment(result.get("created"))]
+    parameters, version = model.get("parameters"), (environment.get("versions") or {}).get("lamina")
+    return [
+        "" if result.get("status") == "finished" else f"status: {result.get('status')}",
+        str(model.get("model_type") or ""),
+        f"{model['num_layers']} layers of width {model.get('hidden_size')}" if model.get("num_layers") else "",
+        f"{parameters:,} parameters" if isinstance(parameters, int) else "",
+        str(model.get("placement") or ""),
+        str(inputs.get("text") or ""),
+        f"lamina {version}" if version else "",
+        moment(result.get("created")),
+    ]
 
 
 def _in_short(result: Json, probes: Json) -> Section:
@@ -100,38 +133,26 @@ def _in_short(result: Json, probes: Json) -> Section:
         for name, entry in probes.items()
         if entry.get("sentences")
     )
-    first = [str(warning) for warning in result.get("warnings") or ()]
-    notes = [str(note) for note in result.get("notes") or ()]
-    if result.get("reason"):
-        notes.insert(0, str(result["reason"]))
-    return Section(name="In short", title="In short", html=callouts(first) + lines + callouts(notes))
-
-
-def _model(model: Json) -> Section:
-    facts = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
-    notes = callouts(str(note) for note in model.get("notes") or ())
-    return Section(name="Model", title="The model", html=(tables.settings_table(facts) if facts else "") + notes)
+    reason = [result["reason"]] if result.get("reason") else []
+    notes = callouts(map(str, (*reason, *(result.get("notes") or ()))))
+    return Section("In short", "In short", callouts(map(str, result.get("warnings") or ())) + lines + notes)
 
 
 def _probe(folder: Path, name: str, result: Json) -> Section:
-    summary = f'<p class="lead">{escape(sentence(str(result.get("summary") or "")))}</p>'
+    html = f'<p class="lead">{escape(sentence(str(result.get("summary") or "")))}</p>'
     if result.get("status") != "finished":
-        reason = str(result.get("reason") or f"not measured ({result.get('status') or 'not reached'})")
-        return _section(
-            name, result, summary + callouts([f"Not measured: {reason}" if result.get("reason") else reason])
-        )
-    html = summary + prose((str(text) for text in result.get("sentences") or ()), {})
-    html += callouts(str(note) for note in result.get("notes") or ())
+        reason = result.get("reason")
+        why = f"Not measured: {reason}" if reason else f"not measured ({result.get('status') or 'not reached'})"
+        return _section(name, result, html + callouts([why]))
+    html += prose(map(str, result.get("sentences") or ()), {}) + callouts(map(str, result.get("notes") or ()))
     pictures = ""
     for drawn in result.get("figures") or ():
         try:
-            path = _inside(folder, str(drawn["file"]))
-            picture = plotly.io.from_json(path.read_text(encoding="utf-8"))
+            picture = _read(_inside(folder, str(drawn["file"])))
         except (OSError, ValueError, KeyError) as error:
             pictures += callouts([f"A figure is missing: {error}"])
             continue
-        heading = str(drawn.get("title") or "")
-        pictures += figure(polish_own(compact(picture)[0]), str(drawn.get("caption") or ""), heading)
+        pictures += figure(picture, str(drawn.get("caption") or ""), str(drawn.get("title") or ""))
     several = " several" if len(result.get("figures") or ()) > 1 else ""
     html += f'<div class="drawn{several}">{pictures}</div>' if pictures else ""
     html += _numbers(folder, name)
@@ -142,7 +163,7 @@ def _probe(folder: Path, name: str, result: Json) -> Section:
 
 def _section(name: str, result: Json, html: str) -> Section:
     title = str(result.get("title") or name)
-    return Section(name=title, title=title, html=html)
+    return Section(title, title, html)
 
 
 def _measured(result: Json) -> str:
@@ -160,32 +181,18 @@ def _numbers(folder: Path, name: str) -> str:
     except (OSError, ValueError, KeyError) as error:
         return callouts([f"{name}.parquet cannot be shown: {error}"])
     rows = numbers.loc[:, [c for c in numbers if c != "not finite" or numbers[c].any()]].head(MOST_ROWS)
-    table = _table(rows)
-    more = f"<p>The first {MOST_ROWS} of {len(numbers)} rows.</p>" if len(numbers) > MOST_ROWS else ""
-    return details(f"Main numbers (all {len(frame):,} in {name}.parquet)", table + more)
-
-
-def _table(frame: Frame) -> str:
     words = ("metric", "sublayer", "role", "at", "at ")
-    fields = [_column(str(name), "" if name in words else "number") for name in frame]
-    return Table(fields=fields, rows=rows_of(frame), kind="numbers").html()
+    fields = [Field(c.strip(), partial(_cell, c), "" if c in words else "number") for c in map(str, rows)]
+    more = f"<p>The first {MOST_ROWS} of {len(numbers)} rows.</p>" if len(numbers) > MOST_ROWS else ""
+    title = f"Main numbers (all {len(frame):,} in {name}.parquet)"
+    return details(title, table(fields, rows_of(rows), "numbers") + more)
 
 
-def _column(name: str, kind: str) -> Field:
-    def cell(row: Row) -> str:
-        value = row[name]
-        if isinstance(value, float):
-            return in_form(value, ".4g")
-        return escape("–" if value is None else str(value).replace("_", " "))
-
-    return Field(title=name.strip(), kind=kind, cell=cell)
-
-
-def _settings(result: Json, environment: Json) -> Section:
-    settings = result.get("settings") or {}
-    html = details("Settings", tables.settings_table(settings)) if settings else ""
-    html += details("Environment", tables.settings_table(environment)) if environment else ""
-    return Section(name="Settings", title="Settings and environment", html=html)
+def _cell(name: str, row: Row) -> str:
+    value = row[name]
+    if isinstance(value, float):
+        return in_form(value, ".4g")
+    return escape("–" if value is None else str(value).replace("_", " "))
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -194,11 +201,3 @@ def _inside(folder: Path, name: str) -> Path:
     if not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{name!r} leads out of the folder")
     return path
-
-
-def _json(path: Path) -> Json:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE
-from lamina.reports import figures, layers, scheduled_probes, sections, tables
-from lamina.reports.page import Section, figure, write_page
+from lamina.reports import layers, scheduled_probes, sections, tables
+from lamina.reports.page import Section, write_page
 from lamina.reports.records import read_run, rows_of
 from lamina.reports.registry import report_of
 
@@ -15,34 +15,22 @@ from lamina.reports.registry import report_of
 @report_of(Kind.RUN)
 def run_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a single run: the sections of a study's report that apply to one."""
-    study = read_run(Path(folder))
+    study = read_run(folder)
     summary, items, color = sections.prepare(study)
     row = rows_of(study.results)[0]
-    course = figures.course(items[0])
     return write_page(
-        study.folder / PAGE,
+        folder / PAGE,
         title=f"A run with {row['placement']}",
         facts=[f"status: {row['status']}", *sections.facts(study)],
-        command=str(study.header.get("command") or ""),
+        command=study.header.get("command"),
         sections=[
             sections.what_happened(study, summary, items, color),
-            Section(
-                name="Result",
-                title="Result",
-                html=tables.ranking_table(summary, color) + tables.spike_note(summary),
-            ),
+            Section("Result", "Result", tables.ranking_table(summary, color) + tables.spike_note(summary)),
             sections.loss(study, items, several=False),
-            Section(
-                name="Course",
-                title="Learning rate and gradient norm",
-                html=figure(course, _COURSE),
-            ),
+            sections.course(items[0], "The gradient norm is that of all parameters together, before clipping."),
             *layers.sections(items),
             *scheduled_probes.sections(items),
             sections.diagrams(study, items),
             sections.settings(study),
         ],
     )
-
-
-_COURSE = "The gradient norm is that of all parameters together, before clipping."

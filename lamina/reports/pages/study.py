@@ -7,8 +7,7 @@ from pathlib import Path
 
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE
-from lamina.reports import layers, scheduled_probes, sections, sweeps, tables
-from lamina.reports.mixture import refuse_other_experiments
+from lamina.reports import figures, layers, scheduled_probes, sections, tables
 from lamina.reports.page import Section, details, figure, write_page
 from lamina.reports.records import Frame, read_study
 from lamina.reports.registry import report_of
@@ -17,32 +16,23 @@ from lamina.reports.registry import report_of
 @report_of(Kind.COMPARE)
 def study_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
-    study = read_study(Path(folder))
-    refuse_other_experiments(study)
+    study = read_study(folder)
     summary, items, color = sections.prepare(study)
     several = bool((summary["learning_rates"] > 1).any())
-    ranking = tables.ranking_table(summary, color) + details(
-        f"All {len(study.results)} trials", tables.trials_table(study.results, color)
-    )
-    rates = sweeps.u_curves(study.results, color, list(summary["placement"]))
+    trials = details(f"All {len(study.results)} trials", tables.trials_table(study.results, color))
+    ranking = _ranking_note(several, summary) + tables.ranking_table(summary, color) + trials
+    rates = figure(figures.u_curves(study.results, color, list(summary["placement"])), RATES)
+    placements = f"{len(summary)} placements side by side" if len(summary) > 1 else summary["placement"].iloc[0]
     return write_page(
-        study.folder / PAGE,
-        title=f"Where the norms sit: {_title(summary)}",
+        folder / PAGE,
+        title=f"Where the norms sit: {placements}",
         facts=sections.facts(study),
-        command=str(study.header.get("command") or ""),
+        command=study.header.get("command"),
         sections=[
             sections.what_happened(study, summary, items, color),
-            Section(
-                name="Ranking",
-                title="Ranking by eval loss",
-                html=_ranking_note(several, summary) + ranking + tables.spike_note(summary),
-            ),
+            Section("Ranking", "Ranking by eval loss", ranking + tables.spike_note(summary)),
             sections.loss(study, items, several),
-            Section(
-                name="Learning rates",
-                title="Learning rates",
-                html=figure(rates, _RATES),
-            ),
+            Section("Learning rates", "Learning rates", rates),
             *layers.sections(items),
             *scheduled_probes.sections(items),
             sections.diagrams(study, items),
@@ -70,12 +60,15 @@ def _ranking_note(several: bool, summary: Frame) -> str:
     return f"<p>{escape(', '.join(parts))}.</p>"
 
 
-def _title(summary: Frame) -> str:
-    return f"{len(summary)} placements side by side" if len(summary) > 1 else str(summary["placement"].iloc[0])
-
-
-_RATES = (
+_MARKS = (
+    "Marks along the top edge did not finish at that rate: triangle stuck, x diverged, cross failed, square "
+    "interrupted, circle too short to tell."
+)
+RATES = (
     "The lower the better; the bottom of each U is the rate at which a placement is ranked (larger point), and a wide, "
-    "flat U forgives a poorly chosen rate. Marks along the top edge did not finish at that rate: triangle stuck, "
-    "x diverged, cross failed, square interrupted, circle too short to tell."
+    f"flat U forgives a poorly chosen rate. {_MARKS}"
+)
+RATES_BY_WIDTH = (
+    "Eval loss against the learning rate of the settings, before the factors of the width: with the right scaling, the "
+    f"curves of all widths have their minimum at the same rate. {_MARKS}"
 )

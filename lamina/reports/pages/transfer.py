@@ -8,21 +8,14 @@ from pathlib import Path
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE, RESULTS, TRANSFER
-from lamina.reports import sweeps, tables
-from lamina.reports.mixture import refuse_other_experiments
+from lamina.reports import figures, sections, tables
 from lamina.reports.page import Section, details, figure, moment, prose, write_page
-from lamina.reports.pages.study import study_report
-from lamina.reports.palette import PALETTE
-from lamina.reports.records import Frame, read_study
+from lamina.reports.pages.study import RATES_BY_WIDTH, study_report
+from lamina.reports.records import read_study, whole
 from lamina.reports.registry import report_of
-from lamina.reports.table import Field, Row, Table, chip, in_form, text
+from lamina.reports.style import PALETTE
+from lamina.reports.tables import Field, Row, chip, in_form, number, status, table, text
 from lamina.studies.record import has_study
-
-_FIGURE = (
-    "Eval loss against the learning rate of the settings, before the factors of the width: with the right scaling, the "
-    "curves of all widths have their minimum at the same rate. Marks along the top edge did not finish at that rate: "
-    "triangle stuck, x diverged, cross failed, square interrupted, circle too short to tell."
-)
 
 
 @report_of(Kind.TRANSFER)
@@ -31,19 +24,17 @@ def transfer_report(folder: Path) -> Path:
 
     Raises UserError where its numbers are damaged.
     """
-    folder = Path(folder)
     if not (folder / TRANSFER).exists() and has_study(folder):
         return study_report(folder)
-    try:
+    with whole(folder, "transfer"):
         summary = json.loads((folder / TRANSFER).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{str(folder)!r}: no whole transfer ({' '.join(str(error).split())[:200]})") from None
     study = read_study(folder)
-    refuse_other_experiments(study)
-    by_width = _by_width(study.results, folder)
+    if "hidden_size" not in study.results:  # complete() keeps unknown columns
+        raise UserError(f"{str(folder / RESULTS)!r}: the column hidden_size is missing")
+    by_width = study.results.assign(placement=[f"width {width}" for width in study.results["hidden_size"]])
     order = list(dict.fromkeys(by_width["placement"]))
     color = {name: PALETTE[i % 4] for i, name in enumerate(order)}
-    curves = sweeps.u_curves(by_width, color, order)
+    rates = figure(figures.u_curves(by_width, color, order), RATES_BY_WIDTH) + _rates(summary)
     trials = details(f"All {len(by_width)} trials", tables.trials_table(by_width, color))
     return write_page(
         folder / PAGE,
@@ -54,83 +45,60 @@ def transfer_report(folder: Path) -> Path:
             f"{study.settings.get('steps', '')} steps",
             moment(study.header.get("created")),
         ],
-        command=str(study.header.get("command") or ""),
+        command=study.header.get("command"),
         sections=[
-            Section(name="Result", title="Result", html=prose(sentences(summary), {}) + _roles(summary)),
-            Section(
-                name="Learning rates",
-                title="Learning rates",
-                html=figure(curves, _FIGURE) + _rates(summary) + trials,
-            ),
-            Section(name="Verified", title="The same rates at another width", html=_verified(summary)),
-            Section(
-                name="Settings",
-                title="Settings and environment",
-                html=details("Settings", tables.settings_table(study.settings))
-                + details("Environment", tables.settings_table(study.environment)),
-            ),
+            Section("Result", "Result", prose(sentences(summary), {}) + _roles(summary)),
+            Section("Learning rates", "Learning rates", rates + trials),
+            Section("Verified", "The same rates at another width", _verified(summary)),
+            sections.settings(study),
         ],
     )
 
 
 def sentences(summary: Row) -> list[str]:
     """Say a transfer's results: the intervals, the rate, its risk, and how the wider runs ended."""
-    texts, proxy, target = [], summary["proxy_width"], summary["target_width"]
-    if summary["learning_rate"] is None:
+    proxy, rate, above = summary["proxy_width"], summary["learning_rate"], summary["first_failing_above"]
+    if rate is None:
         return [f"No rate finished at width {proxy}, so there is none to carry over (try smaller ones, or more steps)."]
     low, high = summary["stable"]
-    above = summary["first_failing_above"]
-    texts.append(
-        f"Stable at width {proxy}: {low:g} to {high:g}"
-        + (
-            f"; {above:g} is the first higher rate that does not finish."
-            if above
-            else "; the largest rate tried is stable."
-        )
-    )
+    failing = f"{above:g} is the first higher rate that does not finish"
+    texts = [
+        f"Stable at width {proxy}: {low:g} to {high:g}; {failing if above else 'the largest rate tried is stable'}."
+    ]
     low, high = summary["best"]
     within = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-    texts.append(f"Best at width {proxy}: {summary['learning_rate']:g} ({within} within the margin).")
-    texts.append(f"Risk at width {target}: {summary['learning_rate']:g} is {summary['risk']}.")
+    texts.append(f"Best at width {proxy}: {rate:g} ({within} within the margin).")
+    texts.append(f"Risk at width {summary['target_width']}: {rate:g} is {summary['risk']}.")
     if summary["at_the_grids_edge"]:
         texts.append(
             "The best rate is the first or last that was tried: the true best may lie beyond (--learning-rates)."
         )
     for width, rates in summary["verified"].items():
-        agreeing = [rate for rate in rates if rate["agrees"] is not None]
-        same = sum(rate["agrees"] for rate in agreeing)
-        if agreeing:
+        same = [rate["agrees"] for rate in rates if rate["agrees"] is not None]
+        if same:
             texts.append(
-                f"Verified at width {width}: {same} of {len(agreeing)} rates end as they did at width {proxy}."
+                f"Verified at width {width}: {sum(same)} of {len(same)} rates end as they did at width {proxy}."
             )
     return texts
-
-
-def _by_width(results: Frame, folder: Path) -> Frame:
-    """The results as the figures take them, one curve per width. complete() keeps unknown columns."""
-    if "hidden_size" not in results:
-        raise UserError(f"{str(folder / RESULTS)!r}: the column hidden_size is missing")
-    return results.assign(placement=[f"width {width}" for width in results["hidden_size"]])
 
 
 def _roles(summary: Row) -> str:
     if summary["learning_rate"] is None:
         return ""
     rows = [{"role": role, **numbers} for role, numbers in summary["roles"].items()]
-    names = {"learning_rate": "learning rate", "weight_decay": "weight decay", "factor": "factor"}
-    fields = [text("role", f"at width {summary['target_width']}")]
-    fields += [_number(name, ".4g", title) for name, title in names.items()]
-    return Table(fields=fields, rows=rows, kind="trials").html()
+    names = ("learning_rate", "weight_decay", "factor")
+    numbers = (number(name, ".4g", name.replace("_", " "), missing="–") for name in names)
+    return table([text("role", f"at width {summary['target_width']}"), *numbers], rows, "trials")
 
 
 def _rates(summary: Row) -> str:
     fields = [
-        _number("learning_rate", ".4g", "learning rate"),
-        Field(title=f"at width {summary['proxy_width']}", cell=lambda row: chip(row["status"])),
-        Field(title="eval loss", cell=lambda row: in_form(row["eval_loss"], ".4f", "–") + " best" * row["best"]),
+        _RATE,
+        status("status", f"at width {summary['proxy_width']}"),
+        Field("eval loss", lambda row: in_form(row["eval_loss"], ".4f", "–") + " best" * row["best"]),
         text("risk", "at another width"),
     ]
-    return Table(fields=fields, rows=summary["rates"], kind="trials").html()
+    return table(fields, summary["rates"], "trials")
 
 
 def _verified(summary: Row) -> str:
@@ -138,14 +106,13 @@ def _verified(summary: Row) -> str:
     agreement = {True: "yes", False: "no", None: "–"}
     fields = [
         text("width", kind="number"),
-        _number("learning_rate", ".4g", "learning rate"),
-        Field(title="there", cell=lambda row: chip(row["status"])),
-        Field(title="on the proxy", cell=lambda row: chip(row["proxy"]) if row["proxy"] else "–"),
-        _number("eval_loss", ".4f", "eval loss"),
-        Field(title="the same end", cell=lambda row: agreement[row["agrees"]]),
+        _RATE,
+        status("status", "there"),
+        Field("on the proxy", lambda row: chip(row["proxy"]) if row["proxy"] else "–"),
+        number("eval_loss", ".4f", "eval loss", missing="–"),
+        Field("the same end", lambda row: agreement[row["agrees"]]),
     ]
-    return Table(fields=fields, rows=rows, kind="trials").html() if rows else ""
+    return table(fields, rows, "trials") if rows else ""
 
 
-def _number(name: str, form: str, title: str) -> Field:
-    return Field(title=title, kind="number", cell=lambda row: in_form(row[name], form, "–"))
+_RATE = number("learning_rate", ".4g", "learning rate", missing="–")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+from functools import partial
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -15,88 +13,38 @@ from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE
 from lamina.jobs.run_folder import RunFolder
-from lamina.reports import layers, sections
+from lamina.reports import charts, layers, sections
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, callouts, details, figure, write_page
-from lamina.reports.palette import PALETTE
-from lamina.reports.records import Study, read_run
+from lamina.reports.records import is_number, read_run
 from lamina.reports.registry import report_of
-from lamina.reports.style import polish
-from lamina.reports.table import Field, Table, chip, text
+from lamina.reports.style import PALETTE, polish
+from lamina.reports.tables import Field, Row, chip, table, text
 
-Point = tuple[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """A quantity over the steps: ``trained`` and ``held_out`` are its names in metrics.jsonl.
-
-    ``alone`` is the caption where nothing was held out.
-    """
-
-    title: str
-    trained: str
-    held_out: str
-    quantity: str
-    caption: str
-    alone: str = ""
-
-
+# The title of each curve, its names in metrics.jsonl in training and held out, its quantity, and how to read it.
 CURVES = (
-    Curve(
-        title="Loss",
-        trained="loss",
-        held_out="eval_loss",
-        quantity="loss",
-        caption="Points: held-out loss, over all held-out examples. Line: training loss, mean since the last record.",
-        alone="Training loss, mean since the last record. It says little of a policy: its reward and KL do.",
-    ),
-    Curve(
-        title="Reward",
-        trained="reward",
-        held_out="eval_reward",
-        quantity="reward",
-        caption=(
-            "Points: mean reward of one sampled answer per held-out prompt, not clipped. Line: rewards in training, "
-            "clipped; with ReMax, sampled and greedy answers together."
-        ),
-    ),
-    Curve(
-        title="KL to the model at the start",
-        trained="kl_per_answer",
-        held_out="eval_kl",
-        quantity="nats per answer",
-        caption="Mean over answers of the sum of log-ratios, policy over start: how far the policy has moved.",
-    ),
-    Curve(
-        title="Length of the answers",
-        trained="completions_mean_length",
-        held_out="eval_length",
-        quantity="tokens",
-        caption="A reward that rises with the length alone is a warning.",
-    ),
-    Curve(
-        title="Accuracy",
-        trained="mean_token_accuracy",
-        held_out="eval_accuracy",
-        quantity="share",
-        caption="Share of the answers' tokens predicted right; for a reward model, of the pairs ordered right.",
-    ),
-    Curve(
-        title="Accuracy of the pairs",
-        trained="rewards_accuracies",
-        held_out="eval_rewards_accuracies",
-        quantity="share",
-        caption="Share of the pairs whose better answer the policy prefers more than the model at the start does.",
-    ),
-    Curve(
-        title="Margin",
-        trained="margin",
-        held_out="eval_margin",
-        quantity="score",
-        caption="Mean score of the better answers over that of the worse ones.",
-    ),
-)
+    ("Loss", "loss", "eval_loss", "loss", (
+        "Points: held-out loss, over all held-out examples. Line: training loss, mean since the last record."
+    )),
+    ("Reward", "reward", "eval_reward", "reward", (
+        "Points: mean reward of one sampled answer per held-out prompt, not clipped. Line: rewards in training, "
+        "clipped; with ReMax, sampled and greedy answers together."
+    )),
+    ("KL to the model at the start", "kl_per_answer", "eval_kl", "nats per answer", (
+        "Mean over answers of the sum of log-ratios, policy over start: how far the policy has moved."
+    )),
+    ("Length of the answers", "completions_mean_length", "eval_length", "tokens", (
+        "A reward that rises with the length alone is a warning."
+    )),
+    ("Accuracy", "mean_token_accuracy", "eval_accuracy", "share", (
+        "Share of the answers' tokens predicted right; for a reward model, of the pairs ordered right."
+    )),
+    ("Accuracy of the pairs", "rewards_accuracies", "eval_rewards_accuracies", "share", (
+        "Share of the pairs whose better answer the policy prefers more than the model at the start does."
+    )),
+    ("Margin", "margin", "eval_margin", "score", "Mean score of the better answers over that of the worse ones."),
+)  # fmt: skip
+_LOSS_ALONE = "Training loss, mean since the last record. It says little of a policy: its reward and KL do."
 _FRONTIER = (
     "Each point is an evaluation, labeled with its step: the held-out reward against the KL that it cost. Compare "
     "policies at equal KL: equal steps favor the one whose logits move faster."
@@ -115,48 +63,31 @@ _NAMES = {
 }
 
 
-@report_of(Kind.SFT)
-def sft_report(folder: Path) -> Path:
-    """Write the page of a fine-tuning run."""
-    return _write(Path(folder), "Fine-tuning")
+_TITLES = {
+    Kind.SFT: "Fine-tuning",
+    Kind.REWARD: "A reward model",
+    Kind.DPO: "Direct preference optimization",
+    Kind.RLHF: "A policy",
+}
+_COUNTS = {"examples": "examples", "held_out": "held out", "skipped": "left out", "truncated": "cut off"}
 
 
-@report_of(Kind.REWARD)
-def reward_report(folder: Path) -> Path:
-    """Write the page of a reward model's run."""
-    return _write(Path(folder), "A reward model")
-
-
-@report_of(Kind.DPO)
-def dpo_report(folder: Path) -> Path:
-    """Write the page of a run of direct preference optimization."""
-    return _write(Path(folder), "Direct preference optimization")
-
-
-@report_of(Kind.RLHF)
-def rlhf_report(folder: Path) -> Path:
-    """Write the page of a policy's run."""
-    return _write(Path(folder), "A policy")
-
-
-def _write(folder: Path, title: str) -> Path:
+def _write(kind: Kind, folder: Path) -> Path:
     study, result, records = read_run(folder), read_result(folder) or {}, RunFolder(folder).metrics
     _, items, _ = sections.prepare(study)
-    status = str(result.get("status") or "unfinished")
-    reason = str(result.get("reason") or "")
+    status, reason = str(result.get("status") or "unfinished"), str(result.get("reason") or "")
+    counts = [f"{result[name]:,} {noun}" for name, noun in _COUNTS.items() if isinstance(result.get(name), int)]
+    origin = f"from {result['from']}" if result.get("from") else ""
+    found = chip(status) + (callouts([reason]) if reason else "") + _numbers(result)
     return write_page(
         folder / PAGE,
-        title=f"{title} with {study.results['placement'].iloc[0]}",
-        facts=[f"status: {status}", *_facts(study, result)],
-        command=str(study.header.get("command") or ""),
+        title=f"{_TITLES[kind]} with {study.results['placement'].iloc[0]}",
+        facts=[f"status: {status}", origin, *counts, *sections.facts(study)],
+        command=study.header.get("command"),
         sections=[
-            Section(
-                name="Result",
-                title="Result",
-                html=chip(status) + (callouts([reason]) if reason else "") + _numbers(result),
-            ),
-            Section(name="Curves", title="Over the steps", html="".join(_curve(curve, records) for curve in CURVES)),
-            Section(name="Frontier", title="Reward against KL", html=_frontier(records)),
+            Section("Result", "Result", found),
+            Section("Curves", "Over the steps", "".join(_curve(*curve, records) for curve in CURVES)),
+            Section("Frontier", "Reward against KL", figure(_frontier(records), _FRONTIER)),
             *layers.sections(items),
             sections.diagrams(study, items),
             sections.settings(study),
@@ -164,61 +95,42 @@ def _write(folder: Path, title: str) -> Path:
     )
 
 
-def _facts(study: Study, result: Json) -> list[str]:
-    counts = [f"{result[name]:,} {noun}" for name, noun in _COUNTS if isinstance(result.get(name), int)]
-    return [f"from {result['from']}" if result.get("from") else "", *counts, *sections.facts(study)]
-
-
-_COUNTS = (("examples", "examples"), ("held_out", "held out"), ("skipped", "left out"), ("truncated", "cut off"))
+for _kind in _TITLES:
+    report_of(_kind)(partial(_write, _kind))
 
 
 def _numbers(result: Json) -> str:
-    rows = [
-        {"name": _NAMES.get(name, name), "value": value}
-        for name, value in result.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    ]
-    value = Field(title="", kind="number", cell=lambda row: escape(_form(row["value"])))
-    known = [row for row in rows if row["name"] in _NAMES.values()]
-    others = [row for row in rows if row not in known]
-    tables = [Table(fields=[text("name", "", "name"), value], rows=part, kind="trials") for part in (known, others)]
-    html = tables[0].html() if known else ""
-    return html + (details("All numbers", tables[1].html()) if others else "")
+    def shown(numbers: Json) -> str:
+        rows = [{"name": _NAMES.get(name, name), "value": value} for name, value in numbers.items()]
+        return table([text("name", "", "name"), Field("", _value, "number")], rows, "trials") if rows else ""
+
+    numbers = {name: v for name, v in result.items() if is_number(v) and not isinstance(v, bool)}
+    others = {name: value for name, value in numbers.items() if name not in _NAMES}
+    return shown({name: numbers[name] for name in numbers if name in _NAMES}) + details("All numbers", shown(others))
 
 
-def _form(value: float) -> str:
+def _value(row: Row) -> str:
+    value = row["value"]
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _points(records: Sequence[Json], name: str) -> list[Point]:
-    return [
-        (record["step"], float(record[name]))
-        for record in records
-        if isinstance(record.get(name), int | float) and math.isfinite(record[name])
-    ]
-
-
-def _curve(curve: Curve, records: Sequence[Json]) -> str:
-    trained, held_out = _points(records, curve.trained), _points(records, curve.held_out)
-    if len(trained) + len(held_out) < 2:
-        return ""
-    drawn = go.Figure()
-    for points, name, color, markers in (
-        (trained, "training", PALETTE[0], False),
-        (held_out, "held out", PALETTE[1], True),
-    ):
+def _curve(title: str, trained: str, held_out: str, quantity: str, caption: str, records: Sequence[Json]) -> str:
+    lines = []
+    for name, legend, color in ((trained, "training", PALETTE[0]), (held_out, "held out", PALETTE[1])):
+        points = [(record["step"], float(record[name])) for record in records if is_number(record.get(name))]
         if points:
             x, y = zip(*points, strict=True)
-            Line(x=x, y=y, color=color, name=name, legend=True, markers=markers, width=1.4).draw(drawn)
-    drawn.update_xaxes(title="step")
-    drawn.update_yaxes(title=curve.quantity)
-    return figure(polish(drawn, 340), curve.caption if held_out or not curve.alone else curve.alone, curve.title)
-
-
-def _frontier(records: Sequence[Json]) -> str:
-    rows = [record for record in records if _points([record], "eval_kl") and _points([record], "eval_reward")]
-    if len(rows) < 2:
+            lines.append(Line(x=x, y=y, color=color, name=legend, legend=True, markers=name == held_out, width=1.4))
+    if sum(len(line.x) for line in lines) < 2:
         return ""
+    alone = title == "Loss" and len(lines) == 1 and not lines[0].markers
+    return figure(charts.against("step", quantity, lines), _LOSS_ALONE if alone else caption, title)
+
+
+def _frontier(records: Sequence[Json]) -> go.Figure | None:
+    rows = [record for record in records if is_number(record.get("eval_kl")) and is_number(record.get("eval_reward"))]
+    if len(rows) < 2:
+        return None
     drawn = go.Figure()
     drawn.add_scatter(
         x=[row["eval_kl"] for row in rows],
@@ -230,6 +142,4 @@ def _frontier(records: Sequence[Json]) -> str:
         hovertemplate="KL %{x:.3g}, reward %{y:.3g}<extra>step %{text}</extra>",
         showlegend=False,
     )
-    drawn.update_xaxes(title="KL (nats per answer)")
-    drawn.update_yaxes(title="held-out reward")
-    return figure(polish(drawn, 380), _FRONTIER)
+    return polish(drawn.update_xaxes(title="KL (nats per answer)").update_yaxes(title="held-out reward"), 380)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE
-from lamina.reports import figures, layers, scheduled_probes, sections
-from lamina.reports.page import Section, callouts, figure, write_page
-from lamina.reports.records import Study, read_run
+from lamina.reports import layers, scheduled_probes, sections
+from lamina.reports.page import Section, callouts, write_page
+from lamina.reports.records import read_run
 from lamina.reports.registry import report_of
 from lamina.training.monitor.alarms import read_alarms
 from lamina.training.monitor.writers import read_about
@@ -20,24 +19,23 @@ from lamina.training.monitor.writers import read_about
 @report_of(Kind.WATCHED)
 def watched_report(folder: Path) -> Path:
     """Write ``folder/report.html``: the sections of a run's page that need nothing but the layer monitor's records."""
-    folder = Path(folder)
-    about = read_about(folder)
-    study = read_run(folder)
+    about, study = read_about(folder), read_run(folder)
     _, items, _ = sections.prepare(study)
-    course = figures.course(items[0])
+    parameters = about.get("parameters")
     return write_page(
         folder / PAGE,
         title=f"A training of {about.get('model', 'a model')}",
-        facts=_facts(study, about),
-        command=str(study.header.get("command") or ""),
+        facts=[
+            f"status: {study.results['status'].iloc[0]}",
+            f"{about['num_layers']} layers of width {about.get('hidden_size')}" if about.get("num_layers") else "",
+            f"{parameters:,} parameters" if isinstance(parameters, int) else "",
+            *map(str, about.get("optimizers", ())),
+        ],
+        command=study.header.get("command"),
         sections=[
-            _summary(folder, about),
+            Section("What happened", "What happened", _summary(folder, about)),
             sections.loss(study, items, several=False),
-            Section(
-                name="Course",
-                title="Learning rate and gradient norm",
-                html=figure(course, "The gradient norm is the one before clipping."),
-            ),
+            sections.course(items[0], "The gradient norm is the one before clipping."),
             *layers.sections(items),
             *scheduled_probes.sections(items),
             sections.settings(study),
@@ -45,16 +43,7 @@ def watched_report(folder: Path) -> Path:
     )
 
 
-def _facts(study: Study, about: Json) -> list[str]:
-    status = str(study.results["status"].iloc[0])
-    facts = [f"status: {status}"]
-    if about.get("num_layers"):
-        facts.append(f"{about['num_layers']} layers of width {about.get('hidden_size')}")
-    facts += [f"{about['parameters']:,} parameters"] if isinstance(about.get("parameters"), int) else []
-    return [*facts, *map(str, about.get("optimizers", ()))]
-
-
-def _summary(folder: Path, about: Json) -> Section:
+def _summary(folder: Path, about: Json) -> str:
     result, alarms = read_result(folder) or {}, read_alarms(folder)
     texts = [str(result["reason"])] if result.get("reason") else []
     if alarms:
@@ -66,5 +55,4 @@ def _summary(folder: Path, about: Json) -> Section:
     if result.get("skipped"):
         texts.append(f"{result['skipped']} steps were skipped as outliers.")
     texts += [str(note) for note in about.get("notes", ())]
-    html = callouts(texts) if texts else f"<p>{escape('No alarm.')}</p>"
-    return Section(name="What happened", title="What happened", html=html)
+    return callouts(texts) or "<p>No alarm.</p>"
