@@ -1,4 +1,4 @@
-"""One row per placement, at its best learning rate and sorted by eval loss, from one row per trial; and the warnings to read before.
+"""One row per placement at its best learning rate, sorted by eval loss, and the warnings to read before.
 
 Only a placement whose loss is below that of a bigram table of the text it read is ranked: a model above it has shown
 nothing of its depth, and so nothing of where its norms sit.
