@@ -77,7 +77,8 @@ def _main(argv: list[str]) -> int:
     except BrokenPipeError:
         raise
     except SystemExit as error:
-        if _innermost(error).startswith("argparse"):  # --help
+        *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
+        if str(raised_in.f_globals.get("__name__")).startswith("argparse"):  # --help
             raise
         return _fail(f"code in one of your files ended the process ({error.code!r}); what was finished is kept", 1)
     except OSError as error:
@@ -96,12 +97,6 @@ def _interrupted() -> int:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     return _fail("interrupted; what was finished is kept (--resume continues it)", 130)
-
-
-def _innermost(error: BaseException) -> str:
-    """The name of the module that raised ``error``."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__"))
 
 
 def _fail(message: str, code: int, *, reported: bool = False) -> int:

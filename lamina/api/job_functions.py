@@ -1,19 +1,24 @@
-"""The Python function of a job, made from its row: it refuses early, runs the job and writes the page."""
+"""The Python function of a job, made from its row: it refuses early, runs the job and writes the page.
+
+It takes objects where the command line has text: lists, paths, data sets.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import os
+import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from lamina.api import results
-from lamina.api.objects import as_settings
-from lamina.core.values import path, taken
+from lamina.core.values import PathLike, Rows, path, taken
 from lamina.errors import UserError, did_you_mean
 from lamina.jobs.aliases import in_our_words, suggestion
 from lamina.jobs.catalog import JobRow, load, refuse_other_kind
@@ -22,6 +27,7 @@ from lamina.jobs.model_folder import refuse_as_output
 from lamina.jobs.names import RESULT, RESULTS, TRANSFER
 from lamina.jobs.settings import Settings
 
+_PLACE = re.compile(r"hf:\S+|\S*/\S*|\S+\.(txt|jsonl?|parquet|gz|xz|zst)")  # what is meant as a path, not as a text
 ENDED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them gets a page
 
 
@@ -132,3 +138,97 @@ def write_page(folder: Path) -> None:
 
     if launched()[0] == 0:
         report(folder)
+
+
+def as_settings(given: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings as a run's config.yaml can hold them: texts and data sets become files of the cache.
+
+    Raises UserError for an object that holds no text or no rows.
+    """
+    settings = dict(given)
+    for name in ("corpus", "eval_corpus", "data", "eval_data"):
+        value = settings.get(name)
+        if value is not None and not isinstance(value, str | os.PathLike):
+            _refuse_splits(name, value)
+            field = str(given.get("text_field", "text"))
+            settings[name] = _corpus(name, value, field) if "corpus" in name else _examples(name, value)
+    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
+
+
+def _refuse_splits(name: str, value: object) -> None:
+    """Raise UserError for a datasets.DatasetDict, which `load_dataset(NAME)` returns."""
+    if isinstance(splits := getattr(value, "column_names", None), Mapping):
+        names = [str(split) for split in splits]
+        allowed = f"one of them, as in data[{names[0]!r}]" if names else "a datasets.Dataset"
+        raise UserError(f"{name}: a DatasetDict of {', '.join(names) or 'no splits'} (allowed: {allowed})")
+
+
+def _corpus(name: str, value: object, field: str) -> str:
+    if isinstance(value, Rows):
+        if field not in value.column_names:
+            listed = ", ".join(value.column_names)
+            raise UserError(f"{name}: the data set has no column {field!r} (allowed: text_field= one of {listed})")
+        return _file(name, lambda: ({field: row[field]} for row in value))
+    if not isinstance(value, Sequence) or not value or not all(isinstance(x, str | os.PathLike) for x in value):
+        raise _refused(name, value, "a path, a list of paths or of texts, a datasets.Dataset")
+    are_paths = [isinstance(x, os.PathLike) or _exists(x) for x in value]
+    if all(are_paths):
+        return os.fspath(value[0]) if len(value) == 1 else _file(name, lambda: _documents(value, field))
+    if any(are_paths):
+        missing = value[are_paths.index(False)]
+        raise UserError(f"{name}: {missing[:80]!r} is no file, others in the list are (allowed: paths, or texts)")
+    if all(_PLACE.fullmatch(str(x)) for x in value):
+        raise UserError(f"{name}: {str(value[0])[:80]!r}: no such file (allowed: a list of paths, or of texts)")
+    return _file(name, lambda: ({field: text} for text in value))
+
+
+def _examples(name: str, value: object) -> str:
+    listed = isinstance(value, Sequence) and value and all(isinstance(row, Mapping) for row in value)
+    if not (listed or isinstance(value, Rows)):
+        raise _refused(name, value, "a path, a list of rows, a datasets.Dataset")
+    return _file(name, lambda: value)
+
+
+def _refused(name: str, value: object, allowed: str) -> UserError:
+    return UserError(f"{name}: {type(value).__name__} {str(value)[:60]!r} (allowed: {allowed})")
+
+
+def _exists(text: str) -> bool:
+    try:
+        return len(text) < 4096 and Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _documents(paths: Iterable[PathLike], field: str) -> Iterator[Mapping[str, object]]:
+    from lamina.data.corpus import single_corpus
+
+    for place in paths:
+        for document in single_corpus(os.fspath(place), field).documents():
+            yield {field: document.text}
+
+
+def _file(name: str, rows: Callable[[], Any]) -> str:
+    """Write the rows to a .jsonl file of the cache, named by their hash; they are read twice."""
+    from lamina.data.cache import cache_root, is_whole, publish
+
+    digest = hashlib.sha256()
+    for line in _lines(name, rows()):
+        digest.update(line.encode("utf-8", "surrogatepass"))
+    folder = cache_root() / "given" / digest.hexdigest()[:32]
+
+    def write(draft: Path) -> None:
+        with (draft / "rows.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(_lines(name, rows()))
+
+    if not is_whole(folder):
+        publish(folder, write)
+    return str(folder / "rows.jsonl")
+
+
+def _lines(name: str, rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
+    for row in rows:
+        try:
+            yield json.dumps(dict(row)) + "\n"
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{name}: a row holds something that JSON can't ({error})") from None

@@ -19,17 +19,27 @@ if TYPE_CHECKING:
 _SHOWN = ("placement", "learning_rate", "seed", "status", "eval_loss", "max_learning_rate", "stop_rule", "reason")
 
 
-def _open(page: Path, show: bool) -> Path:
-    if show:
-        webbrowser.open(page.resolve().as_uri())
-    return page
+class _HasPage:
+    """What a job has returned that wrote a page into its ``folder``."""
+
+    folder: Path
+
+    @property
+    def _page(self) -> Path:
+        return self.folder / PAGE
+
+    def report(self, *, show: bool = False) -> Path:
+        """The path of the page; ``show`` opens it in the browser."""
+        if show:
+            webbrowser.open(self._page.resolve().as_uri())
+        return self._page
+
+    def _link(self) -> str:
+        page = self._page
+        return f'<p>the page: <a href="{escape(page.resolve().as_uri())}">{escape(str(page))}</a></p>'
 
 
-def _link(page: Path) -> str:
-    return f'<p>the page: <a href="{escape(page.resolve().as_uri())}">{escape(str(page))}</a></p>'
-
-
-class Comparison:
+class Comparison(_HasPage):
     """The trials of a job and its page; rows and columns are read as from its DataFrame ``results``.
 
     Attributes:
@@ -38,7 +48,6 @@ class Comparison:
     """
 
     results: pd.DataFrame
-    folder: Path
 
     def __init__(self, results: pd.DataFrame, folder: Path) -> None:
         self.results, self.folder = results, Path(folder)
@@ -49,10 +58,6 @@ class Comparison:
         if "status" in results and set(results["status"]) == {"failed"}:
             raise TrialsFailed(results)
         return cls(results, folder)
-
-    def report(self, *, show: bool = False) -> Path:
-        """The path of the page; ``show`` opens it in the browser."""
-        return _open(self.folder / PAGE, show)
 
     def __getitem__(self, key: Any) -> Any:
         return self.results[key]
@@ -79,11 +84,11 @@ class Comparison:
         return f"{self._shown().to_string(index=False)}\nthe page: {self.report()}"
 
     def _repr_html_(self) -> str:
-        return self._shown().to_html(index=False, border=0, na_rep="") + _link(self.report())
+        return self._shown().to_html(index=False, border=0, na_rep="") + self._link()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class StudyOutcome:
+class StudyOutcome(_HasPage):
     """What a study found.
 
     Attributes:
@@ -103,10 +108,6 @@ class StudyOutcome:
 
         return cls(results=results, claims=read_claims(folder) or [], folder=folder)
 
-    def report(self, *, show: bool = False) -> Path:
-        """The path of the page; ``show`` opens it in the browser."""
-        return _open(self.folder / PAGE, show)
-
     def __repr__(self) -> str:
         lines = [f"{claim['verdict']:<13} {claim['claim']}: {claim['says']}" for claim in self.claims]
         return "\n".join([f"{len(self.results)} trials", *lines, f"the page: {self.report()}"])
@@ -114,10 +115,10 @@ class StudyOutcome:
     def _repr_html_(self) -> str:
         cells = [(claim["verdict"], claim["claim"], claim["says"], claim.get("ours") or "") for claim in self.claims]
         rows = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in cells)
-        return f"<table>{rows}</table>{_link(self.report())}"
+        return f"<table>{rows}</table>{self._link()}"
 
 
-class RunResult(dict[str, object]):
+class RunResult(_HasPage, dict[str, object]):
     """A dict of the content of result.json that also knows the folder of its job."""
 
     def __init__(self, result: Mapping[str, object], folder: Path) -> None:
@@ -135,18 +136,14 @@ class RunResult(dict[str, object]):
         model = self.folder / "model"
         return model if model.is_dir() else None
 
-    def report(self, *, show: bool = False) -> Path:
-        """The path of the page; ``show`` opens it in the browser."""
-        return _open(self.folder / PAGE, show)
-
     def _repr_html_(self) -> str:
         plain = {name: value for name, value in self.items() if value is None or isinstance(value, str | int | float)}
         rows = (f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in plain.items())
-        return f"<table>{''.join(rows)}</table>{_link(self.report())}"
+        return f"<table>{''.join(rows)}</table>{self._link()}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Diagnosis:
+class Diagnosis(_HasPage):
     """The diagnosis of a run: which layer left its range first, and what to change.
 
     Attributes:
@@ -157,12 +154,12 @@ class Diagnosis:
     sentences: list[str]
     page: Path
 
-    def report(self, *, show: bool = False) -> Path:
-        """The path of the page; ``show`` opens it in the browser."""
-        return _open(self.page, show)
+    @property
+    def _page(self) -> Path:
+        return self.page
 
     def __repr__(self) -> str:
         return "\n".join([*self.sentences, f"the page: {self.page}"])
 
     def _repr_html_(self) -> str:
-        return "".join(f"<p>{escape(text)}</p>" for text in self.sentences) + _link(self.page)
+        return "".join(f"<p>{escape(text)}</p>" for text in self.sentences) + self._link()

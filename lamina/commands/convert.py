@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from argparse import BooleanOptionalAction
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
 
-from lamina.api.models import DTYPES
+from lamina.api.models import DTYPES, convert
 from lamina.commands.arguments import Parser
-from lamina.core.architectures import Target, convertible
+from lamina.core.architectures import convertible
 from lamina.core.terminal import show
-from lamina.core.values import path
-from lamina.errors import unknown
-
-if TYPE_CHECKING:
-    from lamina.modeling.backbones.conversion_job import ConversionRecord
+from lamina.jobs.files import disk_full, full_disk
 
 EXAMPLES = """
   lamina convert models/smollm2 runs/smollm2-lamina
@@ -24,8 +17,6 @@ EXAMPLES = """
   lamina convert models/gemma-2-2b runs/gemma-lamina --dtype float32
   lamina convert runs/sandwich-64 models/sandwich-64-as-glm4 --to transformers
 """
-
-TARGETS = get_args(Target)
 
 
 def parser() -> Parser:
@@ -55,35 +46,12 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Convert, compare the two models' logits, then move the result into place."""
     options = parser().parse(argv)
-    for name in ("source", "output"):
-        path(name, getattr(options, name))
-    if options.to is not None and options.to not in TARGETS:
-        raise unknown("--to", options.to, TARGETS)
-    if options.dtype not in DTYPES:
-        raise unknown("--dtype", options.dtype, DTYPES)
-    from lamina.core.hub_access import local_when_unreachable
-    from lamina.jobs.files import disk_full
-    from lamina.modeling.backbones.conversion_job import convert
-
     try:
-        with local_when_unreachable():
-            record = convert(
-                options.source,
-                Path(options.output),
-                to=cast("Target | None", options.to),
-                dtype=options.dtype,
-                overwrite=options.overwrite,
-                verify=options.verify,
-            )
+        record = convert(**vars(options))
     except Exception as error:
         if disk_full(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), options.output) from error
+            raise full_disk(Path(options.output)) from error
         raise
-    _report(record, Path(options.output))
-    return 0
-
-
-def _report(record: ConversionRecord, output: Path) -> None:
     written = ", ".join(f"{k}={str(v).lower()}" for k, v in record["placement_options"].items())
     placement = record["placement"] + (f"({written})" if written else "")
     names = (record["model_type"], f"{placement} on {record['backbone']}")
@@ -93,4 +61,5 @@ def _report(record: ConversionRecord, output: Path) -> None:
         show("largest difference of the logits: not measured (--no-verify)")
     else:
         show(f"largest difference of the logits on random tokens: {record['largest_difference']:.3g}")
-    show(f"the model: {output}")
+    show(f"the model: {options.output}")
+    return 0

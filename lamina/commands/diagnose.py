@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 
+from lamina.api.models import diagnose
 from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
-from lamina.core.values import path
 
 EXAMPLES = """
   lamina diagnose runs/mine
@@ -32,11 +31,8 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Print the sentences and write the page."""
     options = parser().parse(argv)
-    path("run", options.run)
-    from lamina.reports.diagnosis import diagnose
-
-    texts, page = diagnose(Path(options.run))
-    for text in texts:
+    found = diagnose(options.run)
+    for text in found.sentences:
         show("\n".join(textwrap.wrap(text, 110, subsequent_indent="  ")))
-    show(f"\nthe page: {page}")
+    show(f"\nthe page: {found.page}")
     return 0

@@ -100,7 +100,11 @@ def _run(argv: list[str]) -> int:
     if len(chosen) > 1 and "output" in typed:
         raise UserError("output: one folder for several studies (allowed: --output with one study)")
     if others.dry_run:
-        return _dry_run([_record({**typed, "study": name}) for name in chosen])
+        from lamina.papers.engine.describe_study import dry_run_text
+
+        for record in [_record({**typed, "study": name}) for name in chosen]:
+            show(dry_run_text(record))
+        return 0
     code = 0
     for name in chosen:
         try:
@@ -133,14 +137,6 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
     show(f"the page: {outcome.folder / PAGE}")
     rows = outcome.results.to_dict("records")
     return _failures([str(row.get("reason")) for row in rows if row.get("status") == "failed"])
-
-
-def _dry_run(records: list[StudySettings]) -> int:
-    from lamina.papers.engine.describe_study import dry_run_text
-
-    for record in records:
-        show(dry_run_text(record))
-    return 0
 
 
 def _worker(argv: list[str]) -> int:

@@ -6,9 +6,9 @@ Reading them loads no torch; lamina/modeling/initialization.py draws the weights
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lamina.core import specs
 from lamina.core.registry import Registry
@@ -23,33 +23,29 @@ _LOWEST, _HIGHEST = math.sqrt(2 / 5) / 2, 2.0  # standard deviation times sqrt(w
 WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
 
-class Facts(Protocol):
-    """The facts of a weight that an initializer may need.
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The facts of a weight that an initializer may need; by default of a block's square one that feeds no stream.
 
     ``layer`` is 0-based, -1 outside the blocks; ``wiring`` is the sub-layer's part of the plan; ``num_layers`` counts
-    blocks; ``fan_in`` and ``fan_out`` count channels.
+    blocks.
     """
 
-    @property
-    def role(self) -> str: ...
+    hidden_size: int
+    role: str = "query"
+    layer: int = 0
+    num_layers: int = 1
+    wiring: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
-    def layer(self) -> int: ...
+    def fan_in(self) -> int:
+        """Channels in."""
+        return self.hidden_size
 
     @property
-    def wiring(self) -> Mapping[str, Any]: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def fan_in(self) -> int: ...
-
-    @property
-    def fan_out(self) -> int: ...
+    def fan_out(self) -> int:
+        """Channels out."""
+        return self.hidden_size
 
 
 Initializer = Callable[[Facts, float], float]
@@ -155,25 +151,6 @@ def check(init: str) -> tuple[str, float]:
     return name, float(std)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Weight:
-    """A made-up square weight, whose output feeds no stream, to ask an initializer about a width."""
-
-    hidden_size: int
-    role: str = "query"
-    layer: int = 0
-    num_layers: int = 1
-    wiring: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def fan_in(self) -> int:
-        return self.hidden_size
-
-    @property
-    def fan_out(self) -> int:
-        return self.hidden_size
-
-
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
     """Return the standard deviations of an initializer and of SmallInit if the initializer does not suit the width.
 
@@ -186,6 +163,6 @@ def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
         name, base = check(init)
     except UserError:
         return None
-    std = INITIALIZERS.get(name).function(_Weight(hidden_size=hidden_size), base)
+    std = INITIALIZERS.get(name).function(Facts(hidden_size=hidden_size), base)
     suits = _LOWEST * (1 - 1e-9) <= std * math.sqrt(hidden_size) <= _HIGHEST
     return None if suits else (std, math.sqrt(2 / (5 * hidden_size)))

@@ -29,7 +29,10 @@ class ProgressLines:
     def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:
         """Write a line where one is due: how far, the numbers, how long it will take."""
         now = time.monotonic()
-        self._keep(done, now)
+        if not self._seen or done > self._seen[-1][1]:
+            self._seen.append((now, done))
+        while len(self._seen) > 2 and self._seen[1][0] <= (self._begun + now) / 2:
+            self._seen.popleft()
         if not self.show or done == self._told or (now - self._last < self.every and done < self.total):
             return
         self._last, self._told = now, done
@@ -46,12 +49,6 @@ class ProgressLines:
             return None
         begun, first = self._seen[0]
         return (now - begun) / (done - first) * (self.total - done)
-
-    def _keep(self, done: int, now: float) -> None:
-        if not self._seen or done > self._seen[-1][1]:
-            self._seen.append((now, done))
-        while len(self._seen) > 2 and self._seen[1][0] <= (self._begun + now) / 2:
-            self._seen.popleft()
 
 
 def duration(seconds: float) -> str:

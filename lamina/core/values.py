@@ -62,24 +62,15 @@ MOST = 2**31 - 1  # of any count
 # A typing error (a zero too many, a value in the wrong place) must not fill the memory before anything is said.
 LIMITS = {
     "num_layers": 10_000,
-    "num_hidden_layers": 2**14,
-    "hidden_size": 2**20,
+    **dict.fromkeys(("trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor"), 2**10),
+    **dict.fromkeys(("threads", "workers"), 2**12),
+    **dict.fromkeys(("num_hidden_layers", "height"), 2**14),
+    **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads"), 2**16),
+    **dict.fromkeys(("hidden_size", "base_width", "proxy_width", "verify_width", "widths"), 2**20),
+    **dict.fromkeys(("batch_size", "sequences", "max_new_tokens"), 2**20),
     "intermediate_size": 2**23,
-    "base_width": 2**20,
-    "proxy_width": 2**20,
-    "verify_width": 2**20,
-    "widths": 2**20,
-    "num_heads": 2**16,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "vocab_size": 2**28,
     "sequence_length": 2**24,
-    "batch_size": 2**20,
-    "sequences": 2**20,
-    "threads": 2**12,
-    "height": 2**14,
-    "max_new_tokens": 2**20,
-    "workers": 2**12,
+    "vocab_size": 2**28,
 }
 LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a path with room for a run's own files
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column:
     """A number or a text that each trial has.
 
@@ -50,96 +50,52 @@ SCORES = {"accuracy": "accuracy", "top5_accuracy": "top-5 accuracy"}
 
 def _spikes(name: str, title: str, place: int) -> tuple[Column, Column]:
     score = f"{name}_spike_score"
-    count = Column(
-        name=f"{name}_spikes",
-        title=title,
-        format=".3g",
-        aggregate="mean",
-        in_ranking=place,
-        in_trials=True,
-        share=score,
-        optional=True,
-    )
-    return count, Column(name=score, format=".2g", aggregate="mean")
+    count = Column(f"{name}_spikes", title, ".3g", "mean", in_ranking=place, in_trials=True, share=score, optional=True)
+    return count, Column(score, format=".2g", aggregate="mean")
 
 
 # In the order of results.csv, which is also the order of the table of trials.
 RESULT_COLUMNS: tuple[Column, ...] = (
-    Column(name="trial", title="trial", measured=False, in_trials=True),
-    Column(name="placement", title="placement", aggregate="first", in_ranking=10, measured=False, in_trials=True),
-    Column(
-        name="learning_rate",
-        title="learning rate",
-        format="g",
-        aggregate="first",
-        in_ranking=60,
+    Column("trial", "trial", measured=False, in_trials=True),
+    Column("placement", "placement", aggregate="first", in_ranking=10, measured=False, in_trials=True),
+    Column("learning_rate", "learning rate", "g", "first", in_ranking=60, measured=False, in_trials=True),
+    Column("seed", "seed", ".0f", measured=False, in_trials=True),
+    Column("init", "init", aggregate="first", in_ranking=70, in_trials=True),
+    Column("status", "status", aggregate="own", in_ranking=20, in_trials=True),
+    Column("eval_loss", "eval loss", ".4f", "own", in_ranking=30, in_trials=True),
+    Column("perplexity", "perplexity", ".2f", "mean", in_ranking=40, in_trials=True, optional=True),
+    Column("bits_per_byte", "bits/byte", ".3f", "mean", in_ranking=50, optional=True),
+    Column(  # measured only with --eval-corpus
+        "eval_corpus_loss",
+        "loss on the second corpus",
+        ".4f",
+        "mean",
         measured=False,
-        in_trials=True,
-    ),
-    Column(name="seed", title="seed", format=".0f", measured=False, in_trials=True),
-    Column(name="init", title="init", aggregate="first", in_ranking=70, in_trials=True),
-    Column(name="status", title="status", aggregate="own", in_ranking=20, in_trials=True),
-    Column(name="eval_loss", title="eval loss", format=".4f", aggregate="own", in_ranking=30, in_trials=True),
-    Column(
-        name="perplexity",
-        title="perplexity",
-        format=".2f",
-        aggregate="mean",
-        in_ranking=40,
-        in_trials=True,
-        optional=True,
-    ),
-    Column(name="bits_per_byte", title="bits/byte", format=".3f", aggregate="mean", in_ranking=50, optional=True),
-    Column(
-        name="eval_corpus_loss",
-        title="loss on the second corpus",
-        format=".4f",
-        aggregate="mean",
-        measured=False,  # only with --eval-corpus
         in_ranking=45,
         in_trials=True,
         optional=True,
     ),
-    *(
-        Column(
-            name=name,
-            title=title,
-            format=".2%",
-            aggregate="mean",
-            measured=False,  # only with objectives that score predictions
-            in_ranking=place,
-            in_trials=True,
-            optional=True,
-        )
+    *(  # measured only by objectives that score predictions
+        Column(name, title, ".2%", "mean", measured=False, in_ranking=place, in_trials=True, optional=True)
         for name, title, place in zip(SCORES, SCORES.values(), (32, 34), strict=True)
     ),
     *_spikes("loss", "loss spikes", 80),
     *_spikes("gradient", "gradient spikes", 90),
-    Column(name="loss_surges", title="loss surges", format=".3g", aggregate="mean"),
-    Column(name="gradient_surges", title="gradient surges", format=".3g", aggregate="mean"),
-    Column(name="unigram_entropy", title="unigram entropy", format=".2f", aggregate="mean"),
-    Column(
-        name="bigram_entropy",
-        title="bigram entropy",
-        format=".3f",
-        aggregate="mean",
-        in_ranking=35,
-        in_trials=True,
-        optional=True,
-    ),
-    Column(name="tokens", title="tokens", format=",.0f", aggregate="mean", in_ranking=100, in_trials=True),
-    Column(name="steps", title="steps", format=",.0f", aggregate="mean", in_trials=True),
-    Column(
-        name="seconds", title="seconds", format=",.0f", aggregate="mean", in_ranking=120, measured=False, in_trials=True
-    ),
-    Column(name="tokens_per_second", title="tokens/s", format=",.0f", aggregate="mean", in_ranking=110),
-    Column(name="parameters", title="parameters", format=",.0f", aggregate="max"),
-    Column(name="flops", title="FLOPs", format=".3g", aggregate="max"),
+    Column("loss_surges", "loss surges", ".3g", "mean"),
+    Column("gradient_surges", "gradient surges", ".3g", "mean"),
+    Column("unigram_entropy", "unigram entropy", ".2f", "mean"),
+    Column("bigram_entropy", "bigram entropy", ".3f", "mean", in_ranking=35, in_trials=True, optional=True),
+    Column("tokens", "tokens", ",.0f", "mean", in_ranking=100, in_trials=True),
+    Column("steps", "steps", ",.0f", "mean", in_trials=True),
+    Column("seconds", "seconds", ",.0f", "mean", in_ranking=120, measured=False, in_trials=True),
+    Column("tokens_per_second", "tokens/s", ",.0f", "mean", in_ranking=110),
+    Column("parameters", "parameters", ",.0f", "max"),
+    Column("flops", "FLOPs", ".3g", "max"),
     # Of the trials of `lamina max-lr` only: ``lamina.training.monitor.max_rate_rules`` adds them.
-    Column(name="max_learning_rate", title="largest learning rate", format=".3g", measured=False, optional=True),
-    Column(name="stop_rule", title="stopped by", measured=False, optional=True),
-    Column(name="loss_at_stop", title="loss there", format=".3f", measured=False, optional=True),
-    Column(name="reason", title="reason", aggregate="own", in_trials=True),
+    Column("max_learning_rate", "largest learning rate", ".3g", measured=False, optional=True),
+    Column("stop_rule", "stopped by", measured=False, optional=True),
+    Column("loss_at_stop", "loss there", ".3f", measured=False, optional=True),
+    Column("reason", "reason", aggregate="own", in_trials=True),
 )
 NOTES = ("from", "mix", "tasks")
 """What result.json holds besides the columns, for some runs."""

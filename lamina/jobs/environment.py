@@ -40,17 +40,8 @@ def git_revision() -> str | None:
 
     It ends in "-dirty" where a tracked file was changed, other than what studies themselves write (``_WRITTEN``).
     """
-    tree = (":(top)", *(f":(top,exclude){folder}" for folder in _WRITTEN))
-    command = (
-        "git",
-        "--no-optional-locks",
-        "status",
-        "--porcelain=v2",
-        "--branch",
-        "--untracked-files=no",
-        "--",
-        *tree,
-    )
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--"]
+    command += [":(top)", *(f":(top,exclude){folder}" for folder in _WRITTEN)]
     try:
         package = Path(__file__).resolve().parent
         status = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=10, check=True).stdout

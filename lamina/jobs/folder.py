@@ -178,17 +178,12 @@ def clear(folder: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     for pattern in _DRAFTS:
-        for draft in folder.glob(pattern):
-            _delete(draft)
+        for draft in folder.glob(pattern):  # a link goes, not what it leads to
+            is_folder = draft.is_dir() and not draft.is_symlink()
+            shutil.rmtree(draft, ignore_errors=True) if is_folder else draft.unlink(missing_ok=True)
     for draft in folder.glob(".*"):
         if re.fullmatch(r"\..+\.\d+", draft.name) and (draft.is_file() or draft.is_symlink()):  # write_text's
             draft.unlink(missing_ok=True)
-
-
-def _delete(draft: Path) -> None:
-    """Delete a file, a link or a folder; not what a link leads to."""
-    is_folder = draft.is_dir() and not draft.is_symlink()
-    shutil.rmtree(draft, ignore_errors=True) if is_folder else draft.unlink(missing_ok=True)
 
 
 def _is_ours(folder: Path) -> bool:

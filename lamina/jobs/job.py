@@ -33,20 +33,11 @@ class Job(Generic[S]):
     """
 
     def __init__(
-        self,
-        kind: Kind,
-        folder: Path,
-        settings: S,
-        given: Mapping[str, Any] | None,
-        *,
-        resume: Resume = False,
-        overwrite: bool = False,
-        wait: float = 0.0,
+        self, kind: Kind, settings: S, given: Mapping[str, Any] | None, folder: Path, resume: Resume, **how: Any
     ):
-        self.kind, self.folder, self.settings, self.given = kind, folder, settings, given
-        self.resumes = bool(resume) and in_use(self.folder)
-        self._held = ExitStack()
-        self._hold = partial(hold, self.folder, resume=resume, overwrite=overwrite, wait=wait)
+        self.kind, self.settings, self.given, self.folder = kind, settings, given, folder
+        self.resumes = bool(resume) and in_use(folder)
+        self._hold = partial(hold, folder, resume=resume, **how)
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
@@ -100,17 +91,16 @@ def open_job(
     Raises:
         UserError: for invalid settings, an output folder in use, nothing to resume, a setting that may not change.
     """
-    partial = None if isinstance(given, Settings) else given
     by_name = given.to_dict() if isinstance(given, Settings) else given
     defaults = {name: settings.default(name) for name in settings.names()}
     folder = Path(text("output", by_name.get("output", defaults["output"])))
     refuse(folder, resume=resume, overwrite=overwrite)
-    if policy is not None and stored is not None and resume and in_use(folder):
-        known = stored(folder)
-        if known is None and resume is True:
-            raise nothing_to_resume(folder)
-        if known is not None:
-            record = settings.from_dict(policy.merge(known, by_name, defaults))
-            return Job(kind, folder, record, partial, resume=resume, overwrite=overwrite, wait=wait)
-    record = given if isinstance(given, Settings) else settings.from_dict(given)
-    return Job(kind, folder, record, partial, resume=resume, overwrite=overwrite, wait=wait)
+    known = stored(folder) if policy is not None and stored is not None and resume and in_use(folder) else None
+    if policy is not None and known is not None:
+        record = settings.from_dict(policy.merge(known, by_name, defaults))
+    elif stored is not None and resume is True:
+        raise nothing_to_resume(folder)
+    else:
+        record = given if isinstance(given, Settings) else settings.from_dict(given)
+    named = None if isinstance(given, Settings) else given
+    return Job(kind, record, named, folder, resume, overwrite=overwrite, wait=wait)

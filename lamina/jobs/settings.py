@@ -205,15 +205,12 @@ class Settings:
             if isinstance(value, bool):
                 words.append(flag if value else f"--no-{flag[2:]}")
             elif isinstance(value, dict):
-                words += [f"{flag}.{key} {shlex.quote(_written(item))}" for key, item in value.items()]
+                for key, item in value.items():
+                    written = str(item).lower() if item is None or isinstance(item, bool) else str(item)
+                    words.append(f"{flag}.{key} {shlex.quote(written)}")
             else:
                 words += [flag, shlex.quote(str(value))]
         return " ".join(words)
-
-
-def _written(value: object) -> str:
-    """A trainer argument as the command line takes it."""
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def default_of(entry: Field[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and other signals while a job runs; the old handlers come back when it ends."""
+"""What ends a job early: Ctrl-C and other signals while it runs, and the end of the process that started it."""
 
 from __future__ import annotations
 
@@ -56,3 +56,17 @@ def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+
+
+_parent: int | None = None
+
+
+def watch_parent(parent: int | None) -> None:
+    """Count this process as orphaned once its parent is no longer ``parent`` (-1: at once, None: never)."""
+    global _parent
+    _parent = parent
+
+
+def orphaned() -> bool:
+    """Whether the watched parent has ended; False if none is watched."""
+    return _parent is not None and os.getppid() != _parent

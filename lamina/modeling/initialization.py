@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from lamina.core.architectures import HIDDEN, ROLES
-from lamina.core.initializers import BRANCH_OUT, INITIALIZERS, WITH_GAIN, check
+from lamina.core.initializers import BRANCH_OUT, INITIALIZERS, WITH_GAIN, Facts, check
 from lamina.errors import UserError
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import LaminaNorm, Terms, adapter_of
@@ -25,22 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weight:
+class Weight(Facts):
     """A parameter and the facts that an initializer may need.
 
-    ``layer`` is 0-based, -1 outside the blocks; ``sublayer`` is "attention", "feed_forward", "embedding" or "readout";
-    ``wiring`` is the sub-layer's part of the plan; ``num_layers`` counts blocks; ``rows`` the
-    channels out of a part that is not one matrix.
+    ``sublayer`` is "attention", "feed_forward", "embedding" or "readout"; ``rows`` the channels out of a part that is
+    not one matrix.
     """
 
     name: str
     parameter: torch.Tensor
-    role: str
-    layer: int
     sublayer: str
-    wiring: dict[str, Any]
-    num_layers: int
-    hidden_size: int
     rows: int | None = None
 
     @property

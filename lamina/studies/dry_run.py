@@ -199,8 +199,8 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
     import torch
 
     from lamina.modeling.building import build
-    from lamina.training.checks import check_settings
     from lamina.training.optimization.optimizer import width_scaling_of
+    from lamina.training.resolve import check_settings
 
     config, plan, objective, vocabulary, length = _resolved(settings)
     # what depends on this machine is checked where the trial runs

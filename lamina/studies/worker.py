@@ -20,12 +20,11 @@ from typing import NoReturn
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs import orphans
 from lamina.jobs.environment import environment
 from lamina.jobs.files import disk_full, read_result, write_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import ENVIRONMENT, RESULT
-from lamina.jobs.signals import STOP_SIGNALS
+from lamina.jobs.signals import STOP_SIGNALS, watch_parent
 from lamina.jobs.status import ENDED
 from lamina.studies.task import Busy, task_of
 
@@ -53,7 +52,7 @@ def serve(descriptor: int, driver: int) -> NoReturn:
                 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the trial handles them
                 if (pid := os.fork()) == 0:
                     connection.close()
-                    orphans.watch(server)
+                    watch_parent(server)
                     os.setsid()
                     _end_with(request)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -76,7 +75,7 @@ def alone() -> int:
 
     def wait() -> None:
         sys.stdin.read()  # ends when the driver does
-        orphans.watch(-1)
+        watch_parent(-1)
 
     threading.Thread(target=wait, daemon=True).start()
     return run(request)

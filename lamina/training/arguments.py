@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,74 +14,61 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
 from lamina.core.json_types import Json
+from lamina.core.values import mapping, one_of, switch
 from lamina.errors import UserError, unknown
 from lamina.jobs.aliases import meaning
-from lamina.jobs.settings import Settings
+from lamina.jobs.settings import Check, Settings, at_least, between
 from lamina.training.execution.devices import device_of
 from lamina.training.settings import PretrainSettings
 
-Check = Callable[[Any], bool]
-
-
-def _whole(low: int, high: int = 2**31 - 1) -> tuple[Check, str]:
-    def is_allowed(v: Any) -> bool:
-        return isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
-
-    return is_allowed, f"a whole number from {low} to {high}"
-
-
-def _one_of(*values: Any) -> tuple[Check, str]:
-    return lambda v: any(v is x or (type(v) is type(x) and v == x) for x in values), ", ".join(map(_as_text, values))
-
-
-def _as_text(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _or_none(kind: tuple[Check, str]) -> tuple[Check, str]:
-    return lambda v: v is None or kind[0](v), f"{kind[1]}, or none"
-
-
-def _number(low: float, high: float) -> tuple[Check, str]:
-    def is_allowed(v: Any) -> bool:
-        return isinstance(v, int | float) and not isinstance(v, bool) and low <= v < high
-
-    return is_allowed, f"a number of at least {low:g} and below {high:g}"
-
-
-_BOOL = _one_of(True, False)
-_TEXT = (lambda v: isinstance(v, str) and bool(v), "a text")
-_MAPPING = (lambda v: v is None or isinstance(v, Mapping), "a mapping, e.g. '{\"num_cycles\": 2}'")
-_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr"),
     *("polynomial", "inverse_sqrt", "constant", "constant_with_warmup"),
 )
-OPTIONS: dict[str, tuple[Check, str]] = {
-    "optim": _TEXT,
-    "optim_args": _or_none(_TEXT),
-    "lr_scheduler_type": _one_of(*SCHEDULES),
-    "lr_scheduler_kwargs": _MAPPING,
-    "neftune_noise_alpha": _or_none(_number(0.0, 1e6)),
-    "tf32": _or_none(_BOOL),
-    "torch_empty_cache_steps": _or_none(_whole(1)),
-    "full_determinism": _BOOL,
-    "include_num_input_tokens_seen": _one_of(True, False, "all", "non_padding", "no"),
-    "per_device_eval_batch_size": _whole(1),
-    "dataloader_num_workers": _whole(0, 1024),
-    "dataloader_pin_memory": _BOOL,
-    "dataloader_persistent_workers": _BOOL,
-    "dataloader_prefetch_factor": _or_none(_whole(1, 1024)),
-    "ddp_find_unused_parameters": _BOOL,
-    "ddp_bucket_cap_mb": _or_none(_whole(1)),
-    "ddp_broadcast_buffers": _or_none(_BOOL),
-    "ddp_static_graph": _or_none(_BOOL),
-    "ddp_timeout": _whole(1),
-    "log_level": _one_of(*_LEVELS),
-    "log_level_replica": _one_of(*_LEVELS),
-    "run_name": _or_none(_TEXT),
-    "project": _TEXT,
-    "trackio_space_id": _or_none(_TEXT),
+_LEVEL = partial(one_of, allowed=("debug", "info", "warning", "error", "critical", "passive"))
+
+
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _some_text(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{name}: {value!r} (allowed: a text)")
+    return value
+
+
+def _counted_tokens(name: str, value: object) -> object:
+    if not isinstance(value, bool) and value not in ("all", "non_padding", "no"):
+        raise UserError(f"{name}: {value!r} (allowed: true, false, all, non_padding, no)")
+    return value
+
+
+OPTIONS: dict[str, Check] = {
+    "optim": _some_text,
+    "optim_args": _or_none(_some_text),
+    "lr_scheduler_type": partial(one_of, allowed=SCHEDULES),
+    "lr_scheduler_kwargs": _or_none(mapping),
+    "neftune_noise_alpha": _or_none(between(0.0, 1e6, open_high=True)),
+    "tf32": _or_none(switch),
+    "torch_empty_cache_steps": _or_none(at_least(1)),
+    "full_determinism": switch,
+    "include_num_input_tokens_seen": _counted_tokens,
+    "per_device_eval_batch_size": at_least(1),
+    "dataloader_num_workers": at_least(0),
+    "dataloader_pin_memory": switch,
+    "dataloader_persistent_workers": switch,
+    "dataloader_prefetch_factor": _or_none(at_least(1)),
+    "ddp_find_unused_parameters": switch,
+    "ddp_bucket_cap_mb": _or_none(at_least(1)),
+    "ddp_broadcast_buffers": _or_none(switch),
+    "ddp_static_graph": _or_none(switch),
+    "ddp_timeout": at_least(1),
+    "log_level": _LEVEL,
+    "log_level_replica": _LEVEL,
+    "run_name": _or_none(_some_text),
+    "project": _some_text,
+    "trackio_space_id": _or_none(_some_text),
 }
 
 
@@ -92,9 +80,7 @@ def check_value(name: str, value: Any) -> None:
         raise UserError(
             "trainer.lr_scheduler_type: 'warmup_stable_decay' is a schedule of Lamina's (allowed: --schedule wsd)"
         )
-    is_allowed, allowed = OPTIONS[name]
-    if not is_allowed(value):
-        raise UserError(f"trainer.{name}: {value!r} (allowed: {allowed})")
+    OPTIONS[name](f"trainer.{name}", value)
 
 
 def check_together(options: Mapping[str, Any], schedule: str) -> None:

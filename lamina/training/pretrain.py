@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils.data import Subset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from lamina.core.json_types import Json
 from lamina.core.values import text
 from lamina.data.blocks import ItemSource, PartShare, Splits, spread
+from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job
@@ -24,24 +35,23 @@ from lamina.modeling.building import recommended
 from lamina.modeling.parts import drop_branches
 from lamina.training import source
 from lamina.training.arguments import training_arguments
-from lamina.training.branches import Branches
 from lamina.training.checkpointing.checkpoints import RunState, Stateful
 from lamina.training.checkpointing.resuming import RunIdentity, is_good
 from lamina.training.checkpointing.saved_model import ModelCard
 from lamina.training.checkpointing.sharding import shard
-from lamina.training.checks import task_measure
 from lamina.training.execution.compiling import prepare
 from lamina.training.execution.processes import Processes
-from lamina.training.monitor.experts import ExpertBalance
+from lamina.training.monitor.experts import ExpertBalance, find_routers
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, still_falling, usual_guard
+from lamina.training.monitor.recorder import RunRecorder
 from lamina.training.monitor.scheduled_probes import ScheduledProbes, undisturbed
 from lamina.training.monitor.writers import spike_columns
 from lamina.training.objectives.bigram import entropy_of
-from lamina.training.objectives.objective import Processor
-from lamina.training.optimization.optimizer import WeightAverage, schedule_of
+from lamina.training.optimization.optimizer import WeightAverage, schedule_of, warmup_stable_decay
 from lamina.training.optimization.order import TrainOrder, order_of
-from lamina.training.resolve import POLICY, ResolvedRun, initial_model, resolve_run, training_flops
+from lamina.training.resolve import POLICY, ResolvedRun, initial_model, resolve_run, task_measure, training_flops
 from lamina.training.run import TrainingRun, TrainingStage, train
+from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
@@ -59,11 +69,6 @@ def pretrain(
     ``guard`` makes what ends the run early.
     """
     return train(Pretraining(guard), settings, resume=resume, overwrite=overwrite, bar=bar)
-
-
-def read_data(resolved: ResolvedRun, bar: bool) -> tuple[Splits, Processor]:
-    """Read the data of a run, and its tokenizer or image processor; ``bar``: show progress."""
-    return resolved.objective.read(resolved.settings, resolved.backbone, bar=bar)
 
 
 class Pretraining(TrainingStage[PretrainSettings]):
@@ -99,7 +104,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         self.tokens_per_step = self.resolved.tokens_per_step
 
     def read(self, processes: Processes, *, bar: bool) -> None:
-        self.splits, self.processor = processes.first_per_host(lambda: read_data(self.resolved, bar))
+        self.splits, self.processor = processes.first_per_host(lambda: self.resolved.read(bar=bar))
         self.identity = RunIdentity(self.settings, self.plan, self.splits.stats.fingerprint)
 
     def model(self, run: TrainingRun) -> PreTrainedModel:
@@ -287,3 +292,113 @@ class StreamPosition:
     def load_state_dict(self, state: RunState) -> None:
         """Start reading at that position; at the corpus's beginning if the state has none."""
         self.run.items.load_state_dict(state.get("stream"), verbose=self.run.processes.first)
+
+
+class Branches(TrainerCallback):
+    """Trains each decay branch at the step where it leaves the trunk, and records its loss in metrics.jsonl.
+
+    A run of n steps under warm-up, stable, decay differs from a longer one only from the step on at which its rate
+    begins to fall. So a branch trains from the trunk's state at that step, over the blocks that follow, with the rate
+    falling as it would have in the shorter run, and the trunk continues as if nothing had happened (Hägele et al.,
+    arXiv 2405.18392, Section 4).
+
+    Args:
+        settings: of the trunk.
+        model: that it trains.
+        splits: its data; ``items`` are those it trains on, in the form that the order names.
+        order: of the trunk's blocks.
+        recorder: writes the records.
+        processes: this process and the run's others.
+
+    Attributes:
+        rows: the branches that have ended: ``branch_steps``, ``tokens``, ``branch_loss`` and
+            ``branch_bigram_entropy``, the loss of a table of the pairs of tokens in the branch's blocks.
+        trainer: of the trunk; set before the training begins.
+
+    Raises:
+        UserError: for branches in several processes, or of a model with experts.
+    """
+
+    def __init__(
+        self,
+        settings: PretrainSettings,
+        model: nn.Module,
+        *,
+        splits: Splits,
+        items: ItemSource,
+        order: TrainOrder,
+        recorder: RunRecorder,
+        processes: Processes,
+    ):
+        self.settings, self.splits, self.items = settings, splits, items
+        self.order, self.recorder = order, recorder
+        self.rows: list[Json] = []
+        self.trainer: Any = None
+        if settings.branches is None:
+            return
+        if processes.size > 1:
+            raise UserError(f"branches: {settings.branches!r} in {processes.size} processes (allowed: one)")
+        if find_routers(model):
+            raise UserError(f"branches: {settings.branches!r} with experts (allowed: a dense backbone)")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        settings = self.settings
+        for steps in settings.branch_steps():
+            ended = any(row["branch_steps"] == steps for row in self.rows)
+            if state.global_step == steps - in_steps(settings.decay, steps) and not ended:
+                row = {"branch_steps": steps, "tokens": steps * self.recorder.tokens_per_step, **self._train(steps)}
+                self.rows.append(row)
+                self.recorder.metrics.write({"step": state.global_step, **row})
+
+    def _train(self, steps: int) -> Json:
+        """Train the branch that ends after ``steps``, evaluate it, and put back the trunk's state."""
+        trainer = self.trainer
+        model, optimizer = trainer.model, trainer.optimizer
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        averages = copy.deepcopy(optimizer.state_dict())
+        with torch.random.fork_rng():
+            self._decay(steps)
+            with trainer.compute_loss_context_manager():
+                loss = trainer.evaluation_loop(
+                    trainer.get_eval_dataloader(), "evaluation", prediction_loss_only=True
+                ).metrics["eval_loss"]
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(averages)
+        model.train()
+        table = entropy_of(self.splits, self.settings, self.order, steps)
+        return {"branch_loss": float(loss), "branch_bigram_entropy": table}
+
+    def _decay(self, steps: int) -> None:
+        """Take the branch's own steps, from the trunk's next one to ``steps``."""
+        settings, trainer = self.settings, self.trainer
+        model, optimizer = trainer.model, trainer.optimizer
+        decay, begun = in_steps(settings.decay, steps), trainer.state.global_step
+        order = order_of(settings, self.items, done=begun)
+        order.steps = steps
+        batches = (trainer.data_collator([self.items[index] for index in batch]) for batch in order)
+        for done in range(begun, steps):
+            share = warmup_stable_decay(
+                done, warmup=0, decay=decay, steps=steps, low=settings.min_learning_rate, shape=settings.decay_shape
+            )
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * share
+            model.train()
+            micro_batches, predicted = trainer.get_batch_samples(
+                batches, settings.gradient_accumulation, trainer.args.device
+            )
+            for inputs in micro_batches:
+                Trainer.training_step(trainer, model, inputs, predicted)  # the trainer's own would join the records
+            if settings.max_grad_norm:
+                trainer.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def state_dict(self) -> Json:
+        """The branches that have ended."""
+        return {"branches": self.rows}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume with a checkpoint's branches."""
+        self.rows = list(state.get("branches", []))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -25,16 +26,18 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.core.json_types import Json
 from lamina.data.blocks import ItemSource, PartShare
-from lamina.jobs.folder import Resume
+from lamina.errors import UserError, mark_reported
+from lamina.jobs.files import disk_full, full_disk, write_json
+from lamina.jobs.folder import Resume, clear
 from lamina.jobs.job import Job, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.model_folder import MODEL
-from lamina.jobs.names import CONFIG, PLAN, RESULT
+from lamina.jobs.names import CONFIG, METRICS, PLAN, RESULT
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status
 from lamina.placements import Plan
-from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, Stateful, run_state, step_of
+from lamina.training.checkpointing.checkpoints import Checkpoints, Stateful, run_state, step_of
 from lamina.training.checkpointing.resuming import (
     DATA,
     Rollbacks,
@@ -44,8 +47,7 @@ from lamina.training.checkpointing.resuming import (
     stored_settings,
 )
 from lamina.training.checkpointing.saved_model import ModelCard, push, save_model
-from lamina.training.execution.processes import Processes, join, reported_once
-from lamina.training.execution.recorded import recorded
+from lamina.training.execution.processes import GONE, Processes, join, lost_another, reported_once
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.parameter_measures import UpdateRatios
 from lamina.training.monitor.recorder import RunRecorder, stop_signals
@@ -205,9 +207,11 @@ def train(
         stage.read(processes, bar=bar)  # before the folder is touched: the data may be unreadable
         with ExitStack() as held:
             resumes = processes.by_first(lambda: _claim(held, job, stage))
-            if bar:
-                _say_speed(job.settings, stage.settings)
-            return recorded(
+            complete: Options = stage.settings
+            if bar and (options.precision == "auto" or options.compile != complete.compile):  # say what auto stands for
+                compiled = "compiled" if complete.compile == "on" else "eager"
+                tqdm.write(f"{complete.precision}, {compiled} (--precision, --compile)", file=sys.stderr)
+            return _recorded(
                 lambda: _run(stage, processes, resume=resumes, bar=bar),
                 job.folder,
                 processes,
@@ -242,11 +246,38 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
     return job.resumes
 
 
-def _say_speed(given: Options, complete: Options) -> None:
-    """Print the precision and the compilation that ``auto`` stands for."""
-    if given.precision == "auto" or given.compile != complete.compile:
-        compiled = "compiled" if complete.compile == "on" else "eager"
-        tqdm.write(f"{complete.precision}, {compiled} (--precision, --compile)", file=sys.stderr)
+def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, resumes: bool, seconds: float) -> Json:
+    """Run, and write result.json unless a UserError ends it.
+
+    A new run that a UserError ends before its first record leaves the folder as empty as it was. ``seconds``: the run's
+    time before it was resumed.
+    """
+    began = time.monotonic()
+
+    def write(result: Json) -> Json:
+        result["seconds"] = round(seconds + time.monotonic() - began, 2)
+        if processes.first:
+            write_json(folder / RESULT, result)
+        return result
+
+    try:
+        result = run()
+    except KeyboardInterrupt:
+        return write({"status": str(Status.INTERRUPTED), "reason": "stopped at once"})
+    except UserError:
+        if processes.first and not resumes and not (folder / METRICS).is_file():
+            clear(folder)
+        raise
+    except Exception as error:
+        if disk_full(error):
+            full = full_disk(folder)
+            if not processes.first:
+                mark_reported(full)  # one line for all processes
+            raise full from error
+        reason = GONE if lost_another(error) else f"{type(error).__name__}: {error}"
+        write({"status": str(Status.FAILED), "reason": reason})
+        raise
+    return processes.by_first(lambda: write(result))
 
 
 def _push(settings: Options) -> None:
@@ -332,7 +363,10 @@ class TrainingRun:
         self.settings: Options = stage.settings
         self.folder = Path(self.settings.output)
         self.model = stage.model(self)
-        self.checkpoint, state = self._find_checkpoint() if resume else (None, {})
+        checkpoints, state, self.checkpoint = self.folder / "checkpoints", {}, None
+        if resume:  # without a checkpoint the run begins again
+            self.checkpoint = processes.by_first(lambda: checkpoint_to_resume(checkpoints, rollbacks))
+            state = run_state(self.checkpoint) if self.checkpoint else {"step": -1}
         self.done = max(0, int(state.get("step", 0)))
         self.guard = stage.guard()
         self.order = stage.order(self)
@@ -350,12 +384,6 @@ class TrainingRun:
         ]
         self.trainer = self._make_trainer()
         self.trainer.load_state_dict(state)
-
-    def _find_checkpoint(self) -> tuple[Path | None, RunState]:
-        """Return the checkpoint to resume from and its run state; step -1 without one, and the run begins again."""
-        folder = self.folder / "checkpoints"
-        checkpoint = self.processes.by_first(lambda: checkpoint_to_resume(folder, self.rollbacks))
-        return checkpoint, run_state(checkpoint) if checkpoint else {"step": -1}
 
     def _make_recorder(self) -> RunRecorder:
         stage, first = self.stage, self.processes.first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import Literal
 
 from lamina.core import initializers
@@ -17,12 +18,7 @@ from lamina.jobs.setting_groups import BatchSettings, TextSettings
 from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
 from lamina.placements.resolution import check_spec, split_specs
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-Compile = Literal["auto", "on", "off"]
-Schedule = Literal["cosine", "wsd"]
-DecayShape = Literal["linear", "1-sqrt", "cosine"]
 Balance = Literal["auto", "none", "bias", "loss"]
-ObjectiveName = Literal["auto", "causal_lm", "masked_lm", "image_classification"]
 TRACKERS = ("tensorboard", "wandb", "trackio")
 WIDTH_SCALINGS = ("none", *SCHEMES)
 COMPILED_FROM = 300  # steps that win back the seconds that compiling takes
@@ -109,7 +105,7 @@ class StreamSettings(Settings, group="data"):
 class ObjectiveSettings(Settings, group="objective"):
     """What the model is trained to predict."""
 
-    objective: ObjectiveName = setting(
+    objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = setting(
         "auto",
         "what is predicted: auto (what the backbone is for), causal_lm (the next token), masked_lm (masked "
         "tokens), image_classification",
@@ -182,7 +178,7 @@ class LearningRateSettings(Settings, group="steps and learning rate"):
 class ScheduleSettings(StepSettings, group="steps and learning rate"):
     """The learning rate's course over the steps."""
 
-    schedule: Schedule = setting(
+    schedule: Literal["cosine", "wsd"] = setting(
         "cosine",
         "learning rate after the warm-up: cosine, or wsd (warm-up, stable, decay: constant until the decay)",
     )
@@ -195,7 +191,9 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
         "with wsd, how long the rate falls at the end, in steps (1 or more) or as a share of all steps (below 1)",
         steps_or_share,
     )
-    decay_shape: DecayShape = setting("linear", "with wsd, how the rate falls: linear, 1-sqrt or cosine")
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = setting(
+        "linear", "with wsd, how the rate falls: linear, 1-sqrt or cosine"
+    )
 
     def check(self) -> None:
         """Raise UserError for phases longer than the steps, and for a decay without the wsd schedule."""
@@ -227,18 +225,13 @@ class OptimizerSettings(Settings, group="optimizer"):
     max_grad_norm: float = setting(1.0, "gradient clipping (0 for none)", not_below(0.0))
 
 
-def width_scheme(name: str, value: object) -> str:
-    """The name of a width-scaling scheme, or none."""
-    return one_of(name, value, WIDTH_SCALINGS)
-
-
 class WidthSettings(Settings, group="width scaling"):
     """Width scaling."""
 
     width_scaling: str = setting(
         "none",
         f"how rates and weights scale with the width: {', '.join(WIDTH_SCALINGS)} (Everett et al. 2024)",
-        width_scheme,
+        partial(one_of, allowed=WIDTH_SCALINGS),
     )
     base_width: int | None = setting(
         None, "hidden size at which the learning rate was chosen, where width scaling changes nothing", at_least(1)
@@ -334,10 +327,10 @@ class SpeedSettings(Settings, group="machine"):
     """Trade-offs of time, memory and precision."""
 
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
-    precision: Precision = setting(
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "auto", "auto (bf16 on a GPU, else fp32), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
     )
-    compile: Compile = setting(
+    compile: Literal["auto", "on", "off"] = setting(
         "auto",
         f"torch.compile the blocks, a graph per kind of layer: on, off or auto (on a GPU, from {COMPILED_FROM} steps)",
     )

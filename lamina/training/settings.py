@@ -30,9 +30,6 @@ from lamina.training.setting_groups import (
     in_steps,
 )
 
-Parallel = Literal["auto", "ddp", "fsdp2"]
-Device = Literal["auto", "cpu", "cuda", "mps"]
-
 
 class RunSettings(
     ModelSettings,
@@ -92,13 +89,13 @@ class ParallelSettings(DeviceSettings, group="machine"):
 
     order = ("parallel",)
 
-    parallel: Parallel = setting(
+    parallel: Literal["auto", "ddp", "fsdp2"] = setting(
         "auto",
         "how several processes share the work: auto (as accelerate is configured, else ddp), ddp (each holds the "
         "model), fsdp2 (each a part)",
         decides=False,
     )
-    device: Device = changed("auto", help="auto, cpu, cuda or mps")
+    device: Literal["auto", "cpu", "cuda", "mps"] = changed("auto", help="auto, cpu, cuda or mps")
 
 
 class RollbackSettings(Settings, group="divergence"):

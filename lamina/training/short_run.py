@@ -87,9 +87,12 @@ class ShortRun(TrainerCallback):
         """Take steps while ``after_step`` returns True, at most the run's own."""
         settings, self._after = self.settings, after_step
         with TemporaryDirectory() as folder:  # Trainer creates its output folder even if it is unused
+            arguments = training_arguments(replace(settings, output=folder))
+            arguments.logging_strategy = arguments.eval_strategy = IntervalStrategy.NO
+            arguments.save_strategy, arguments.logging_first_step = SaveStrategy.NO, False
             trainer = LaminaTrainer(
                 model=self.model,
-                args=_silent(training_arguments(replace(settings, output=folder))),
+                args=arguments,
                 train_dataset=self.dataset,
                 callbacks=[self],
                 guard=DivergenceGuard(margin=math.inf, patience=settings.steps),
@@ -163,11 +166,3 @@ class _StepNumbers(StepSeries):
         numbers = self._total, self._gradient
         self._total, self._gradient = 0.0, 0.0
         return numbers
-
-
-def _silent(arguments: TrainingArguments) -> TrainingArguments:
-    """The run's arguments with nothing logged, evaluated or saved."""
-    arguments.logging_strategy = arguments.eval_strategy = IntervalStrategy.NO
-    arguments.save_strategy = SaveStrategy.NO
-    arguments.logging_first_step = False
-    return arguments

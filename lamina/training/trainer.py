@@ -116,9 +116,6 @@ class CheckpointedTrainer(_Trainer):
         self._globalstep_last_logged = self._resumed["logged_step"]
 
 
-_Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
-
-
 class OrderedTrainer(_Trainer):
     """A mixin for Trainer and TRL's trainers: Lamina's training order, weight decay and schedules.
 
@@ -314,10 +311,12 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
                 inputs = self._prepare_inputs(dict(self.collate_eval([held_out[i] for i in mine or chunk[:1]])))
                 with torch.no_grad(), uncompiled(model), self.compute_loss_context_manager():
                     loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-                weight = _predicted(inputs["labels"]) if mine else 0
+                labels = inputs["labels"]  # of items or, where each of an item's tokens has one, of tokens
+                of_tokens = labels.ndim == 2 and not labels.is_floating_point()
+                weight = 0 if not mine else int((labels != -100).sum()) if of_tokens else len(labels)
                 totals["eval_loss"] += float(loss) * weight
                 weights += weight
-                scored = {} if self.scores is None else self.scores(outputs["logits"], inputs["labels"])
+                scored = {} if self.scores is None else self.scores(outputs["logits"], labels)
                 for name, values in scored.items():
                     totals[name] = totals.get(name, 0.0) + (float(values.sum()) if mine else 0.0)
         finally:
@@ -329,8 +328,3 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         """Run Trainer's evaluation uncompiled: evaluations are rare and their batches have several shapes."""
         with uncompiled(self.bare_model()):
             return super().evaluation_loop(*args, **kwargs)
-
-
-def _predicted(labels: torch.Tensor) -> int:
-    """Return the number of predictions that a batch's mean loss is over: its items, or its tokens with a label."""
-    return int((labels != -100).sum()) if labels.ndim == 2 and not labels.is_floating_point() else len(labels)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import lamina
-from lamina.api.objects import as_settings
+from lamina.api.job_functions import as_settings
 from lamina.api.results import Comparison, Diagnosis, RunResult, StudyOutcome
 from lamina.cli import COMMANDS
 from lamina.commands.arguments import Parser

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from commands.test_bad_input import snapshot
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import lamina
@@ -33,10 +34,6 @@ def refused(capsys, tmp_path):
         return lines[0]
 
     return run
-
-
-def snapshot(folder):
-    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def ran(*argv):
@@ -79,13 +76,8 @@ def test_a_folder_in_use_is_refused(source, refused, tmp_path):
     ran(source, target, "--overwrite")
     assert not (target / "stale").exists()
     assert "holds the source" in refused(target, target, "--overwrite")
-
-
-def test_what_was_there_stays_when_the_source_is_no_good(source, refused, tmp_path):
-    target = tmp_path / "target"
-    ran(source, target)
     (source / "model.safetensors").write_bytes(b"")
-    refused(source, target, "--overwrite")
+    refused(source, target, "--overwrite")  # what was there stays when the source is no good
 
 
 def test_logits_that_differ_are_refused(source, refused, tmp_path, monkeypatch):
@@ -105,7 +97,7 @@ def test_a_source_that_cannot_be_converted(source, refused, tmp_path):
     assert "is a transformers checkpoint already" in refused(source, out, "--to", "transformers")
     assert "is a lamina checkpoint already" in refused(tmp_path / "keel", out, "--to", "lamina")
     assert "did you mean 'lamina'" in refused(source, out, "--to", "lamin")
-    assert "--dtype" in refused(source, out, "--dtype", "int8")
+    assert "dtype: 'int8' (allowed: auto, " in refused(source, out, "--dtype", "int8")
     assert "no/such/folder" in refused("no/such/folder", out)
     assert "config.json is missing" in refused(tmp_path, out)
     assert not out.exists()

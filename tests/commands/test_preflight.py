@@ -4,7 +4,7 @@ import json
 
 import pandas as pd
 import pytest
-from training.tiny_runs import flags, write_corpus
+from training.tiny_runs import flags
 
 import lamina
 from lamina.cli import main
@@ -12,22 +12,8 @@ from lamina.errors import UserError
 from lamina.preflights.planned_runs import burn_in_steps
 from lamina.preflights.settings import PreflightSettings
 
-TINY = {
-    "num_layers": 3,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "sequence_length": 16,
-    "batch_size": 2,
-    "burn_in": 4,
-    "warmup": 0.02,
-    "sequences": 2,
-    "threads": 1,
-}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "words.txt")
+TINY = {"num_layers": 3, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2}
+TINY |= {"burn_in": 4, "warmup": 0.02, "sequences": 2, "threads": 1}
 
 
 @pytest.fixture
@@ -49,12 +35,8 @@ def test_the_table_the_reason_and_the_papers_advice(corpus, capsys):
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert lines[0].split() == ["placement", "rate", "verdict", "gain", "x0→xN", "context", "FP16", "headroom"]
-    assert [line.split()[:2] for line in lines[1:5]] == [
-        ["keel", "0.001"],
-        ["keel", "0.01"],
-        ["pre_ln", "0.001"],
-        ["pre_ln", "0.01"],
-    ]
+    rows = [line.split()[:2] for line in lines[1:5]]
+    assert rows == [["keel", "0.001"], ["keel", "0.01"], ["pre_ln", "0.001"], ["pre_ln", "0.01"]]
     assert out.count("  reason: after ") + out.count("  reason: not decided by these steps: after ") == 4
     assert "  papers: learning rate 9e-3 at 64 and 128 sub-layers" in out
 
@@ -68,18 +50,13 @@ def test_placement_and_learning_rate_are_taken_as_pretrain_takes_them(corpus, ca
     assert row["ffn_variance_share"] > 0
 
 
-def test_a_placement_of_ones_own(corpus, custom, capsys):
-    assert main([*argv(corpus, placement=custom), "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["advice"] == "nothing above 1e-3 <b>"
-
-
 def test_the_folder(corpus, custom, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(argv(corpus, placements=f"{custom},peri_ln", output=out)) == 0
     assert str(out / "report.html") in capsys.readouterr().out
     table = pd.read_csv(out / "preflight.csv")
     assert list(table["placement"]) == [str(custom), "peri_ln"]
+    assert table["advice"][0] == "nothing above 1e-3 <b>"
     layers = pd.read_parquet(out / "layers.parquet")
     gains = layers[(layers["metric"] == "jacobian_gain") & (layers["placement"] == "peri_ln")]
     assert sorted(gains["layer"].unique()) == [-1, 0, 1, 2]

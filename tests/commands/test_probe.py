@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 from own_probes import write_probes
-from transformers import LlamaForCausalLM
+from training.tiny_runs import flags
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lamina.cli import main
 from lamina.errors import UserError
@@ -22,17 +23,9 @@ SMALL = ("--tokenizer", "bytes", "--sequence-length", "16", "--sequences", "8", 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    from transformers import LlamaConfig
-
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=300, max_position_embeddings=64, **sizes)
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -81,6 +74,9 @@ def test_the_folder_holds_settings_tables_figures_and_the_page(probe, own, check
     assert "weights are &lt;not&gt; activations" in (folder / "report.html").read_text(encoding="utf-8")
     assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["checkpoint"] == str(checkpoint)
     assert len(plotly.io.from_json((folder / "figures/mean_square-1.json").read_text(encoding="utf-8")).data) == 1
+    (folder / "report.html").unlink()
+    assert main(["report", str(folder)]) == 0
+    assert "Mean square" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_table_is_what_the_model_computes(probe, own, checkpoint):
@@ -124,18 +120,10 @@ def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(probe, own, monkeypatc
     written = (folder / "mean_square.parquet").stat().st_mtime_ns
 
     monkeypatch.delenv("INTERRUPT")
-    assert probe(",".join(own), "--resume")[0] == 0
+    assert main(["probe", "--output", str(folder), "--resume"]) == 0, "the folder says the rest"
     assert (folder / "mean_square.parquet").stat().st_mtime_ns == written
     assert result(folder)["status"] == "finished"
     assert list(result(folder)["probes"]) == ["mean_square", "weight_norm"]
-
-
-def test_resume_needs_no_more_than_the_folder(probe, own, monkeypatch):
-    monkeypatch.setenv("INTERRUPT", "1")
-    _, folder = probe(",".join(own))
-    monkeypatch.delenv("INTERRUPT")
-    assert main(["probe", "--output", str(folder), "--resume"]) == 0
-    assert result(folder)["status"] == "finished"
 
 
 def test_resume_adds_a_probe_and_runs_again_one_whose_options_changed(probe, own):
@@ -200,10 +188,8 @@ def test_a_named_probe_that_has_no_meaning_is_one_line_and_the_others_are_writte
 )
 def test_bad_input_is_one_line_and_touches_no_folder(given, said, checkpoint, corpus, own, tmp_path, capsys):
     settings = {"checkpoint": str(checkpoint), "corpus": str(corpus), "tokenizer": "bytes", "probes": own[0], **given}
-    argv = [settings.pop("checkpoint")] if settings["checkpoint"] else [settings.pop("checkpoint")][:0]
-    for name, value in settings.items():
-        argv += [f"--{name.replace('_', '-')}", str(value)]
-    assert main(["probe", *argv, "--output", str(tmp_path / "out")]) == 2
+    checkpoints = [path for path in [settings.pop("checkpoint")] if path]
+    assert main(["probe", *checkpoints, *flags(**settings, output=tmp_path / "out")]) == 2
     err = capsys.readouterr().err
     assert said in err
     assert len(err.strip().splitlines()) == 1
@@ -225,13 +211,6 @@ def test_a_file_that_is_no_probe_is_refused(tmp_path):
         registry.make(str(tmp_path / "none.py"))
     with pytest.raises(UserError, match="SyntaxError"):
         registry.make(str(tmp_path / "torn.py"))
-
-
-def test_the_report_command_writes_the_page_again(probe, own):
-    _, folder = probe(own[0])
-    (folder / "report.html").unlink()
-    assert main(["report", str(folder)]) == 0
-    assert "Mean square" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_help_and_the_list_load_no_torch():

@@ -9,13 +9,7 @@ import pytest
 import lamina
 from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import Parser
-from lamina.evaluation.settings import EvalSettings
-from lamina.papers.engine.settings import StudySettings
-from lamina.posttraining.settings import DpoSettings, RewardSettings, RlhfSettings, SftSettings
-from lamina.preflights.settings import PreflightSettings
-from lamina.probes.engine.probe_settings import ProbeSettings
-from lamina.studies.settings import CompareSettings, CoordCheckSettings, MaxRateStudySettings, TransferSettings
-from lamina.training.settings import PretrainSettings
+from lamina.jobs.catalog import JOBS
 
 SHARED = """
 backbone num-layers hidden-size num-heads untie-embeddings init corpus text-field tokenizer sequence-length
@@ -28,7 +22,16 @@ gradient-checkpointing precision compile threads report-to trainer
 objective mask-ratio image-size patch-size center-crop crop-scale flip rand-augment random-erasing repeated-augmentation
 mixup cutmix label-smoothing drop-path ema-decay
 """
-SCALE = "parallel device streaming shuffle-buffer rollback rollback-factor rollback-skip pause-step push-to-hub"
+SCALE = """
+placement branches from from-model output learning-rate seed
+parallel device streaming shuffle-buffer rollback rollback-factor rollback-skip pause-step push-to-hub
+"""
+PREFLIGHT = """
+placements learning-rates backbone num-layers hidden-size num-heads init corpus text-field tokenizer sequence-length
+steps batch-size warmup weight-decay beta1 beta2 eval-fraction streaming shuffle-buffer gradient-accumulation precision
+min-learning-rate width-scaling base-width expert-balance epsilon max-grad-norm seed burn-in sequences flops threads
+output
+"""
 PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
 threads output
@@ -63,32 +66,10 @@ OPTIONS = {
     "compare": [*SHARED.split(), *["placements", "learning-rates", "learning-rates-of", "seeds", "output", "workers"]],
     "pretrain": [
         *SHARED.split(),
-        "placement",
-        "branches",
-        "from",
-        "from-model",
-        "output",
-        "learning-rate",
-        "seed",
+        *["placement", "branches", "from", "from-model", "output", "learning-rate", "seed"],
         *SCALE.split(),
     ],
-    "preflight": [
-        *("placements", "learning-rates", "backbone", "num-layers", "hidden-size", "num-heads", "init", "corpus"),
-        *(
-            "text-field",
-            "tokenizer",
-            "sequence-length",
-            "steps",
-            "batch-size",
-            "warmup",
-            "weight-decay",
-            "beta1",
-            "beta2",
-        ),
-        *("eval-fraction", "streaming", "shuffle-buffer", "gradient-accumulation", "precision", "min-learning-rate"),
-        *("width-scaling", "base-width", "expert-balance"),
-        *("epsilon", "max-grad-norm", "seed", "burn-in", "sequences", "flops", "threads", "output"),
-    ],
+    "preflight": PREFLIGHT.split(),
     "probe": PROBE.split(),
     "eval": EVAL.split(),
     "transfer": [*SHARED.split(), *TRANSFER.split()],
@@ -100,24 +81,9 @@ OPTIONS = {
     "study": STUDY.split(),
     "max-lr": [*(set(SHARED.split()) - set(FIXED_BY_RISING.split())), *RISING.split()],
 }
-SETTINGS = {
-    "compare": CompareSettings,
-    "pretrain": PretrainSettings,
-    "preflight": PreflightSettings,
-    "probe": ProbeSettings,
-    "eval": EvalSettings,
-    "transfer": TransferSettings,
-    "coord-check": CoordCheckSettings,
-    "max-lr": MaxRateStudySettings,
-    "study": StudySettings,
-    "sft": SftSettings,
-    "reward": RewardSettings,
-    "rlhf": RlhfSettings,
-    "dpo": DpoSettings,
-}
-JOBS = {name.replace("-", "_") for name in COMMANDS} - {"placements", "probe"}
+SETTINGS = {name: row.record for name, row in JOBS.items()}
 EXPORTED = {"__version__", "build", "evaluate", "placements", "probe", "probe_folder", "LayerMonitor", "watch", "wire"}
-EXPORTED |= JOBS
+EXPORTED |= {name.replace("-", "_") for name in COMMANDS} - {"placements", "probe"}
 
 
 def test_the_package_exports_these_names():
@@ -126,46 +92,19 @@ def test_the_package_exports_these_names():
 
 
 def test_the_command_line_has_these_commands():
-    assert list(COMMANDS) == [
-        "compare",
-        "preflight",
-        "pretrain",
-        "sft",
-        "reward",
-        "rlhf",
-        "dpo",
-        "coord-check",
-        "transfer",
-        "max-lr",
-        "study",
-        "probe",
-        "eval",
-        "placements",
-        "backbones",
-        "diagnose",
-        "report",
-        "generate",
-        "convert",
-    ]
+    jobs = "compare preflight pretrain sft reward rlhf dpo coord-check transfer max-lr study probe eval"
+    assert list(COMMANDS) == [*jobs.split(), *["placements", "backbones", "diagnose", "report", "generate", "convert"]]
 
 
 @pytest.mark.parametrize("command", OPTIONS)
-def test_a_command_has_these_options(command):
+def test_a_command_has_these_options_each_with_a_help_text_and_a_default(command):
     parser = Parser(command, "", "")
     parser.add_settings(SETTINGS[command], positional=("checkpoint",) if command == "probe" else ())
     flags = {o.removeprefix("--") for action in parser._actions for o in action.option_strings if o.startswith("--")}
     flags = {f for f in flags if not f.startswith("no-")} - {"help", "config"}
     flags |= {"checkpoint"} if command == "probe" else set()
     assert flags == set(OPTIONS[command])
-
-
-@pytest.mark.parametrize("command", OPTIONS)
-def test_every_option_has_a_help_text_and_a_default(command):
-    parser = Parser(command, "", "")
-    parser.add_settings(SETTINGS[command], positional=("checkpoint",) if command == "probe" else ())
-    for name in SETTINGS[command].names():
-        (action,) = [a for a in parser._actions if a.dest.replace("-", "_") == name]
-        assert action.help
+    assert all(action.help for action in parser._actions)
     SETTINGS[command]()
 
 

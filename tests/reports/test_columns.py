@@ -45,7 +45,7 @@ def compare(copy: Path) -> subprocess.CompletedProcess:
 
 
 def test_a_column_and_its_value_are_all_that_a_scalar_needs(copy):
-    insert(copy / "lamina/jobs/columns.py", '    Column(name="parameters"', NEW)
+    insert(copy / "lamina/jobs/columns.py", '    Column("parameters"', NEW)
     insert(copy / "lamina/training/pretrain.py", '            "parameters": parameters,', VALUE)
     assert compare(copy).returncode == 0
     (row,) = csv.DictReader((copy / "study/results.csv").open())
@@ -60,7 +60,7 @@ def test_a_column_and_its_value_are_all_that_a_scalar_needs(copy):
 
 
 def test_a_column_without_a_value_fails(copy):
-    insert(copy / "lamina/jobs/columns.py", '    Column(name="parameters"', NEW)
+    insert(copy / "lamina/jobs/columns.py", '    Column("parameters"', NEW)
     done = compare(copy)
     assert done.returncode == 1
     assert "tokens_per_parameter" in (copy / "study/results.csv").read_text()

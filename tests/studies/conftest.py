@@ -1,23 +1,10 @@
 import pytest
-from training.tiny_runs import SMALL, flags, write_corpus
+from training import tiny_runs
+from training.tiny_runs import SMALL, flags
 
 from lamina.studies.settings import CompareSettings
 
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "words.txt")
-
-
-@pytest.fixture(scope="session")
-def session_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("lamina-cache")
-
-
-@pytest.fixture(autouse=True)
-def shared_cache(session_cache, monkeypatch):
-    """One for all the tests here: the server that forks the trials keeps the environment that it was started with."""
-    monkeypatch.setenv("LAMINA_CACHE", str(session_cache))
+corpus, session_cache, shared_cache = tiny_runs.corpus, tiny_runs.session_cache, tiny_runs.shared_cache
 
 
 @pytest.fixture

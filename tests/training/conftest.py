@@ -1,24 +1,14 @@
+from contextlib import ExitStack
+
 import pytest
-from training.tiny_runs import settings, write_corpus
+import torch
+from training import tiny_runs
+from training.tiny_runs import at_step, settings
 
 from lamina.training import pretrain as pretraining
 from lamina.training.trainer import LaminaTrainer
 
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "words.txt")
-
-
-@pytest.fixture(scope="session")
-def session_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("lamina-cache")
-
-
-@pytest.fixture(autouse=True)
-def shared_cache(session_cache, monkeypatch):
-    """The blocks are packed once for all the tests here."""
-    monkeypatch.setenv("LAMINA_CACHE", str(session_cache))
+corpus, session_cache, shared_cache = tiny_runs.corpus, tiny_runs.session_cache, tiny_runs.shared_cache
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +26,10 @@ def tiny(corpus, tmp_path):
 
 @pytest.fixture
 def trained(tiny):
-    """Run a tiny run; gives its folder's path and its result."""
-
-    def run(name="run", resume=False, **changed):
-        chosen = tiny(name, **changed)
-        return pretraining.pretrain(chosen, resume=resume, bar=False)
-
-    return run
+    """Run a tiny run; gives its result."""
+    return lambda name="run", resume=False, **changed: pretraining.pretrain(
+        tiny(name, **changed), resume=resume, bar=False
+    )
 
 
 @pytest.fixture
@@ -60,17 +47,22 @@ def trainers(monkeypatch):
 
 
 @pytest.fixture
-def before_step(monkeypatch):
-    """Call ``act(trainer, model)`` right before the forward pass of a step (counted from 1)."""
+def before_step():
+    """Call ``act(trainer, model)`` right before the forward pass of a step (counted from 1), until the test ends."""
+    with ExitStack() as installed:
+        yield lambda step, act: installed.enter_context(at_step(step, act))
 
-    def install(step, act):
-        original = LaminaTrainer.training_step
 
-        def training_step(self, model, *args, **kwargs):
-            if self.state.global_step + 1 == step:
-                act(self, model)
-            return original(self, model, *args, **kwargs)
+@pytest.fixture
+def first_step(before_step):
+    """The weights before the first step, and its gradients, by parameter name."""
+    weights, gradients = {}, {}
 
-        monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
+    def keep(trainer, model):
+        weights.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+        gradients.update({name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()})
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: gradients[name].copy_(gradient))
 
-    return install
+    before_step(1, keep)
+    return weights, gradients

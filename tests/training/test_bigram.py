@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from training import tiny_runs
 
 from lamina.data.blocks import pair_entropy as of_blocks
 from lamina.data.packed import prepare_blocks
@@ -16,17 +17,8 @@ from lamina.training.objectives.bigram import bigram_entropy
 from lamina.training.pretrain import pretrain
 
 BASES = Path(__file__).parents[2] / "studies" / "bases.yaml"
-SMALL = {
-    "num_layers": 1,
-    "hidden_size": 16,
-    "num_heads": 1,
-    "threads": 1,
-    "batch_size": 2,
-    "sequence_length": 32,
-    "precision": "fp32",
-    "compile": "off",
-    "eval_blocks": 8,
-}
+SMALL = {**tiny_runs.SMALL, "num_layers": 1, "num_heads": 1, "sequence_length": 32, "eval_blocks": 8}
+SMALL |= {"precision": "fp32", "compile": "off"}
 
 
 def naive(train, held_out, vocab_size):

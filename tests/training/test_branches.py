@@ -1,19 +1,16 @@
 """Decay branches: each is the shorter run itself, and the trunk does not notice."""
 
 import pytest
-from safetensors.torch import load_file
-from training.tiny_runs import records
+from training.tiny_runs import assert_same_weights, cut_at, records
 
 from lamina.errors import UserError
 from lamina.training.settings import PretrainSettings
-from lamina.training.trainer import LaminaTrainer
 
 WSD = {"schedule": "wsd", "warmup": 2, "decay": 0.25, "steps": 16, "init": "small_scaled"}
 
 
 def without_branches(folder):
-    kept = [record for record in records(folder) if "branch_steps" not in record]
-    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in kept]
+    return [record for record in records(folder) if "branch_steps" not in record]
 
 
 @pytest.mark.parametrize("more", [{}, {"gradient_accumulation": 2, "max_grad_norm": 0.1, "placement": "fusenorm"}])
@@ -29,24 +26,14 @@ def test_a_branch_is_the_shorter_run_and_the_trunk_does_not_notice(trained, tmp_
     assert plain["eval_loss"] == trunk["eval_loss"]
     assert "branches" not in plain
     assert without_branches(tmp_path / "plain") == without_branches(tmp_path / "trunk")
-    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("plain", "trunk")]
-    assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0])
+    assert_same_weights(tmp_path / "plain", tmp_path / "trunk")
 
 
-def test_a_resumed_trunk_keeps_its_branches(trained, tmp_path, monkeypatch):
+def test_a_resumed_trunk_keeps_its_branches(trained, tmp_path):
     chosen = {"branches": "4,12", "save_steps": 6, **WSD}
     whole = trained("whole", **chosen)
-    original = LaminaTrainer.training_step
-
-    def training_step(self, *args, **kwargs):
-        if self.state.global_step + 1 == 8:
-            raise RuntimeError("pulled the plug")
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
-    with pytest.raises(RuntimeError):
+    with cut_at(8):
         trained("cut", **chosen)
-    monkeypatch.setattr(LaminaTrainer, "training_step", original)
     cut = trained("cut", resume=True, **chosen)
     assert cut["branches"] == whole["branches"]
     assert without_branches(tmp_path / "cut") == without_branches(tmp_path / "whole")

@@ -3,11 +3,12 @@
 import errno
 import json
 import os
+import shutil
 import signal
 
 import pytest
 import torch
-from training.tiny_runs import SMALL, flags, last_step, layers, records, result, start, wait_for
+from training.tiny_runs import SMALL, flags, last_step, layers, records, result, settings, start, wait_for
 
 from lamina.cli import main
 from lamina.training import pretrain as pretraining
@@ -19,34 +20,18 @@ LONG = {"steps": 12, "logging_steps": 2, "save_steps": 2, "eval_steps": 4}
 
 
 @pytest.fixture(scope="module")
-def written(corpus, session_cache, tmp_path_factory):
-    """The checkpoints of a short run; tests copy them."""
-    from training.tiny_runs import settings
-
-    folder = tmp_path_factory.mktemp("written")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LAMINA_CACHE", str(session_cache))
-        pretraining.pretrain(settings(corpus, folder / "run", **{**LONG, "steps": 6, "keep": 3}), bar=False)
-    return folder / "run" / "checkpoints"
-
-
-@pytest.fixture
-def copied(written, tmp_path):
-    import shutil
-
-    return shutil.copytree(written, tmp_path / "checkpoints")
-
-
-@pytest.fixture(scope="module")
 def whole(corpus, session_cache, tmp_path_factory):
-    """The folder of a run that nothing disturbed, and its guard at the end."""
-    from training.tiny_runs import settings
-
+    """The folder of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LAMINA_CACHE", str(session_cache))
         pretraining.pretrain(settings(corpus, folder, **LONG), bar=False)
     return folder
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    return shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
 
 
 FILES = (
@@ -75,11 +60,11 @@ def once(number):
 @pytest.mark.parametrize("harm", [cut, flip, lambda path: path.unlink()], ids=["cut", "flipped", "gone"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_harmed_file_is_named_and_the_checkpoint_before_is_used(copied, caplog, name, harm):
-    assert Checkpoints(copied).newest().name == "checkpoint-6"
-    harm(copied / "checkpoint-6" / name)
-    assert Checkpoints(copied).newest().name == "checkpoint-4"
+    assert Checkpoints(copied).newest().name == "checkpoint-12"
+    harm(copied / "checkpoint-12" / name)
+    assert Checkpoints(copied).newest().name == "checkpoint-10"
     assert name in caplog.text
-    assert "checkpoint-6" in caplog.text
+    assert "checkpoint-12" in caplog.text
 
 
 def test_with_every_checkpoint_harmed_there_is_none(copied):
@@ -88,15 +73,12 @@ def test_with_every_checkpoint_harmed_there_is_none(copied):
     assert Checkpoints(copied).newest() is None
 
 
-def test_the_manifest_lists_every_file(written):
-    listed = json.loads((written / "checkpoint-6" / "manifest.json").read_text())["files"]
-    there = {str(p.relative_to(written / "checkpoint-6")) for p in (written / "checkpoint-6").rglob("*") if p.is_file()}
+def test_only_the_newest_are_kept_and_the_manifest_lists_every_file(whole):
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["checkpoint-10", "checkpoint-12"]
+    newest = whole / "checkpoints" / "checkpoint-12"
+    listed = json.loads((newest / "manifest.json").read_text())["files"]
+    there = {str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()}
     assert set(listed) == there - {"manifest.json"}
-
-
-def test_only_the_newest_are_kept(trained, tmp_path):
-    trained(**LONG, keep=2)
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["checkpoint-10", "checkpoint-12"]
 
 
 def test_the_old_ones_go_only_when_the_new_one_is_whole(trained, tmp_path, monkeypatch):
@@ -195,21 +177,6 @@ def test_the_guard_goes_on_with_what_it_saw(trained, tmp_path, trainers, before_
     trained(resume=True, **LONG)
     trained("whole", **LONG)
     assert trainers[1].guard == trainers[2].guard
-
-
-def test_a_text_that_changed_since_the_run_began_is_refused(tmp_path, corpus, capsys, before_step):
-    text = tmp_path / "text.txt"
-    text.write_text(corpus.read_text())
-    argv = ["pretrain", *flags(**{**SMALL, **LONG}, corpus=text, output=tmp_path / "run")]
-    before_step(7, once(signal.SIGTERM))
-    assert main(argv) == 130
-    text.write_text(corpus.read_text() + "one line more\n")
-    capsys.readouterr()
-    assert main([*argv, "--resume"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("lamina: corpus:")
-    assert "when the run" in line
-    assert result(tmp_path / "run")["status"] == "interrupted"
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path, capsys):

@@ -76,9 +76,7 @@ def test_a_plan_of_many_kinds_compiles_them_all():
     layers = []
     for attention, feed_forward in [*positions, *positions[:3]]:
         kind = {"attention": {attention: {"kind": "rms"}}, "feed_forward": {feed_forward: {"kind": "rms"}}}
-        layers.append(
-            {part: {"pre_norm": None, **fields} for part, fields in kind.items()},
-        )
+        layers.append({part: {"pre_norm": None, **fields} for part, fields in kind.items()})
     plan = lamina.placements.Plan.from_dict({**plan.to_dict(), "layers": layers})
     assert graphs(tiny(plan, 12)) == 9
 

@@ -4,13 +4,12 @@ import random
 
 import pytest
 import torch
-from training.tiny_runs import TIMING, layers, records, result, settings
+from training.tiny_runs import SMALL, TIMING, layers, records, result, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lamina
 from lamina.data.packed import whole_blocks
 from lamina.errors import UserError
-from lamina.jobs import columns
 from lamina.reports import report
 from lamina.training import pretrain as pretraining
 from lamina.training.monitor.recorder import RunRecorder
@@ -106,17 +105,8 @@ def test_a_killed_run_resumes_to_the_same_loss(tiny, tmp_path, monkeypatch, wher
 
 @pytest.mark.slow
 def test_compare_has_the_column_only_if_asked(corpus, second, tmp_path):
-    given = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "steps": 2, "sequence_length": 16, "batch_size": 2}
-    given |= {
-        "threads": 1,
-        "workers": 1,
-        "eval_blocks": 2,
-        "placements": "pre_ln",
-        "precision": "fp32",
-        "compile": "off",
-        "corpus": str(corpus),
-        "bar": False,
-    }
+    given = {**SMALL, "steps": 2, "workers": 1, "placements": "pre_ln", "precision": "fp32", "compile": "off"}
+    given |= {"corpus": str(corpus), "bar": False}
     asked = lamina.compare(**given, eval_corpus=str(second), output=str(tmp_path / "asked"))
     assert asked[NAME].notna().all()
     assert "loss on the second corpus" in lamina.report(tmp_path / "asked").read_text(encoding="utf-8")
@@ -137,7 +127,3 @@ def test_a_bad_second_corpus_is_one_line_before_the_run(tiny, second, tmp_path, 
         pretraining.pretrain(tiny(eval_corpus=spec.format(second=second, short=short)), bar=False)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "config.yaml").exists()
-
-
-def test_the_column_is_declared():
-    assert NAME in columns.NUMBERS

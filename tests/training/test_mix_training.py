@@ -1,10 +1,9 @@
 """A run on a mix: its shares in the log and the result, and that a resumed run goes on with the same blocks."""
 
 import json
-import shutil
 
 import pytest
-from training.tiny_runs import records, result, settings
+from training.tiny_runs import cut_back, records, result, settings
 
 from lamina.training import pretrain as pretraining
 from lamina.training.optimization.order import TrainOrder
@@ -30,12 +29,7 @@ def test_the_shares_are_in_the_log_and_the_result(trained, tmp_path, mix):
     _, first, second = mix
     given = trained(steps=6, batch_size=4, logging_steps=1)
     assert given["mix"][first]["share"] == 0.75
-    assert given["mix"][second] == {
-        "wanted": 0.25,
-        "share": 0.25,
-        "blocks": 6,
-        "epochs": given["mix"][second]["epochs"],
-    }
+    assert {"wanted": 0.25, "share": 0.25, "blocks": 6}.items() <= given["mix"][second].items()
     shares = [r["mix"] for r in records(tmp_path / "run") if "loss" in r]
     assert shares == [{first: 0.75, second: 0.25}] * 6
     assert result(tmp_path / "run")["mix"] == given["mix"]
@@ -58,8 +52,7 @@ def test_a_resumed_run_goes_on_with_the_same_blocks(trained, tmp_path):
     given = {"steps": 6, "save_steps": 3, "logging_steps": 1}
     whole = trained("whole", **given)
     trained("cut", **given)
-    (tmp_path / "cut" / "result.json").unlink()
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "checkpoint-6")
+    cut_back(tmp_path / "cut", 3)
     again = trained("cut", resume=True, **given)
     assert again["eval_loss"] == whole["eval_loss"]
     assert records(tmp_path / "cut") == records(tmp_path / "whole")

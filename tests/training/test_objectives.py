@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from training.tiny_runs import SMALL, layers, records, result
+from training.tiny_runs import SMALL, assert_same_weights, layers, records, result
 from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForMaskedLM, ModernBertConfig
 
 import lamina
@@ -20,12 +20,7 @@ from lamina.papers.trials import trial
 from lamina.training.objectives.objective import objective_of, objectives
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
-from lamina.training.setting_groups import (
-    ImageSettings,
-    ObjectiveName,
-    ObjectiveSettings,
-    RegularizationSettings,
-)
+from lamina.training.setting_groups import ImageSettings, ObjectiveSettings, RegularizationSettings
 from lamina.training.settings import PretrainSettings
 
 pytest.importorskip("PIL")
@@ -92,7 +87,7 @@ def test_every_objective_has_a_head_and_every_own_setting_a_user():
 
 
 def test_the_setting_allows_what_is_registered():
-    assert set(get_args(ObjectiveName)) == {"auto", *(each.head for each in objectives())}
+    assert set(get_args(PretrainSettings.kind("objective"))) == {"auto", *(each.head for each in objectives())}
 
 
 def test_settings_that_are_younger_than_trials_leave_their_keys():
@@ -124,11 +119,9 @@ def test_an_image_run_leaves_a_whole_folder(of_images, tmp_path):
 
 
 def test_accuracy_and_loss_are_those_of_the_saved_model(of_images, tmp_path):
-    from lamina.training.pretrain import read_data
-
     settings = of_images(eval_blocks=0, eval_fraction=0.3)
     outcome = pretrain(settings, bar=False)
-    held_out = read_data(resolve_run(settings), bar=False)[0].eval
+    held_out = resolve_run(settings).read()[0].eval
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "model").eval()
     pixels, labels = (torch.stack([item[name] for item in held_out]) for name in ("pixel_values", "labels"))
     with torch.no_grad():
@@ -152,16 +145,8 @@ def test_an_image_run_learns(of_images):
     assert outcome["accuracy"] >= 0.75  # chance is 0.5
 
 
-EVERYTHING = {
-    "crop_scale": 0.5,
-    "flip": 0.5,
-    "mixup": 0.8,
-    "cutmix": 1.0,
-    "label_smoothing": 0.1,
-    "drop_path": 0.3,
-    "ema_decay": 0.9,
-    "gradient_accumulation": 2,
-}
+EVERYTHING = {"crop_scale": 0.5, "flip": 0.5, "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "drop_path": 0.3}
+EVERYTHING |= {"ema_decay": 0.9, "gradient_accumulation": 2}
 
 
 def test_a_resumed_image_run_is_the_run_that_was_not_interrupted(of_images, tmp_path):
@@ -169,8 +154,7 @@ def test_a_resumed_image_run_is_the_run_that_was_not_interrupted(of_images, tmp_
     pretrain(of_images("stopped", **EVERYTHING, pause_step=4), bar=False)
     assert result(tmp_path / "stopped")["status"] == "interrupted"
     pretrain({"output": str(tmp_path / "stopped"), "pause_step": None}, resume=True, bar=False)
-    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "stopped"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
     for name in ("eval_loss", "accuracy"):
         assert result(tmp_path / "whole")[name] == result(tmp_path / "stopped")[name]
     last = [[r for r in records(tmp_path / name) if r["step"] == 8] for name in ("whole", "stopped")]
@@ -181,9 +165,8 @@ def test_the_saved_weights_are_the_average(of_images, tmp_path, before_step):
     seen = []
     before_step(1, lambda trainer, model: seen.append(trainer))
     pretrain(of_images(ema_decay=0.5, steps=3, save_steps=1, keep=3), bar=False)
-    weights = [
-        load_file(tmp_path / "run" / "checkpoints" / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2, 3)
-    ]
+    folder = tmp_path / "run" / "checkpoints"
+    weights = [load_file(folder / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2, 3)]
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
     for name, tensor in saved.items():
         expected = 0.25 * weights[0][name] + 0.25 * weights[1][name] + 0.5 * weights[2][name]
@@ -238,8 +221,7 @@ def test_a_resumed_masked_run_is_the_run_that_was_not_interrupted(masked, tmp_pa
     pretrain(masked("whole", steps=6), bar=False)
     pretrain(masked("stopped", steps=6, pause_step=2), bar=False)
     pretrain({"output": str(tmp_path / "stopped")}, resume=True, bar=False)  # it has paused where it was told to
-    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "stopped"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_a_classifier_is_trained_on_from_its_checkpoint(of_images, tmp_path, squares):
@@ -256,13 +238,12 @@ def test_a_classifier_is_trained_on_from_its_checkpoint(of_images, tmp_path, squ
 
 def test_probes_see_images_as_the_model_saw_them(of_images, tmp_path, squares):
     from lamina.probes.engine.inputs import batches_of
-    from lamina.training.pretrain import read_data
 
     settings = of_images(save_steps=0, steps=1)
     pretrain(settings, bar=False)
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "model")
     (batch,) = batches_of(None, model, None, corpus=str(squares), sequences=80, batch_size=80)
-    held_out = read_data(resolve_run(settings), bar=False)[0].eval
+    held_out = resolve_run(settings).read()[0].eval
     seen = batch["pixel_values"][held_out.numbers]
     assert torch.equal(seen, torch.stack([item["pixel_values"] for item in held_out]))
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from training.tiny_runs import SMALL, result, write_corpus
+from training.tiny_runs import SMALL, flags, result, write_corpus
 
 from lamina.cli import main
 from lamina.modeling import building
@@ -33,8 +33,7 @@ def plans(monkeypatch):
 
 
 def arguments(tmp_path, **changed):
-    settings = {**SMALL, "corpus": str(write_corpus(tmp_path / "text.txt")), **changed}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    return flags(**{**SMALL, "corpus": write_corpus(tmp_path / "text.txt"), **changed})
 
 
 def test_a_run_resolves_its_placement_once(plans, tmp_path):

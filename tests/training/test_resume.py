@@ -1,14 +1,24 @@
 """A run that was cut short goes on as if it had not been."""
 
+import contextlib
 import json
 import os
 import signal
+from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
-from safetensors.torch import load_file
-from training.tiny_runs import SMALL, flags, layers, records, result
+from training.tiny_runs import (
+    SMALL,
+    assert_same_weights,
+    at_step,
+    cut_at,
+    flags,
+    layers,
+    pull_the_plug,
+    records,
+    result,
+)  # fmt: skip
 
 from lamina.cli import main
 from lamina.errors import UserError
@@ -25,38 +35,14 @@ def whole(trained, tmp_path):
     return tmp_path / "whole"
 
 
-@pytest.fixture
-def stop_at(monkeypatch):
-    """Do something in the middle of a step, once."""
-
-    def install(step, act):
-        original = LaminaTrainer.training_step
-        done = []
-
-        def training_step(self, *args, **kwargs):
-            if self.state.global_step + 1 == step and not done:
-                done.append(step)
-                act()
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
-
-    return install
-
-
-def interrupt():
+def interrupt(trainer, model):
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def crash():
-    raise RuntimeError("pulled the plug")
 
 
 def assert_same_run(a, b):
     assert result(a)["eval_loss"] == result(b)["eval_loss"]
     assert result(a)["status"] == result(b)["status"]
-    weights = [load_file(folder / "model" / "model.safetensors") for folder in (a, b)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_same_weights(a, b)
 
 
 def assert_same_records(a, b):
@@ -70,96 +56,47 @@ def assert_no_duplicates(folder):
     assert not layers(folder).duplicated(["step", "layer", "sublayer", "role", "index", "metric"]).any()
 
 
-@pytest.mark.parametrize("step", [6, 8])
-def test_an_interrupted_run_ends_with_a_checkpoint_and_resumes_bit_for_bit(trained, tmp_path, whole, stop_at, step):
-    stop_at(step, interrupt)
-    found = trained(**LONG)
-    assert found["status"] == "interrupted"
-    assert f"at step {step}" in found["reason"]
-    assert (tmp_path / "run" / "checkpoints" / f"checkpoint-{step}").is_dir()
-    trained(resume=True, **LONG)
-    assert_same_run(tmp_path / "run", whole)
-    assert_same_records(tmp_path / "run", whole)
-    assert_no_duplicates(tmp_path / "run")
-
-
-def test_an_interruption_between_two_records_changes_neither_the_model_nor_the_result(
-    trained, tmp_path, whole, stop_at
-):
-    stop_at(7, interrupt)
-    trained(**LONG)
-    trained(resume=True, **LONG)
-    assert_same_run(tmp_path / "run", whole)
-    assert_no_duplicates(tmp_path / "run")
-
-
-def test_a_run_without_save_steps_saves_when_it_is_interrupted(trained, tmp_path, whole, stop_at):
-    stop_at(6, interrupt)
-    options = {**LONG, "save_steps": 0}
-    assert trained(**options)["status"] == "interrupted"
-    trained(resume=True, **options)
-    assert_same_run(tmp_path / "run", whole)
-
-
-def test_a_run_with_accumulation_resumes_bit_for_bit_too(trained, tmp_path, stop_at):
-    options = {**LONG, "gradient_accumulation": 2, "placement": "keel"}
-    trained("whole", **options)
-    stop_at(6, interrupt)
-    trained(**options)
-    trained(resume=True, **options)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-    assert_same_records(tmp_path / "run", tmp_path / "whole")
-
-
-def test_a_run_that_crashed_goes_on_from_its_checkpoint(trained, tmp_path, whole, stop_at):
-    stop_at(8, crash)
-    with pytest.raises(RuntimeError, match="plug"):
-        trained(**LONG)
-    assert result(tmp_path / "run")["status"] == "failed"
-    assert "pulled the plug" in result(tmp_path / "run")["reason"]
-    trained(resume=True, **LONG)
-    assert_same_run(tmp_path / "run", whole)
-    assert_same_records(tmp_path / "run", whole)
-
-
-def test_a_run_that_crashed_before_its_first_checkpoint_starts_again_without_duplicates(
-    trained, tmp_path, whole, stop_at
-):
-    stop_at(6, crash)
-    options = {**LONG, "save_steps": 0}
-    with pytest.raises(RuntimeError, match="plug"):
-        trained(**options)
-    trained(resume=True, **options)
-    assert_no_duplicates(tmp_path / "run")
-    assert_same_records(tmp_path / "run", whole)
-
-
 @pytest.mark.parametrize(
-    "missing", ["trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+    ("act", "step", "changed"),
+    [
+        (interrupt, 6, {}),
+        (interrupt, 8, {}),
+        (interrupt, 7, {}),
+        (interrupt, 6, {"save_steps": 0}),
+        (interrupt, 6, {"gradient_accumulation": 2, "placement": "keel"}),
+        (pull_the_plug, 8, {}),
+        (pull_the_plug, 6, {"save_steps": 0}),
+    ],
 )
-def test_a_torn_newest_checkpoint_is_skipped(trained, tmp_path, whole, stop_at, missing):
-    stop_at(8, crash)
-    with pytest.raises(RuntimeError, match="plug"):
+def test_a_run_that_was_cut_resumes_bit_for_bit(trained, tmp_path, act, step, changed):
+    """From the checkpoint of its interruption, or from its last one; without one it begins again."""
+    run, whole, options = tmp_path / "run", tmp_path / "whole", {**LONG, **changed}
+    trained("whole", **options)
+    with at_step(step, act), contextlib.suppress(RuntimeError):
+        trained(**options)
+    interrupted = act is interrupt
+    assert result(run)["status"] == ("interrupted" if interrupted else "failed")
+    assert (f"at step {step}" if interrupted else "pulled the plug") in result(run)["reason"]
+    assert (run / "checkpoints" / f"checkpoint-{step}").is_dir() == interrupted
+    trained(resume=True, **options)
+    assert_same_run(run, whole)
+    assert_no_duplicates(run)
+    if step % 2 == 0:  # else the interruption is between two records
+        assert_same_records(run, whole)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:20])])
+def test_a_torn_newest_checkpoint_is_skipped(trained, tmp_path, whole, harm):
+    """A power cut leaves files that are missing or cut short."""
+    with cut_at(8):
         trained(**LONG)
-    (tmp_path / "run" / "checkpoints" / "checkpoint-6" / missing).unlink()
+    harm(tmp_path / "run" / "checkpoints" / "checkpoint-6" / "optimizer.pt")
     trained(resume=True, **LONG)
     assert_same_run(tmp_path / "run", whole)
     assert_same_records(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("torn", ["trainer_state.json", "model.safetensors", "optimizer.pt"])
-def test_a_newest_checkpoint_with_a_file_cut_short_is_skipped(trained, tmp_path, whole, stop_at, torn):
-    """What a power cut leaves."""
-    stop_at(8, crash)
-    with pytest.raises(RuntimeError, match="plug"):
-        trained(**LONG)
-    path = tmp_path / "run" / "checkpoints" / "checkpoint-6" / torn
-    path.write_bytes(path.read_bytes()[:20])
-    trained(resume=True, **LONG)
-    assert_same_run(tmp_path / "run", whole)
-
-
-def test_a_run_killed_after_its_last_checkpoint_gets_its_result(trained, tmp_path, whole, monkeypatch):
+def test_a_run_killed_after_its_last_checkpoint_gets_its_result(trained, tmp_path, whole):
     """The kill came while the final model was written; there is no step left to train."""
     trained(**LONG)
     (tmp_path / "run" / "result.json").unlink()
@@ -176,7 +113,7 @@ def test_an_interruption_in_the_last_evaluation_loses_nothing(trained, tmp_path,
     def evaluate(self, *args, **kwargs):
         if self.state.global_step == 12:
             monkeypatch.setattr(LaminaTrainer, "evaluate", original)
-            interrupt()
+            interrupt(self, self.model)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(LaminaTrainer, "evaluate", evaluate)
@@ -186,10 +123,10 @@ def test_an_interruption_in_the_last_evaluation_loses_nothing(trained, tmp_path,
     assert_same_run(tmp_path / "run", whole)
 
 
-def test_the_speed_of_a_resumed_run_counts_only_what_it_timed(trained, tmp_path, stop_at):
+def test_the_speed_of_a_resumed_run_counts_only_what_it_timed(trained, tmp_path):
     options = {**LONG, "steps": 40, "eval_steps": 40, "save_steps": 38}
-    stop_at(39, interrupt)
-    trained(**options)
+    with at_step(39, interrupt):
+        trained(**options)
     speed = trained(resume=True, **options)["tokens_per_second"]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert speed <= 2 * max(json.loads(line).get("tokens_per_second", 0) for line in lines)
@@ -245,9 +182,9 @@ def test_a_changed_setting_is_refused_from_python_too(trained, tiny):
         pretraining.pretrain(tiny(placement="keel", steps=first), resume=True, bar=False)
 
 
-def test_only_the_output_is_needed_to_resume(trained, tmp_path, stop_at, whole):
-    stop_at(6, interrupt)
-    trained(**LONG)
+def test_only_the_output_is_needed_to_resume(trained, tmp_path, whole):
+    with at_step(6, interrupt):
+        trained(**LONG)
     assert main(["pretrain", "--output", str(tmp_path / "run"), "--resume"]) == 0
     assert_same_run(tmp_path / "run", whole)
 

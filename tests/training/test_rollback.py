@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from training.tiny_runs import last_step, layers, records, result
+from training.tiny_runs import at_step, last_step, layers, records, result
 
 from lamina.errors import UserError
 from lamina.training import run as training
@@ -115,15 +115,8 @@ def test_a_run_stopped_after_a_return_goes_on_with_it(trained, tmp_path, monkeyp
     """The learning rate, the data left out and the number of returns survive the process."""
     spoiled_data(monkeypatch, 7)
     trained("whole", **OPTIONS)
-    original, left = LaminaTrainer.training_step, [signal.SIGTERM]
-
-    def stop(self, *args, **kwargs):
-        if self.state.global_step + 1 == 10 and left:
-            os.kill(os.getpid(), left.pop())
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(LaminaTrainer, "training_step", stop)
-    assert trained(**OPTIONS)["status"] == "interrupted"
+    with at_step(10, lambda trainer, model: os.kill(os.getpid(), signal.SIGTERM)):
+        assert trained(**OPTIONS)["status"] == "interrupted"
     trained(resume=True, **OPTIONS)
     assert records(tmp_path / "run") == records(tmp_path / "whole")
     assert layers(tmp_path / "run").equals(layers(tmp_path / "whole"))

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from training.tiny_runs import SMALL, settings
+from training.tiny_runs import SMALL, cut_back, settings
 
 import lamina
 from lamina.errors import UserError
@@ -82,7 +82,7 @@ def test_freed_memory_is_kept_for_the_next_step():
 
 
 def test_a_compiler_asked_for_must_be_there(monkeypatch):
-    monkeypatch.setattr("lamina.training.checks.missing_compiler", lambda device: "there is no C++ compiler")
+    monkeypatch.setattr("lamina.training.resolve.missing_compiler", lambda device: "there is no C++ compiler")
     with pytest.raises(UserError, match=r"compile: 'on', but there is no C\+\+ compiler \(allowed here: auto, off\)"):
         resolve_run(of(compile="on"))
     resolve_run(of(compile="auto"))
@@ -92,12 +92,6 @@ def test_a_compiler_asked_for_must_be_there(monkeypatch):
 def test_values_without_a_meaning(name, value):
     with pytest.raises(UserError, match=rf"{name}: '{value}'.* \(allowed: auto, "):
         of(**{name: value})
-
-
-def test_trainers_own_switches_are_ours():
-    for name, flag in (("bf16", "precision"), ("fp16", "precision"), ("torch_compile", "compile")):
-        with pytest.raises(UserError, match=rf"trainer.{name}: set by --{flag}"):
-            resolve_run(of(trainer={name: True}))
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -143,11 +137,7 @@ def test_a_compiled_run_resumes_exactly(corpus, tmp_path):
     pretrain(whole, bar=False)
     cut = settings(corpus, tmp_path / "cut", compile="on", steps=6, save_steps=2, logging_steps=1)
     pretrain(cut, bar=False)
-    newest = max((tmp_path / "cut" / "checkpoints").iterdir(), key=lambda p: int(p.name.split("-")[1]))
-    for path in sorted(newest.rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-    newest.rmdir()
-    (tmp_path / "cut" / "result.json").unlink()
+    cut_back(tmp_path / "cut", 4)
     pretrain(cut, resume=True, bar=False)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 

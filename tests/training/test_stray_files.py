@@ -6,44 +6,30 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from training.test_damage import go_on, run, runs  # noqa: F401 (fixtures)
-from training.tiny_runs import layers, records
+from training.tiny_runs import assert_same_weights, layers, records
 
 
-def spoiled(source, target):
-    """A copy of a safetensors file with other numbers in it."""
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("model.safetensors", "stray.safetensors"),
+        ("model.safetensors", "model/model.safetensors"),
+        ("optimizer/states.safetensors", "optimizer/another.safetensors"),
+        ("rng_state.pth", "rng_state_1.pth"),
+    ],
+)
+def test_a_file_that_the_manifest_does_not_list_is_not_read(run, runs, source, name, caplog):  # noqa: F811
+    source, target = (run / "checkpoints" / "checkpoint-6" / path for path in (source, name))
     target.parent.mkdir(exist_ok=True)
-    save_file({name: torch.full_like(value, 0.5) for name, value in load_file(source).items()}, target)
-
-
-def stray_weights(checkpoint):
-    spoiled(checkpoint / "model.safetensors", checkpoint / "stray.safetensors")
-    return "stray.safetensors"
-
-
-def a_folder_of_weights(checkpoint):
-    spoiled(checkpoint / "model.safetensors", checkpoint / "model" / "model.safetensors")
-    return "model/model.safetensors"
-
-
-def stray_states(checkpoint):
-    spoiled(checkpoint / "optimizer" / "states.safetensors", checkpoint / "optimizer" / "another.safetensors")
-    return "optimizer/another.safetensors"
-
-
-def a_random_state(checkpoint):
-    shutil.copyfile(checkpoint / "rng_state.pth", checkpoint / "rng_state_1.pth")
-    return "rng_state_1.pth"
-
-
-@pytest.mark.parametrize("add", [stray_weights, a_folder_of_weights, stray_states, a_random_state])
-def test_a_file_that_the_manifest_does_not_list_is_not_read(run, runs, add, caplog):  # noqa: F811
-    name = add(run / "checkpoints" / "checkpoint-6")
+    if source.suffix == ".safetensors":  # a copy with other numbers in it
+        save_file({key: torch.full_like(value, 0.5) for key, value in load_file(source).items()}, target)
+    else:
+        shutil.copyfile(source, target)
     assert go_on(run) == 0
     assert f"not read: {name}" in caplog.text
     assert records(run) == records(runs / "whole")
     assert layers(run).equals(layers(runs / "whole"))
-    whole, ours = (load_file(folder / "model" / "model.safetensors") for folder in (runs / "whole", run))
-    assert all(torch.equal(whole[name], ours[name]) for name in whole)
+    assert_same_weights(runs / "whole", run)
 
 
 @pytest.mark.parametrize("name", ["checkpoint-99", "checkpoint-4"])

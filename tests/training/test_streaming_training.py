@@ -7,8 +7,19 @@ import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from training.tiny_runs import SMALL, flags, last_step, records, result, start, wait_for, write_corpus
+from training.tiny_runs import (
+    SMALL,
+    assert_same_weights,
+    at_step,
+    cut_back,
+    flags,
+    last_step,
+    records,
+    result,
+    start,
+    wait_for,
+    write_corpus,
+)  # fmt: skip
 
 from lamina.cli import main
 from lamina.data import corpus as corpora
@@ -84,8 +95,7 @@ def blocks_by_place(seen):
 def assert_same_run(a, b):
     assert records(a) == records(b)
     assert result(a)["eval_loss"] == result(b)["eval_loss"]
-    weights = [load_file(folder / "model" / "model.safetensors") for folder in (a, b)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_same_weights(a, b)
 
 
 def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(train, tmp_path, small_chunks):
@@ -95,9 +105,7 @@ def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(train, tmp_path, small
     for step in (1, 5, 9, 13):
         cut = tmp_path / f"cut-{step}"
         shutil.copytree(whole, cut)
-        (cut / "result.json").unlink()
-        for later in range(step + 1, 15):
-            shutil.rmtree(cut / "checkpoints" / f"checkpoint-{later}")
+        cut_back(cut, step)
         run_state = cut / "checkpoints" / f"checkpoint-{step}" / "run_state.json"
         places.append(json.loads(run_state.read_text())["stream"])
         train(f"cut-{step}", resume=True)
@@ -108,19 +116,12 @@ def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(train, tmp_path, small
     assert places[-1]["chunk"] == 13 * 8 // 6
 
 
-def test_a_process_killed_between_two_checkpoints_goes_on_as_if_it_had_not_been(train, tmp_path, monkeypatch):
+def test_a_process_killed_between_two_checkpoints_goes_on_as_if_it_had_not_been(train, tmp_path):
     train("whole", save_steps=3)
-    original = LaminaTrainer.training_step
-
-    def die(self, *args, **kwargs):
-        if self.state.global_step + 1 == 9:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, *args, **kwargs)
-
     child = os.fork()
     if child == 0:  # a kill must not take pytest with it
-        monkeypatch.setattr(LaminaTrainer, "training_step", die)
-        train(save_steps=3)
+        with at_step(9, lambda trainer, model: os.kill(os.getpid(), signal.SIGKILL)):
+            train(save_steps=3)
         os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -185,9 +186,7 @@ def test_a_mix_is_streamed_in_its_shares_and_goes_on_exactly(train, folder, tmp_
     whole = train("whole", corpus=mix)
     assert {name: part["share"] for name, part in whole["mix"].items()} == {str(folder): 0.75, str(other): 0.25}
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    (tmp_path / "cut" / "result.json").unlink()
-    for later in range(6, 15):
-        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"checkpoint-{later}")
+    cut_back(tmp_path / "cut", 5)
     train("cut", resume=True, corpus=mix)
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
@@ -210,18 +209,9 @@ def test_a_file_that_changed_since_the_run_began_is_named(train, folder, tmp_pat
 
 def test_a_file_that_is_lost_meanwhile_is_one_line_and_the_run_can_go_on(train, folder, tmp_path, small_chunks, capsys):
     train("whole")
-    text = (folder / "a.txt").read_bytes()
-    original = LaminaTrainer.training_step
-
-    def lose(self, *args, **kwargs):
-        if self.state.global_step == 6:
-            (folder / "a.txt").unlink(missing_ok=True)
-        return original(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LaminaTrainer, "training_step", lose)
-        with pytest.raises(UserError, match=r"a\.txt' could not be read"):
-            train()
+    text, lost = (folder / "a.txt").read_bytes(), pytest.raises(UserError, match=r"a\.txt' could not be read")
+    with at_step(7, lambda trainer, model: (folder / "a.txt").unlink(missing_ok=True)), lost:
+        train()
     (folder / "a.txt").write_bytes(text)
     train(resume=True)
     assert_same_run(tmp_path / "run", tmp_path / "whole")

@@ -2,12 +2,10 @@
 
 import json
 import math
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from training.tiny_runs import SMALL, flags, records
+from training.tiny_runs import SMALL, assert_same_weights, cut_back, flags, records
 from transformers import LlamaConfig
 
 import lamina
@@ -50,37 +48,16 @@ def test_the_settings_schemes_are_the_models():
 
 @pytest.mark.parametrize("placement", names())
 def test_at_the_base_width_a_run_is_bit_for_bit_the_one_without(trained, tmp_path, placement):
-    width = 16
     trained("plain", placement=placement, steps=2)
-    trained("scaled", placement=placement, steps=2, width_scaling="standard", base_width=width)
+    trained("scaled", placement=placement, steps=2, width_scaling="standard", base_width=16)
     assert records(tmp_path / "plain") == records(tmp_path / "scaled")
-    plain, scaled = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("plain", "scaled"))
-    assert plain.keys() == scaled.keys()
-    for name, tensor in plain.items():
-        assert torch.equal(tensor, scaled[name]), name
+    assert_same_weights(tmp_path / "plain", tmp_path / "scaled")
 
 
-def test_one_step_at_four_times_the_base_is_the_naive_adamw_step_of_each_role(trained, trainers, before_step):
-    before, grads = {}, {}
-
-    def keep(trainer, model):
-        before.update({n: p.detach().clone() for n, p in model.named_parameters()})
-        grads.update({n: torch.zeros_like(p) for n, p in model.named_parameters()})
-        for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda g, name=name: grads[name].copy_(g))
-
-    before_step(1, keep)
-    trained(
-        steps=1,
-        warmup=0,
-        max_grad_norm=0,
-        learning_rate=RATE,
-        hidden_size=64,
-        num_heads=4,
-        width_scaling="standard",
-        base_width=16,
-        k_hidden=2.0,
-    )
+def test_one_step_at_four_times_the_base_is_the_naive_adamw_step_of_each_role(trained, trainers, first_step):
+    before, grads = first_step
+    scaled = {"hidden_size": 64, "num_heads": 4, "width_scaling": "standard", "base_width": 16, "k_hidden": 2.0}
+    trained(steps=1, warmup=0, max_grad_norm=0, learning_rate=RATE, **scaled)
     for name, parameter in trainers[0].model.named_parameters():
         rate = RATE
         if parameter.ndim >= 2 and "embed_tokens" not in name:
@@ -107,12 +84,10 @@ def test_a_run_with_width_scaling_goes_on_where_it_was_stopped(trained, tmp_path
     given = {"steps": 6, "save_steps": 2, "width_scaling": "standard", "base_width": 8, "logging_steps": 1}
     whole = trained("whole", **given)
     trained("cut", **given)
-    folder = tmp_path / "cut"
-    (folder / "result.json").unlink()
-    shutil.rmtree(folder / "checkpoints" / "checkpoint-6")
+    cut_back(tmp_path / "cut", 4)
     again = trained("cut", resume=True, **given)
     assert again["eval_loss"] == whole["eval_loss"]
-    assert records(folder) == records(tmp_path / "whole")
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
 
 
 def test_tied_embeddings_are_refused_and_untied_on_request(tmp_path, corpus, capsys):

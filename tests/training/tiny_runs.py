@@ -3,25 +3,23 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
 
 from lamina.training.settings import PretrainSettings
+from lamina.training.trainer import LaminaTrainer
 
-SMALL = {
-    "num_layers": 2,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "steps": 4,
-    "sequence_length": 16,
-    "batch_size": 2,
-    "eval_blocks": 4,
-    "threads": 1,
-}
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "steps": 4, "sequence_length": 16, "batch_size": 2}
+SMALL |= {"eval_blocks": 4, "threads": 1}
 WORDS = "the norm sits before after and between every layer of a deep model whose stream carries what it adds"
 TIMING = ("tokens_per_second", "seconds")
 
@@ -32,6 +30,57 @@ def write_corpus(path: Path) -> Path:
     words = WORDS.split()
     path.write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(600)) + "\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "words.txt")
+
+
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("lamina-cache")
+
+
+@pytest.fixture(autouse=True)
+def shared_cache(session_cache, monkeypatch):
+    """The blocks are packed once for all the tests of a folder, and by the server that forks a study's trials."""
+    monkeypatch.setenv("LAMINA_CACHE", str(session_cache))
+
+
+@contextmanager
+def at_step(step: int, act):
+    """Call ``act(trainer, model)`` right before the first forward pass of a step (counted from 1)."""
+    original, done = LaminaTrainer.training_step, []
+
+    def training_step(self, model, *args, **kwargs):
+        if self.state.global_step + 1 == step and self not in done:
+            done.append(self)
+            act(self, model)
+        return original(self, model, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaminaTrainer, "training_step", training_step)
+        yield
+
+
+def pull_the_plug(trainer, model):
+    raise RuntimeError("pulled the plug")
+
+
+@contextmanager
+def cut_at(step: int):
+    """The run inside ends in this step by an error."""
+    with at_step(step, pull_the_plug), pytest.raises(RuntimeError, match="plug"):
+        yield
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Leave a run that has ended as one that was killed after the checkpoint of this step."""
+    (folder / "result.json").unlink()
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.split("-")[1]) > step:
+            shutil.rmtree(path)
 
 
 def settings(corpus: Path, output: Path, **changed) -> PretrainSettings:
@@ -86,6 +135,13 @@ def last_step(folder: Path) -> int:
 
 def result(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    """Bit for bit."""
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (a, b))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def layers(folder: Path) -> pd.DataFrame:

@@ -115,11 +115,10 @@ class _Source:
         from lamina.probes.engine.measure import measure as measured
         from lamina.probes.engine.probe_settings import ProbeSettings
         from lamina.probes.engine.registry import make
-        from lamina.training.pretrain import read_data
         from lamina.training.resolve import initial_model, resolve_run
 
         resolved = resolve_run(self.settings)
-        splits, processor = read_data(resolved, bar=False)
+        splits, processor = resolved.read()
         if time == "init":
             model = cast(torch.nn.Module, initial_model(resolved, splits, processor)[0])
         elif (self.folder / "model").is_dir():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lamina.core.json_types import Json
 from lamina.data.corpus import Corpus
@@ -61,17 +60,12 @@ class RunIdentity:
         """Raise UserError if the text or the placement has changed since the run in ``folder`` began."""
         known = known_of(folder)
         refuse_another_text(self.settings, folder, self.fingerprint, known)
-        if not self._same_plan(folder, known):
+        before = known.get("plan") or _noted(folder / PLAN)
+        if before and before not in (plan_digest(self.plan), json.loads(json.dumps(self.plan.to_dict()))):
             raise UserError(
                 f"placement: {self.settings.placement!r} is not what it was when the run in {str(folder)!r} began "
                 "(allowed with --resume: the same; else another --output, or --overwrite)"
             )
-
-    def _same_plan(self, folder: Path, known: Mapping[str, Any]) -> bool:
-        if "plan" in known:
-            return known["plan"] == plan_digest(self.plan)
-        before = _noted(folder / PLAN)
-        return not before or before == json.loads(json.dumps(self.plan.to_dict()))
 
 
 def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
@@ -277,14 +271,9 @@ def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
     Raises UserError if there are checkpoints but none is usable: beginning again would lose the run.
     """
     checkpoint = Checkpoints(folder).newest(rollbacks.allows)
-    if checkpoint is None:
-        _refuse_to_begin_again(folder, rollbacks)
-    else:
+    if checkpoint is not None:
         rollbacks.load_state_dict(run_state(checkpoint))
-    return checkpoint
-
-
-def _refuse_to_begin_again(folder: Path, rollbacks: Rollbacks) -> None:
+        return checkpoint
     existing = Checkpoints(folder).paths()
     abandoned = bool(rollbacks.done) and rollbacks.done[-1].step == 0  # killed during a rollback to the beginning
     if existing and not (abandoned and all(what_is_broken(path) is None for path in existing)):
@@ -292,3 +281,4 @@ def _refuse_to_begin_again(folder: Path, rollbacks: Rollbacks) -> None:
             f"resume: none of {', '.join(path.name for path in existing)} in {str(folder)!r} can be resumed from, see "
             "above (allowed: their files as they were; --overwrite to begin again)"
         )
+    return None

@@ -80,7 +80,8 @@ class ModelCard:
         auto, size = HEADS[self.head].auto_class, sum(weight.numel() for weight in model.parameters())
         sizes = f"{plan.num_layers} blocks, width {backbone.hidden_size}, {size:,} parameters"
         trained = "Trained with Lamina" + (f", from {_code(_named(self.base_model))}" if self.base_model else "")
-        drawn = text(plan).replace("`", "'")
+        drawn, versions = text(plan).replace("`", "'"), environment(0)["versions"]
+        command = " ".join(shlex.quote(" ".join(_named(word).split())) for word in shlex.split(self.command))
         lines = [
             *("---", fields, "---", ""),
             f"# {_plain(title_of(plan))} on {backbone.model_type}",
@@ -91,8 +92,8 @@ class ModelCard:
             *("", "## Results", "", *_table("measure", "value", self._results())),
             *("", "## Use", "", "```python", "import lamina  # or trust_remote_code=True below"),
             *(f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("PATH")', "```"),
-            *("", "## Training", "", "```bash", _command(self.command), "```", ""),
-            "Versions: " + ", ".join(f"{name} {version}" for name, version in _versions().items()),
+            *("", "## Training", "", "```bash", command, "```", ""),
+            "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         ]
         return "\n".join(lines) + "\n"
 
@@ -140,11 +141,6 @@ def _named(value: object) -> str:
     return re.sub(r"(?<![^\s=:,;('\"])/[^:,;()'\"]*", lambda path: PurePath(path[0]).name, str(value))
 
 
-def _command(line: str) -> str:
-    """A command line, the same of each of its words."""
-    return " ".join(shlex.quote(" ".join(_named(word).split())) for word in shlex.split(line))
-
-
 def _plain(value: str) -> str:
     """Escape a text so that Markdown shows its very characters: no HTML, no markup."""
     return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(" ".join(value.split()), quote=False))
@@ -153,10 +149,6 @@ def _plain(value: str) -> str:
 def _code(value: object) -> str:
     """Quote a value as Markdown code, whatever characters it has."""
     return "`" + " ".join(str(value).replace("`", "'").replace("|", "\\|").split()) + "`"
-
-
-def _versions() -> dict[str, str]:
-    return {name: str(version) for name, version in environment(0)["versions"].items() if version}
 
 
 def check_repository(name: str) -> None:

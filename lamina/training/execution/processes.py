@@ -46,11 +46,6 @@ class Processes:
         """Whether this process writes the run's folder."""
         return self.rank == 0
 
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        if self.size > 1:
-            distributed.barrier(group=self.group)
-
     def anyone(self, mine: bool) -> bool:
         """Whether ``mine`` is true in any process."""
         if self.size == 1:

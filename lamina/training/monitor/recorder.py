@@ -23,8 +23,7 @@ from transformers import TrainingArguments as Arguments
 from lamina.core.json_types import Json
 from lamina.core.progress import ProgressLines, has_bars
 from lamina.data.blocks import PartShare
-from lamina.jobs.orphans import orphaned
-from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
+from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled, orphaned
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.execution.processes import Processes

@@ -81,16 +81,6 @@ def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str |
 
 def read_text(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrainedTokenizerBase]:
     """The blocks of a run's corpus, and of its second one, and their tokenizer; ``bar``: show progress."""
-    blocks, tokenizer = _read_corpus(settings, bar)
-    if settings.eval_corpus is None:
-        return blocks, tokenizer
-    with about_eval_corpus():
-        field = settings.text_field
-        second = whole_blocks(settings.eval_corpus, tokenizer, settings.sequence_length, text_field=field, progress=bar)
-    return replace(blocks, second=second), tokenizer
-
-
-def _read_corpus(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrainedTokenizerBase]:
     read: Json = {
         "corpus": settings.corpus,
         "tokenizer_spec": settings.tokenizer,
@@ -99,10 +89,16 @@ def _read_corpus(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrai
         "text_field": settings.text_field,
     }
     if settings.streaming:
-        return stream_blocks(
-            **read, eval_blocks=settings.eval_blocks, buffer=settings.shuffle_buffer, seed=settings.seed
-        )
-    return prepare_blocks(**read, progress=bar)
+        held_out, buffer = settings.eval_blocks, settings.shuffle_buffer
+        blocks, tokenizer = stream_blocks(**read, eval_blocks=held_out, buffer=buffer, seed=settings.seed)
+    else:
+        blocks, tokenizer = prepare_blocks(**read, progress=bar)
+    if settings.eval_corpus is None:
+        return blocks, tokenizer
+    with about_eval_corpus():
+        field = settings.text_field
+        second = whole_blocks(settings.eval_corpus, tokenizer, settings.sequence_length, text_field=field, progress=bar)
+    return replace(blocks, second=second), tokenizer
 
 
 @contextmanager
