@@ -110,6 +110,15 @@ def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], M
     return register
 
 
+def _wrong(right: str, draw: Callable[[], str], fits: Callable[[str], bool] = lambda other: True) -> list[str]:
+    """Draw different wrong answers that fit."""
+    wrong: list[str] = []
+    while len(wrong) < CHOICES - 1:
+        if (other := draw()) not in (right, *wrong) and fits(other):
+            wrong.append(other)
+    return wrong
+
+
 def _shuffled(rng: random.Random, question: str, right: str, wrong: list[str]) -> Item:
     choices = [right, *wrong]
     rng.shuffle(choices)
@@ -120,11 +129,7 @@ def _shuffled(rng: random.Random, question: str, right: str, wrong: list[str]) -
 def continuation(rng: random.Random, source: Passages) -> Item:
     """Ask how a sentence goes on; the wrong endings are those of other sentences (HellaSwag's question)."""
     first, right = _halves(rng, source)
-    wrong: list[str] = []
-    while len(wrong) < CHOICES - 1:
-        _, other = _halves(rng, source)
-        if other not in (right, *wrong) and 0.5 < len(other) / len(right) < 2.0:
-            wrong.append(other)
+    wrong = _wrong(right, lambda: _halves(rng, source)[1], lambda other: 0.5 < len(other) / len(right) < 2.0)
     return _shuffled(rng, f"How does this sentence go on? {first}", right, wrong)
 
 
@@ -142,11 +147,7 @@ def blank(rng: random.Random, source: Passages) -> Item:
         if words := [word for word in words_of(sentence) if sentence.count(word) == 1]:
             break
     right = rng.choice(words)
-    wrong: list[str] = []
-    while len(wrong) < CHOICES - 1:
-        other = rng.choice(source.words)
-        if other not in (right, *wrong) and other not in sentence:
-            wrong.append(other)
+    wrong = _wrong(right, lambda: rng.choice(source.words), lambda other: other not in sentence)
     return _shuffled(rng, f"Which word fits? {sentence.replace(right, '___')}", right, wrong)
 
 
@@ -184,11 +185,7 @@ def order(rng: random.Random, source: Passages) -> Item:
             break
     labels = dict(zip(rng.sample("ABCD", 4), parts, strict=True))
     right = " ".join(labels)
-    wrong: list[str] = []
-    while len(wrong) < CHOICES - 1:
-        other = " ".join(rng.sample("ABCD", 4))
-        if other not in (right, *wrong):
-            wrong.append(other)
+    wrong = _wrong(right, lambda: " ".join(rng.sample("ABCD", 4)))
     shown = " ".join(f"{label}: {labels[label]}" for label in "ABCD")
     return _shuffled(rng, f"Which order is right? {shown}", right, wrong)
 

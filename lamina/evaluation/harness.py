@@ -9,7 +9,6 @@ import logging
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -22,7 +21,6 @@ from lamina.evaluation.containment import contained, template_error
 from lamina.jobs.files import disk_full
 
 if TYPE_CHECKING:
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks.manager import TaskDict
 
 FEWSHOT_SEED = 1234  # the harness's; ours is added to it
@@ -52,12 +50,16 @@ class Runner:
     chat_template: bool = False
     run_code: bool = False
 
-    @cached_property
-    def language_model(self) -> HFLM:
-        """The model in the harness's wrapper."""
+    def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
+        """Score the model on a unit's tasks; returns the harness's results, and notes.
+
+        Raises:
+            UserError: an answer is longer than the model's context, or the harness can't score the task.
+        """
+        from lm_eval import evaluate
         from lm_eval.models.huggingface import HFLM
 
-        arguments: Json = {  # HFLM's decorator hides its parameters from a type checker
+        network: Json = {  # the harness's decorators hide its parameters from a type checker
             "pretrained": self.model,
             "backend": "causal",  # for a model_type that it does not know, the harness would guess
             "tokenizer": self.tokenizer,
@@ -66,41 +68,31 @@ class Runner:
             "batch_size": self.batch_size,
             "max_length": self._longest,
         }
-        return HFLM(**arguments)
-
-    def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
-        """Score the model on a unit's tasks; returns the harness's results, and notes.
-
-        Raises:
-            UserError: an answer is longer than the model's context, or the harness can't score the task.
-        """
-        from lm_eval import evaluate
-
+        options: Json = {
+            "lm": HFLM(**network),
+            "task_dict": built,
+            "limit": self.limit,
+            "bootstrap_iters": BOOTSTRAPS,
+            "log_samples": True,
+            "apply_chat_template": self.chat_template,
+            "fewshot_as_multiturn": True,
+            "confirm_run_unsafe_code": self.run_code,
+        }
         with quiet_harness(bar) as warnings, contained(self.run_code), without_cache(self.model):
             try:
                 self._prepare(built, num_fewshot)
-                results = evaluate(
-                    lm=self.language_model,
-                    task_dict=built,
-                    limit=self.limit,
-                    bootstrap_iters=BOOTSTRAPS,
-                    log_samples=True,
-                    apply_chat_template=self.chat_template,
-                    fewshot_as_multiturn=True,
-                    confirm_run_unsafe_code=self.run_code,
-                )
+                results = cast("Json", evaluate(**options))
             except (*SCORING_ERRORS, TemplateError) as error:
                 if isinstance(error, UserError) or disk_full(error) or out_of_memory(error):
                     raise
                 names = ", ".join([*built.get("groups", {}), *built["tasks"]][:3])
                 raise UserError(f"tasks: {names}: {self._reason(error)}") from error
-        assert results is not None
         cut = sum("exceeds model's maximum length" in text for text in warnings)
         notes = [f"{cut} questions are longer than the model's context: their beginnings were cut"] if cut else []
-        zero = sorted(str(name) for name, shots in cast("Json", results).get("n-shot", {}).items() if shots == 0)
+        zero = sorted(str(name) for name, shots in results.get("n-shot", {}).items() if shots == 0)
         if num_fewshot and zero:
             notes.append(f"{', '.join(zero)}: without examples, as the task's own file says, not {num_fewshot}")
-        return cast("Json", results), notes
+        return results, notes
 
     def _prepare(self, built: TaskDict, num_fewshot: int | None) -> None:
         """Prepare the tasks as ``simple_evaluate`` does, which would run `pip list` and ask the hub about the model."""
@@ -146,27 +138,18 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet_harness(bar: bool = False) -> Iterator[list[str]]:
     """Hide the harness's remarks to its developers; yields its warnings. ``bar`` lets its progress bars through."""
-    logger, warnings = logging.getLogger("lm_eval"), _Warnings()
+    logger, handler = logging.getLogger("lm_eval"), logging.Handler(logging.WARNING)
+    warnings: list[str] = []
+    handler.emit = lambda record: warnings.append(record.getMessage())
     level, spread = logger.level, logger.propagate
     logger.setLevel(logging.WARNING)
     logger.propagate = False
-    logger.addHandler(warnings)
+    logger.addHandler(handler)
     hidden = contextlib.nullcontext() if bar else contextlib.redirect_stderr(io.StringIO())
     try:
         with hidden, contextlib.redirect_stdout(io.StringIO()):
-            yield warnings.texts
+            yield warnings
     finally:
-        logger.removeHandler(warnings)
+        logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = spread
-
-
-class _Warnings(logging.Handler):
-    """Collects what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())

@@ -30,9 +30,8 @@ from lamina.evaluation import generated
 from lamina.evaluation.candidates import Candidate, Expand, candidates_of, check_candidate, load_candidate, stamp
 from lamina.evaluation.harness import Runner
 from lamina.evaluation.perplexity import documents_of, perplexity
-from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, item_table, number_of, scores_of, to_rows
+from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, item_table, number_of, scores_of, table, to_rows
 from lamina.evaluation.settings import EvalSettings
-from lamina.evaluation.tables import table
 from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
 from lamina.jobs.files import disk_full, read_yaml, write_json, write_text, writing
@@ -48,14 +47,9 @@ from lamina.modeling.checkpoint import checked_device
 logger = logging.getLogger(__name__)
 
 LONGEST_WINDOW = 2048  # tokens, where neither the user nor the model says less
+_ABOUT = ("name", "path", "arm", "seed", "status", "left_out")  # of a candidate, in result.json
 RUNNING = "it is still running, or was killed (--resume continues)"
 POLICY = ResumePolicy(what="evaluation", free=EvalSettings.undecided() | {"batch_size"})  # it may not have fit
-
-
-def one_model(path: str) -> list[Candidate] | None:
-    """Take every path as one checkpoint: here no folder stands for several runs."""
-    del path
-    return None
 
 
 def evaluate(
@@ -64,12 +58,12 @@ def evaluate(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-    expand: Expand = one_model,
+    expand: Expand = lambda path: None,
 ) -> Json:
     """Evaluate models and write the folder ``settings.output``; returns the content of result.json.
 
     ``settings`` are a whole record, or the user's values by name. With ``resume``, only scores that the folder lacks
-    are computed. ``expand`` finds the runs in a study's folder.
+    are computed. ``expand`` finds the runs in a study's folder; by default every path is a checkpoint of its own.
 
     Raises:
         UserError: for invalid settings, an unknown task, data or a checkpoint that can't be read, an output folder in
@@ -81,7 +75,14 @@ def evaluate(
         lists = ("models", "tasks")
         settings = {name: comma_separated(name, value) if name in lists else value for name, value in settings.items()}
     job = open_job(
-        Kind.EVALUATION, EvalSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=_stored
+        Kind.EVALUATION,
+        EvalSettings,
+        settings,
+        resume=resume,
+        overwrite=overwrite,
+        policy=POLICY,
+        # None if no evaluation has begun, as in the folder of a study's trial
+        stored=lambda folder: read_yaml(folder / CONFIG) if (folder / CONFIG).is_file() else None,
     )
     complete = job.settings
     complete.require()
@@ -92,12 +93,6 @@ def evaluate(
     with job:
         job.write_yaml(CONFIG, complete.to_dict())
         return evaluation.run(job.folder)
-
-
-def _stored(folder: Path) -> Json | None:
-    """Return the settings in a folder; None if no evaluation has begun there, as in a trial's folder."""
-    path = folder / CONFIG
-    return read_yaml(path) if path.is_file() else None
 
 
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
@@ -211,19 +206,10 @@ class Evaluation:
     def _score(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, candidate: Candidate, column: Wanted
     ) -> tuple[list[Score], list[str]]:
-        settings = self.settings
         if column.task == PERPLEXITY:
             return self._perplexity(model, tokenizer)
         assert self.tasks is not None
-        runner = Runner(
-            model=model,
-            tokenizer=tokenizer,
-            batch_size=settings.batch_size,
-            limit=settings.limit,
-            seed=settings.seed,
-            chat_template=settings.chat_template,
-            run_code=settings.run_code,
-        )
+        runner = runner_of(self.settings, model, tokenizer)
         results, notes = runner.run(self.tasks.build(column.task), column.num_fewshot, bar=self.bar)
         path = self._file("items", candidate.name, column.unit, ".parquet")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +292,15 @@ class Evaluation:
             "created": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "command": self.settings.command(),
             "settings": self.settings.to_dict(),
-            "models": [self._about(candidate) for candidate in self.candidates],
+            "models": [
+                {
+                    **{
+                        name: getattr(candidate, name) for name in ("name", "path", "arm", "seed", "status", "left_out")
+                    },
+                    "parameters": next((r["parameters"] for r in finished if r["model"] == candidate.name), None),
+                }
+                for candidate in self.candidates
+            ],
             "units": [record for _, record in sorted(self.records.items())],
             "seconds": round(sum(record["seconds"] for record in self.records.values()), 2),
             "table": printed.to_json(),
@@ -316,18 +310,6 @@ class Evaluation:
             write_text(self.folder / f"table.{name}", text)
         write_json(self.folder / RESULT, result)  # the last: a page reads it first
         return result
-
-    def _about(self, candidate: Candidate) -> Json:
-        records = [record for (name, _), record in self.records.items() if name == candidate.name]
-        return {
-            "name": candidate.name,
-            "path": candidate.path,
-            "arm": candidate.arm,
-            "seed": candidate.seed,
-            "status": candidate.status,
-            "left_out": candidate.left_out,
-            "parameters": records[0]["parameters"] if records else None,
-        }
 
 
 def rows(records: Iterable[Json], candidates: Sequence[Candidate]) -> pd.DataFrame:
@@ -359,49 +341,53 @@ def _file_name(name: str) -> str:
     return plain if plain == name else f"{plain or 'model'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
+def runner_of(settings: EvalSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Runner:
+    """Return a model as the harness is to ask it."""
+    names = ("batch_size", "limit", "seed", "chat_template", "run_code")
+    return Runner(model=model, tokenizer=tokenizer, **{name: getattr(settings, name) for name in names})
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskMeasure:
     """The tasks to score at each evaluation of a training: `lamina pretrain --eval-tasks`.
 
     Attributes:
+        settings: how the model is asked.
         columns: the numbers, one record each.
         tasks: what they need.
-        limit: items per task; None for all.
-        batch_size: sequences per forward pass.
-        seed: of the few-shot examples.
     """
 
+    settings: EvalSettings
     columns: tuple[Wanted, ...]
     tasks: Tasks
-    limit: int | None
-    batch_size: int
-    seed: int
 
     @staticmethod
     def find(names: str, data_dir: str | None, limit: int, batch_size: int, seed: int) -> TaskMeasure:
         """Find the tasks and read their data once. Raises UserError, about eval_tasks, where that fails."""
         try:
-            settings = EvalSettings(tasks=names, data_dir=data_dir, limit=limit or None)
+            settings = EvalSettings(
+                tasks=names, data_dir=data_dir, limit=limit or None, batch_size=batch_size, seed=seed
+            )
             columns, tasks = what_to_run(settings)
             assert tasks is not None
             for task in dict.fromkeys(column.task for column in columns):
                 tasks.build(task)
         except UserError as error:
             raise UserError(f"eval_tasks: {str(error).removeprefix('tasks: ')}") from error
-        return TaskMeasure(columns=tuple(columns), tasks=tasks, limit=settings.limit, batch_size=batch_size, seed=seed)
+        return TaskMeasure(settings=settings, columns=tuple(columns), tasks=tasks)
 
     def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
         """Return the columns' numbers by ``TASK`` or ``TASK:METRIC``; shares from 0 to 1.
 
         The caller keeps the training undisturbed: the harness seeds the random generators.
         """
-        runner = Runner(model=model, tokenizer=tokenizer, batch_size=self.batch_size, limit=self.limit, seed=self.seed)
+        runner, results = runner_of(self.settings, model, tokenizer), {}
         numbers: dict[str, float] = {}
-        for unit in dict.fromkeys(column.unit for column in self.columns):
-            columns = [column for column in self.columns if column.unit == unit]
-            results, _ = runner.run(self.tasks.build(columns[0].task), columns[0].num_fewshot)
-            for column in columns:
-                number = number_of(column, scores_of(results))
-                if number is not None:
-                    numbers[unit if number.metric == "acc" else f"{unit}:{number.metric}"] = number.value
+        for column in self.columns:
+            if column.unit not in results:
+                built = self.tasks.build(column.task)
+                results[column.unit] = scores_of(runner.run(built, column.num_fewshot)[0])
+            number = number_of(column, results[column.unit])
+            if number is not None:
+                numbers[column.unit if number.metric == "acc" else f"{column.unit}:{number.metric}"] = number.value
         return numbers

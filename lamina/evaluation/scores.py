@@ -1,16 +1,19 @@
-"""Scores: a model's numbers on a task and on each of its items, as rows of tables."""
+"""Scores: a model's numbers on a task and on each of its items, and the tables as the papers print them."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 
 import pandas as pd
 
 from lamina.core.json_types import Json
+from lamina.evaluation.candidates import Candidate
 from lamina.evaluation.task_sets import Wanted
 
 PERPLEXITY = "perplexity"
@@ -146,3 +149,142 @@ def _row(task: str, sample: Json) -> Json:
         "answer": written[0] if written else None,
         "metrics": json.dumps({name: sample.get(name) for name in sample.get("metrics", [])}, default=str),
     }
+
+
+AVERAGE = "Avg."
+FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreLine:
+    """A line of the table.
+
+    Attributes:
+        arm: its name.
+        means: a number per column, the mean over its runs, in percent for shares; NaN where there is none.
+        stds: the sample standard deviations over the runs; NaN for fewer than two.
+        runs: evaluated.
+        left_out: the runs that were not, by reason: ``{"diverged": 2}``.
+    """
+
+    arm: str
+    means: tuple[float, ...]
+    stds: tuple[float, ...]
+    runs: int
+    left_out: Mapping[str, int]
+
+    @property
+    def label(self) -> str:
+        """The name, with the runs that were left out."""
+        total = self.runs + sum(self.left_out.values())
+        reasons = ", ".join(f"{count} of {total} runs {reason}" for reason, count in sorted(self.left_out.items()))
+        return f"{self.arm} ({reasons})" if reasons else self.arm
+
+    def texts(self, plus_minus: str = "±", dash: str = "–") -> list[str]:
+        """Return the numbers as printed: ``41.34 ± 0.52``, a dash where there is none."""
+        if not self.runs:
+            return [FAILED, *[dash] * (len(self.means) - 1)]
+        stds = [f" {plus_minus} {std:.2f}" if math.isfinite(std) else "" for std in self.stds]
+        return [f"{mean:.2f}{std}" if math.isfinite(mean) else dash for mean, std in zip(self.means, stds, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreTable:
+    """All lines under their headings; the last column is the average of the shares if there are several.
+
+    Attributes:
+        headings: of the columns.
+        lines: of the table.
+        best: the lines with each column's best number, as printed.
+        shares: whether each column is a share, printed in percent.
+    """
+
+    headings: tuple[str, ...]
+    lines: tuple[ScoreLine, ...]
+    best: tuple[tuple[int, ...], ...]
+    shares: tuple[bool, ...]
+
+    def to_json(self) -> Json:
+        """Return the table for the page."""
+        lines = [
+            {"arm": line.arm, "runs": line.runs, "left_out": line.left_out, "mean": [*line.means], "std": [*line.stds]}
+            for line in self.lines
+        ]
+        return {"headings": [*self.headings], "best": [*self.best], "shares": [*self.shares], "lines": lines}
+
+    def csv(self) -> str:
+        """Return CSV, with a column of means and one of standard deviations per number."""
+        head = ["model", "runs", "left_out", *(f"{heading}{end}" for heading in self.headings for end in ("", " std"))]
+        rows = [
+            [line.arm, line.runs, sum(line.left_out.values()), *chain(*zip(line.means, line.stds, strict=True))]
+            for line in self.lines
+        ]
+        return pd.DataFrame(rows, columns=pd.Index(head)).to_csv(index=False, float_format="%.6g")
+
+    def markdown(self) -> str:
+        """Return a Markdown table."""
+        rows = [["model", *self.headings], ["---", *["---:"] * len(self.headings)]]
+        for line in self.lines:
+            label = "".join(f"\\{c}" if c in "|\\`*_<>[]" else c for c in " ".join(line.label.split()))
+            rows.append([label, *line.texts()])
+        return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+    def latex(self) -> str:
+        """Return a LaTeX table with booktabs' rules; every occurrence of a column's best number is bold."""
+        body = []
+        for number, line in enumerate(self.lines):
+            texts = [
+                rf"\textbf{{{text}}}" if number in self.best[at] and len(self.lines) > 1 else text
+                for at, text in enumerate(line.texts(r"$\pm$", "--"))
+            ]
+            body.append(" & ".join([_latex(line.label), *texts]) + r" \\")
+        head = " & ".join(["Model", *map(_latex, self.headings)]) + r" \\"
+        lines = [rf"\begin{{tabular}}{{l{'r' * len(self.headings)}}}", r"\toprule", head, r"\midrule", *body]
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def table(
+    columns: Sequence[Wanted], candidates: Sequence[Candidate], numbers: Mapping[tuple[str, Wanted], Score]
+) -> ScoreTable:
+    """Return the table of what is measured; ``numbers`` are the columns' scores by candidate's name and column."""
+    scores = [next((score for (_, c), score in numbers.items() if c == column), None) for column in columns]
+    shares = [score is not None and score.metric in SHARES for score in scores]
+    higher = [score is None or score.higher_is_better is not False for score in scores]
+    titles = [
+        f"{column.title} {score.metric}" if score and not column.heading and score.metric != "acc" else column.title
+        for column, score in zip(columns, scores, strict=True)
+    ]
+    averaged = [at for at, share in enumerate(shares) if share]
+    if len(averaged) > 1:
+        titles, higher, shares = [*titles, AVERAGE], [*higher, True], [*shares, True]
+    lines = []
+    for arm in dict.fromkeys(candidate.arm for candidate in candidates):
+        runs = [candidate for candidate in candidates if candidate.arm == arm]
+        evaluated = [run for run in runs if not run.left_out]
+        by_run = [[_printed(numbers.get((run.name, column))) for column in columns] for run in evaluated]
+        if len(averaged) > 1:  # NaN for a run without every number: else the averages are of different tasks
+            by_run = [[*row, statistics.fmean(row[at] for at in averaged)] for row in by_run]
+        finite = [[row[at] for row in by_run if math.isfinite(row[at])] for at in range(len(titles))]
+        means = tuple(statistics.fmean(values) if values else math.nan for values in finite)
+        stds = tuple(statistics.stdev(values) if len(values) > 1 else math.nan for values in finite)
+        left_out = Counter(run.left_out for run in runs if run.left_out)
+        lines.append(ScoreLine(arm=arm, means=means, stds=stds, runs=len(evaluated), left_out=left_out))
+    best = tuple(_best([line.means[at] for line in lines], up) for at, up in enumerate(higher))
+    return ScoreTable(headings=tuple(titles), lines=tuple(lines), best=best, shares=tuple(shares))
+
+
+def _printed(score: Score | None) -> float:
+    if score is None:
+        return math.nan
+    return 100.0 * score.value if score.metric in SHARES else score.value
+
+
+def _best(values: Sequence[float], higher: bool) -> tuple[int, ...]:
+    finite = [value for value in values if math.isfinite(value)]
+    best = f"{(max if higher else min)(finite):.2f}" if finite else None
+    return tuple(at for at, value in enumerate(values) if f"{value:.2f}" == best)
+
+
+def _latex(text: str) -> str:
+    named = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return "".join(named.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in " ".join(text.split()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,10 +31,11 @@ if TYPE_CHECKING:
 
 READERS = {".jsonl": "json", ".json": "json", ".arrow": "arrow", ".parquet": "parquet"}
 DEFAULT = "default"
+TASKS = "tasks"  # the user's own task files in a folder of data
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+class _Loader(yaml.SafeLoader):
     """Safe YAML, in which `!function` is a name."""
 
 
@@ -79,13 +79,14 @@ class Tasks:
     Attributes:
         own: the file and the content of each task and group in the folders.
         broken: why files in the folders can't be read.
-        data: the folder to read the tasks' data from; None for the hub.
+        data: the folder to read the tasks' data from, ``NAME/CONFIG/SPLIT.jsonl`` (also .arrow, .parquet): NAME is the
+            hub's, CONFIG ``default`` for a data set without configurations; None for the hub.
         run_code: whether a task may bring code of its own.
     """
 
     own: Mapping[str, tuple[Path, Json]]
     broken: Sequence[UserError] = ()
-    data: DataFolder | None = None
+    data: Path | None = None
     run_code: bool = False
 
     @staticmethod
@@ -96,10 +97,12 @@ class Tasks:
         """
         if importlib.util.find_spec("lm_eval") is None:
             raise UserError("tasks: lm-evaluation-harness is not installed (allowed: pip install 'lamina[eval]')")
-        data = DataFolder.open(data_dir) if data_dir is not None else None
+        data = home("data_dir", data_dir).resolve() if data_dir is not None else None
+        if data is not None and not data.is_dir():
+            raise UserError(f"data_dir: {data_dir!r} is no folder (allowed: a folder with NAME/CONFIG/SPLIT.jsonl)")
         own: dict[str, tuple[Path, Json]] = {}
         broken: list[UserError] = []
-        for folder in [*folders, *([data.tasks] if data is not None else [])]:
+        for folder in [*folders, *([data / TASKS] if data is not None else [])]:
             for path in sorted(folder.rglob("*.yaml"), reverse=True):  # the first of two in a folder has the name
                 try:
                     config = read_task_file(path)
@@ -195,7 +198,7 @@ class Tasks:
             check_plain(config, name)
         elif not self.run_code:
             check_shipped(config, name)
-        local = {} if self.data is None or "group" in config else self.data.local(config, name)
+        local = {} if self.data is None or "group" in config else local_fields(config, name, self.data)
         if plain:
             check_reader(config | local, name)
             return config | local
@@ -206,7 +209,7 @@ class Tasks:
         where = (self.config(name) or {}).get("dataset_path")
         if self.data is not None or where in READERS.values():  # nothing of it is on the hub
             cause = error.__cause__ or error  # datasets says only that it failed
-            folder = "" if self.data is None else f" in {str(self.data.path)!r}"
+            folder = "" if self.data is None else f" in {str(self.data)!r}"
             return f"tasks: {name!r}: its data{folder} can't be read: {one_line(cause)}"
         if not reachable:
             data = f"its data{f' ({where})' if where else ''}"
@@ -230,97 +233,41 @@ def _members(listed: object) -> list[str]:
     return names
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataFolder:
-    """A folder with tasks' data, ``NAME/CONFIG/SPLIT.jsonl`` (also .arrow, .parquet), NAME being the hub's.
+def local_fields(config: Json, task: str, data: Path) -> Json:
+    """Return the fields that let a task read its data from the folder; none if it reads files already.
 
-    CONFIG is ``default`` for a data set without configurations.
-
-    Attributes:
-        path: the folder.
+    A split that the folder does not hold is None, so that the harness takes another. Raises UserError if the data set
+    is not there (with the nearest name that is), or no split of it that the task can be scored on.
     """
-
-    path: Path
-
-    @staticmethod
-    def open(path: str) -> DataFolder:
-        """Return the folder. Raises UserError if it does not exist."""
-        folder = home("data_dir", path)
-        if not folder.is_dir():
-            raise UserError(f"data_dir: {path!r} is no folder (allowed: a folder with NAME/CONFIG/SPLIT.jsonl)")
-        return DataFolder(path=folder.resolve())
-
-    @property
-    def tasks(self) -> Path:
-        """The folder of the user's own task files; it need not exist."""
-        return self.path / "tasks"
-
-    def local(self, config: Json, task: str) -> Json:
-        """Return the fields that let a task read its data from the folder; none if it reads files already.
-
-        A split that the folder does not hold is None, so that the harness takes another.
-
-        Raises:
-            UserError: the data set is not there (with the nearest name that is), no split of it that the task can be
-                scored on is there, or a .jsonl line is malformed (with its number).
-        """
-        name = config.get("dataset_path")
-        if not isinstance(name, str) or name in READERS.values():
-            return {}
-        wanted = f"{name}/{config.get('dataset_name') or DEFAULT}"
-        folder = self.path / wanted
-        files: dict[str, Path] = {}
-        if folder.is_dir() and self.path in folder.resolve().parents:
-            files = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix in READERS}
-        if not files:
-            raise UserError(f"data_dir: no data for the task {task!r}: {self._missing(wanted)}")
-        kinds = {file.suffix for file in files.values()}
-        readers = {READERS[kind] for kind in kinds}
-        if len(readers) > 1:
-            raise UserError(f"data_dir: {wanted} mixes {', '.join(sorted(kinds))} (allowed: one kind)")
-        for file in files.values():
-            if READERS[file.suffix] == "json":
-                check_lines(file)
-        splits = {key: config[key] for key in _SPLITS if config.get(key) is not None}
-        scored = {splits[key] for key in ("validation_split", "test_split") if key in splits}
-        if not scored & set(files):
-            raise UserError(
-                f"data_dir: {wanted} holds {', '.join(sorted(files))}, but the task {task!r} is scored on "
-                f"{' or '.join(sorted(scored))}"
-            )
-        return {
-            "dataset_path": readers.pop(),
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": {split: str(file) for split, file in files.items()}},
-            **{key: split if split in files else None for key, split in splits.items()},
-        }
-
-    def _missing(self, wanted: str) -> str:
-        held = {
-            file.parent.relative_to(self.path).as_posix()
-            for kind in READERS
-            for file in self.path.rglob(f"*{kind}")
-            if self.tasks not in file.parents
-        }
-        return (
-            f"{str(self.path)!r} has no {wanted}/SPLIT.jsonl{nearest(wanted, held)} (allowed: put it there, as `make "
-            "eval-data` does for many tasks; or leave out --data-dir to read from the hub)"
+    name = config.get("dataset_path")
+    if not isinstance(name, str) or name in READERS.values():
+        return {}
+    wanted = f"{name}/{config.get('dataset_name') or DEFAULT}"
+    folder = data / wanted
+    files: dict[str, Path] = {}
+    if folder.is_dir() and data in folder.resolve().parents:
+        files = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix in READERS}
+    if not files:
+        found = [file for kind in READERS for file in data.rglob(f"*{kind}") if data / TASKS not in file.parents]
+        near = nearest(wanted, {file.parent.relative_to(data).as_posix() for file in found})
+        raise UserError(
+            f"data_dir: no data for the task {task!r}: {str(data)!r} has no {wanted}/SPLIT.jsonl{near} (allowed: put "
+            "it there, as `make eval-data` does for many tasks; or leave out --data-dir to read from the hub)"
         )
-
-
-def check_lines(file: Path) -> None:
-    """Raise UserError, naming the line, if a line of a .jsonl file is no JSON object."""
-    number = 0
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    raise UserError(f"data_dir: {str(file)!r}, line {number}: no JSON object")
-    except UnicodeDecodeError as error:
-        raise UserError(f"data_dir: {str(file)!r} is not UTF-8 text ({error.reason})") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"data_dir: {str(file)!r}, line {number}: no JSON ({error})") from None
-    except OSError as error:
-        raise UserError(f"data_dir: {str(file)!r}: {error.strerror}") from None
+    kinds = {file.suffix for file in files.values()}
+    readers = {READERS[kind] for kind in kinds}
+    if len(readers) > 1:
+        raise UserError(f"data_dir: {wanted} mixes {', '.join(sorted(kinds))} (allowed: one kind)")
+    splits = {key: config[key] for key in _SPLITS if config.get(key) is not None}
+    scored = {splits[key] for key in ("validation_split", "test_split") if key in splits}
+    if not scored & set(files):
+        raise UserError(
+            f"data_dir: {wanted} holds {', '.join(sorted(files))}, but the task {task!r} is scored on "
+            f"{' or '.join(sorted(scored))}"
+        )
+    return {
+        "dataset_path": readers.pop(),
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: str(file) for split, file in files.items()}},
+        **{key: split if split in files else None for key, split in splits.items()},
+    }

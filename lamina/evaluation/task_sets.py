@@ -112,22 +112,14 @@ def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wan
     sets = {name: each.columns for name, each in SETS.items()} | {GENERATED: generated}
     found: list[Wanted] = []
     for name in names:
-        task, shots = _with_shots(name)
+        task, at, shots = name.partition("@")
+        if at and not re.fullmatch(r"\d{1,3}", shots):
+            raise UserError(f"tasks: {name!r}: {shots!r} is no number of examples (allowed: TASK, or TASK@5)")
         columns = sets.get(task, (Wanted(task=task),))
-        found += columns if shots is None else [replace(one, num_fewshot=shots) for one in columns]
+        found += [replace(one, num_fewshot=int(shots)) for one in columns] if at else columns
     if num_fewshot is not None:
         found = [replace(one, num_fewshot=num_fewshot) for one in found]
     return list(dict.fromkeys(found))
-
-
-def _with_shots(name: str) -> tuple[str, int | None]:
-    """A task's or set's name, and the number of examples after an @."""
-    task, at, shots = name.partition("@")
-    if not at:
-        return task, None
-    if not re.fullmatch(r"\d{1,3}", shots):
-        raise UserError(f"tasks: {name!r}: {shots!r} is no number of examples (allowed: TASK, or TASK@5)")
-    return task, int(shots)
 
 
 def listing(*, full: bool = False) -> str:

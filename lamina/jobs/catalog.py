@@ -128,7 +128,7 @@ def _tuning(name: str, summary: str, about: str, examples: str, *inputs: str, fi
         about=about,
         examples=examples,
         settings=f"lamina.posttraining.settings:{name.capitalize()}Settings",
-        run=f"lamina.posttraining.{name}:{name}",
+        run=f"lamina.posttraining.{'pairs' if name in ('reward', 'dpo') else name}:{name}",
         returns=f"``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; {_MODEL}",
         prints="lamina.reports.terminal:tuned",
         raises="data or a model that can't be read",

@@ -1,27 +1,198 @@
-"""Examples in TRL's forms (prompt and completion, messages, chosen and rejected), and their tokens and labels."""
+"""Examples in TRL's forms (prompt and completion, messages, chosen and rejected): read, and as tokens and labels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import glob
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
-from lamina.data.sources.file_documents import encodable_text
-from lamina.errors import UserError, nearest, one_line, unknown
-from lamina.posttraining.rows import Fields
+from lamina.core.values import home
+from lamina.data.sources import hub_datasets
+from lamina.data.sources.file_documents import inner_suffix
+from lamina.errors import UserError, one_line, unknown
+from lamina.evaluation.generated import NAMES, cached
+from lamina.jobs.files import disk_full
 
-IGNORED = -100
-ROLES = ("system", "user", "assistant")
-_SENDERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's names of the roles
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Fields = Mapping[str, Any]
 Message = Mapping[str, str]
 """A turn: its ``role`` (system, user or assistant) and its ``content``."""
 Messages = Sequence[Message]
 Prompt: TypeAlias = str | Messages
 """A text, or the turns before the answer."""
+IGNORED = -100
+ROLES = ("system", "user", "assistant")
+READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+GENERATED = "generated:"
+ALLOWED_GENERATED = "generated:KIND[:TASK[+TASK...]][@test]"
+_FILES = "a .jsonl, .json, .csv or .parquet file, also .gz, .xz or .zst"
+ALLOWED = f"{_FILES}, hf:NAME[:CONFIG][@SPLIT], or {ALLOWED_GENERATED}"
+
+
+def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) -> tuple[list[T], int]:
+    """Read a source and return what ``use`` makes of each row, and how many rows were left out.
+
+    Args:
+        name: of the setting, for the messages.
+        source: a file, hf:NAME, or generated:KIND.
+        use: raises ValueError with the reason why a row can't be used.
+        skip_bad: whether to leave such rows out and count them.
+
+    Raises:
+        UserError: with its number, for a row that can't be used; for a source that can't be read or has no usable row.
+    """
+    items: list[T] = []
+    skipped = 0
+    for number, row in enumerate(cast("Iterator[Fields]", load(name, source)), start=1):
+        try:  # datasets fills in what a row lacks
+            items.append(use({field: value for field, value in row.items() if value is not None}))
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            if not skip_bad:
+                where = f"{name}: {source!r}, row {number}"
+                raise UserError(f"{where}: {error} (--skip-bad leaves such rows out)") from None
+            skipped += 1
+    if skipped:
+        logger.warning("%s: %s: %d of %d rows left out", name, source, skipped, skipped + len(items))
+    if not items:
+        raise UserError(f"{name}: {source!r} has no usable row")
+    return items, skipped
+
+
+def load(name: str, source: str) -> Dataset:
+    """Read the rows of a source by the datasets library. Raises UserError, about the setting ``name``."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
+    if source.startswith(GENERATED):
+        return datasets.Dataset.from_list(list(generated_rows(name, source)))
+    try:
+        if hub_datasets.is_hub(source):
+            return hub_datasets.load(hub_datasets.parse(source))
+        path = home(name, source)
+        if inner_suffix(path) not in READERS:
+            raise UserError(f"{name}: {source!r} ends in {inner_suffix(path) or 'nothing'} (allowed: {ALLOWED})")
+        if not path.is_file():
+            raise UserError(f"{name}: {source!r}: no such file (allowed: {ALLOWED})")
+        files = glob.escape(str(path.resolve()))
+        return cast("Dataset", datasets.load_dataset(READERS[inner_suffix(path)], data_files=files, split="train"))
+    except UserError as error:  # the reader of corpora says it of a corpus
+        raise UserError(str(error).replace("corpus:", f"{name}:", 1)) from None
+    except Exception as error:  # of pyarrow, of pandas, of the library
+        if disk_full(error):
+            raise
+        raise UserError(f"{name}: {source!r} holds no rows ({one_line(error.__cause__ or error)})") from None
+
+
+def generated_rows(name: str, source: str) -> Iterator[Json]:
+    """Make the rows of ``generated:KIND[:TASK[+TASK...]][@test]``: of all tasks, unless some are named, mixed.
+
+    ``answers`` have a prompt and its completion, in the words that an evaluation asks with. ``preferences`` have a
+    prompt, the right answer as the chosen one, and as the rejected one another answer or the right one's words in
+    another order. Raises UserError, about the setting ``name``, for another kind, task or part.
+    """
+    kind, _, rest = source.removeprefix(GENERATED).partition("@")[0].partition(":")
+    split = source.partition("@")[2] or "train"
+    if kind not in ("answers", "preferences"):
+        raise unknown(f"kind of {name}", kind, ("answers", "preferences"))
+    if split not in ("train", "test"):
+        raise UserError(f"{name}: {source!r} (allowed: {ALLOWED_GENERATED})")
+    tasks = [f"lamina_{task}" for task in rest.split("+")] if rest else list(NAMES)
+    for task in tasks:
+        if task not in NAMES:
+            raise unknown(f"task of {name}", task.removeprefix("lamina_"), [one[7:] for one in NAMES])
+    texts = [(cached() / task / f"{split}.jsonl").read_text(encoding="utf-8") for task in tasks]
+    items: list[Json] = [json.loads(line) for text in texts for line in text.splitlines()]
+    draw = random.Random(source)
+    draw.shuffle(items)
+    for item in items:
+        question, right = f"{item['question']}\nAnswer:", item["choices"][item["answer"]]
+        if kind == "answers":
+            yield {"prompt": question, "completion": f" {right}"}
+            continue
+        wrong = draw.choice([text for text in item["choices"] if text != right])
+        words = right.split()
+        if draw.random() < 0.5:
+            draw.shuffle(words)
+            if len(words) > 2 and words != right.split():  # fewer hardly have another order
+                wrong = " ".join(words)
+        yield {"prompt": question, "chosen": f" {right}", "rejected": f" {wrong}"}
+
+
+def trls_form(row: Fields) -> Json:
+    """Return a row with TRL's names of its fields, and its turns with ``role`` and ``content``.
+
+    Alpaca's instruction and output are a prompt and its completion, ShareGPT's conversations are messages; texts alone,
+    as in LIMA, are the user's and the assistant's in turn. A ``text`` is a completion without a prompt.
+
+    Raises ValueError for an empty answer or a malformed turn.
+    """
+    named = dict(row)
+    if "conversations" in row:
+        named.setdefault("messages", named.pop("conversations"))
+    if "instruction" in row and "messages" not in named:
+        further = row.get("input") or ""
+        asked = f"{row['instruction']}\n\n### Input:\n{further}" if str(further).strip() else row["instruction"]
+        named.setdefault("prompt", [{"role": "user", "content": asked}])
+        if "output" in row:
+            named.setdefault("completion", [{"role": "assistant", "content": row["output"]}])
+    if "text" in named and not named.keys() & {"messages", "prompt", "chosen"}:
+        named |= {"prompt": "", "completion": named["text"]}
+    for name in ("messages", "prompt", "completion", "chosen", "rejected"):
+        value = named.get(name)
+        if isinstance(value, list) and value:
+            named[name] = [_turn(name, number, turn) for number, turn in enumerate(value)]
+        elif name in named and (not isinstance(value, str) or name == "messages"):
+            raise ValueError(f"the field {name!r} must be {'' if name == 'messages' else 'a text or '}a list of turns")
+        elif name in named and name != "prompt" and not str(value).strip():
+            raise ValueError(f"the field {name!r} is empty")
+    return named
+
+
+def _turn(name: str, number: int, turn: object) -> Message:
+    if isinstance(turn, str):
+        turn = {"role": ROLES[1 + number % 2], "content": turn}
+    fields = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
+    sender = fields.get("role", fields.get("from"))
+    role = {"human": "user", "gpt": "assistant"}.get(str(sender), sender)  # ShareGPT's names
+    content = fields.get("content", fields.get("value"))
+    if role not in ROLES or not isinstance(content, str):
+        raise ValueError(f"turn {number + 1} of {name!r} has no role (allowed: {', '.join(ROLES)}) with a text")
+    if role == "assistant" and not content.strip():
+        raise ValueError(f"turn {number + 1} of {name!r}, the assistant's, is empty")
+    return {"role": role, "content": content}
+
+
+def _up_to(role: str, turns: Messages) -> Messages:
+    """The turns up to the last one of a role."""
+    last = max((index for index, turn in enumerate(turns) if turn["role"] == role), default=-1)
+    if last < 0:
+        raise ValueError(f"no turn of the {role}'s")
+    return turns[: last + 1]
+
+
+def as_turns(text: Prompt, role: str = "user") -> Messages:
+    """Return a text as a turn; turns stay as they are."""
+    return [{"role": role, "content": text}] if isinstance(text, str) else text
+
+
+def _no_form(row: Fields, forms: str) -> ValueError:
+    return ValueError(f"no known fields (needed: {forms}; the row has: {', '.join(map(str, row)) or 'none'})")
 
 
 def example_of(row: Fields) -> Json:
@@ -29,166 +200,74 @@ def example_of(row: Fields) -> Json:
 
     Raises ValueError for a row of no known form.
     """
-    if "messages" in row or "conversations" in row:
-        name = "messages" if "messages" in row else "conversations"
-        return {"messages": _answered(name, _conversation(name, row))}
-    if "instruction" in row:
-        return {"messages": [*_instruction(row), {"role": "assistant", "content": _text(row, "output")}]}
-    if "prompt" in row:
-        prompt, completion = row["prompt"], _field(row, "completion")
-        if isinstance(prompt, str) and not isinstance(completion, list):
-            return {"prompt": encodable_text(prompt), "completion": _text(row, "completion")}
-        turns = [*_turns("prompt", prompt), *_turns("completion", completion)]
-        return {"messages": _answered("prompt + completion", turns)}
-    raise _no_form(row, "prompt/completion or messages or instruction/output")
+    named = trls_form(row)
+    if "messages" in named:
+        return {"messages": _up_to("assistant", named["messages"])}
+    if "prompt" not in named or "completion" not in named:
+        raise _no_form(row, "messages, or prompt and completion, or instruction and output, or text")
+    prompt, completion = named["prompt"], named["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return {"prompt": prompt, "completion": completion}
+    return {"messages": _up_to("assistant", [*as_turns(prompt), *as_turns(completion, "assistant")])}
 
 
 def preference_of(row: Fields) -> Json:
     """Return a row as a ``prompt`` and two answers, ``chosen`` and ``rejected``. Raises ValueError for another row."""
-    if not ("chosen" in row and "rejected" in row):
-        raise _no_form(row, "prompt/chosen/rejected or chosen/rejected")
-    if isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
-        if "prompt" not in row:
-            raise ValueError("no field 'prompt' beside 'chosen' and 'rejected' (needed where they are texts)")
-        return {"prompt": _prompt(row), "chosen": _text(row, "chosen"), "rejected": _text(row, "rejected")}
-    chosen, rejected = (_answered(name, _turns(name, row[name])) for name in ("chosen", "rejected"))
+    named = trls_form(row)
+    if not ("chosen" in named and "rejected" in named):
+        raise _no_form(row, "chosen and rejected, with or without a prompt")
+    if isinstance(named["chosen"], str) and isinstance(named["rejected"], str):
+        if "prompt" not in named:
+            raise ValueError("no field 'prompt' beside 'chosen' and 'rejected' (needed if they are texts)")
+        return {"prompt": prompt_of(named), "chosen": named["chosen"], "rejected": named["rejected"]}
+    chosen, rejected = (_up_to("assistant", as_turns(named[name], "assistant")) for name in ("chosen", "rejected"))
     if rejected[:-1] != chosen[:-1]:
         raise ValueError("'chosen' and 'rejected' differ before their last turn")
-    prompt = chosen[:-1] or _prompt(row)
+    prompt = chosen[:-1] or prompt_of(named)
     return {"prompt": prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
 
 
 def prompt_of(row: Fields) -> Prompt:
     """Return the prompt of a row of any form, without its answer. Raises ValueError for another row."""
-    if "prompt" in row:
-        return _prompt(row)
-    if "instruction" in row:
-        return _instruction(row)
-    if "messages" in row or "conversations" in row:
-        turns = _conversation("messages" if "messages" in row else "conversations", row)
-        last = max((index for index, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
-        if last < 0:
-            raise ValueError("no turn of the user's")
-        return turns[: last + 1]
-    if "chosen" in row and not isinstance(row["chosen"], str):
-        turns = _answered("chosen", _turns("chosen", row["chosen"]))
-        if len(turns) == 1:
-            raise ValueError("no turn of 'chosen' before its answer, and no field 'prompt'")
-        return turns[:-1]
-    raise _no_form(row, "prompt or messages or instruction")
-
-
-def _instruction(row: Fields) -> list[Message]:
-    further = row.get("input") or ""
-    if not isinstance(further, str):
-        raise ValueError("the field 'input' must be a text")
-    text = _text(row, "instruction") + (f"\n\n### Input:\n{encodable_text(further)}" if further.strip() else "")
-    return [{"role": "user", "content": text}]
-
-
-def _prompt(row: Fields) -> Prompt:
-    if isinstance(_field(row, "prompt"), str):
-        return _text(row, "prompt")
-    turns = _turns("prompt", row["prompt"])
-    if turns[-1]["role"] == "assistant":
+    named = trls_form(row)
+    prompt = named.get("prompt")
+    if prompt is None:
+        turns = named.get("messages", named.get("chosen"))
+        if not isinstance(turns, list):
+            raise _no_form(row, "prompt or messages or instruction")
+        return _up_to("user", turns)
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError("the field 'prompt' is empty")
+    elif prompt[-1]["role"] == "assistant":
         raise ValueError("the last turn of 'prompt' is the assistant's")
-    return turns
+    return prompt
 
 
-def _conversation(name: str, row: Fields) -> list[Message]:
-    """Return the turns of a field; plain texts (LIMA) alternate between user and assistant."""
-    value = row[name]
-    if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
-        value = [{"role": ROLES[1 + i % 2], "content": turn} for i, turn in enumerate(value)]
-    return _turns(name, value)
-
-
-def _turns(name: str, value: object) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        text = "" if name in ("messages", "conversations") else "a text or "
-        raise ValueError(f"the field {name!r} must be {text}a list of turns")
-    turns: list[Message] = []
-    for number, turn in enumerate(value, start=1):
-        if not isinstance(turn, dict):
-            raise ValueError(f"turn {number} of {name!r} is no object with role and content")
-        sender = str(turn.get("from"))
-        role = turn.get("role", _SENDERS.get(sender, sender))
-        content = turn.get("content", turn.get("value"))
-        if role not in ROLES or not isinstance(content, str):
-            raise ValueError(f"turn {number} of {name!r} has no role (allowed: {', '.join(ROLES)}) with a text")
-        turns.append({"role": role, "content": encodable_text(content)})
-    return turns
-
-
-def _answered(name: str, turns: list[Message]) -> list[Message]:
-    """Return the turns of a field up to the last answer. Raises ValueError for an empty or missing answer."""
-    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if not answers:
-        raise ValueError("no turn of the assistant's")
-    for index in answers:
-        if not turns[index]["content"].strip():
-            raise ValueError(f"turn {index + 1} of {name!r}, the assistant's, is empty")
-    return turns[: answers[-1] + 1]
-
-
-def _field(row: Fields, name: str) -> object:
-    if name not in row:
-        raise ValueError(f"no field {name!r}{nearest(name, row)} (the row has: {', '.join(row)})")
-    return row[name]
-
-
-def _text(row: Fields, name: str) -> str:
-    value = _field(row, name)
-    if not isinstance(value, str):
-        raise ValueError(f"the field {name!r} must be a text")
-    if not value.strip():
-        raise ValueError(f"the field {name!r} is empty")
-    return encodable_text(value)
-
-
-def _no_form(row: Fields, forms: str) -> ValueError:
-    return ValueError(f"no known fields (needed: {forms}; the row has: {', '.join(map(str, row)) or 'none'})")
-
-
-_SYSTEM = "{%- if message.role == 'system' -%}{{ message.content + '\n\n' }}"
-_ALPACA = (
-    """
-{%- for message in messages -%}
-"""
-    + _SYSTEM
-    + """
-{%- elif message.role == 'user' -%}
-{%- if not loop.first and messages[loop.index0 - 1].role == 'assistant' -%}{{ '\n\n' }}{%- endif -%}
-{%- if '\n\n### Input:\n' in message.content -%}
-{{ 'Below is an instruction that describes a task, paired with an input that provides further context. ' }}
-{%- else -%}
-{{ 'Below is an instruction that describes a task. ' }}
-{%- endif -%}
-{{ 'Write a response that appropriately completes the request.\n\n### Instruction:\n' }}
-{{- message.content + '\n\n### Response:\n' }}
-{%- else -%}{{ message.content + eos_token }}{%- endif -%}
-{%- endfor -%}"""
-)
+_BREAK = "('\\n\\n' if not loop.first and messages[loop.index0 - 1].role == 'assistant' else '')"
 
 
 def _template(user: str, assistant: str) -> str:
     """Make a template of two texts in Jinja's syntax, each with ``message.content``."""
     return (
-        "{%- for message in messages -%}" + _SYSTEM + "{%- elif message.role == 'user' -%}{{ " + user + " }}"
+        "{%- for message in messages -%}"
+        "{%- if message.role == 'system' -%}{{ message.content + '\n\n' }}"
+        "{%- elif message.role == 'user' -%}{{ " + user + " }}"
         "{%- else -%}{{ " + assistant + " }}{%- endif -%}{%- endfor -%}"
     )
 
 
 TEMPLATES = {
-    "alpaca": _ALPACA,  # Taori et al. 2023; LLM-Adapters' as well
-    "human": _template(
-        "' Human: ' + message.content + ' Assistant:'", "' ' + message.content + eos_token"
-    ),  # Adam-mini
-    "chat": _template(
-        "('\\n\\n' if not loop.first and messages[loop.index0 - 1].role == 'assistant' else '') + 'User: ' "
-        "+ message.content + '\\n\\nAssistant:'",
-        "' ' + message.content + eos_token",
+    "alpaca": _template(  # Taori et al. 2023; LLM-Adapters' as well
+        _BREAK + " + 'Below is an instruction that describes a task' + (', paired with an input that provides further "
+        "context. ' if '\n\n### Input:\n' in message.content else '. ') + 'Write a response that appropriately "
+        "completes the request.\n\n### Instruction:\n' + message.content + '\n\n### Response:\n'",
+        "message.content + eos_token",
     ),
+    "human": _template(  # Adam-mini
+        "' Human: ' + message.content + ' Assistant:'", "' ' + message.content + eos_token"
+    ),
+    "chat": _template(_BREAK + " + 'User: ' + message.content + '\n\nAssistant:'", "' ' + message.content + eos_token"),
     "plain": _template("message.content + '\n'", "message.content + eos_token"),
 }
 """Jinja templates by name. The text up to an answer is the same with the answer and without."""
@@ -201,21 +280,15 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
     ``default``: the name of the template that ``auto`` stands for where the tokenizer has none. Raises UserError for
     an unknown name, a file that can't be read, and a tokenizer without a template.
     """
-    known: object = tokenizer.chat_template  # a text, or several by name
-    own = known.get("default") if isinstance(known, dict) else known
-    own = own if isinstance(own, str) else None
+    own = tokenizer.get_chat_template() if tokenizer.chat_template else None
     if choice == "auto":
-        return own or (None if default is None else TEMPLATES[default])
-    if choice == "none":
-        return None
-    if choice == "tokenizer":
-        if own is None:
-            raise UserError(
-                f"template: 'tokenizer', but the model's tokenizer has no chat template (allowed: {', '.join(CHOICES)})"
-            )
-        return own
-    if choice in TEMPLATES:
-        return TEMPLATES[choice]
+        return own or TEMPLATES.get(str(default))
+    if choice == "tokenizer" and own is None:
+        raise UserError(
+            f"template: 'tokenizer', but the model's tokenizer has no chat template (allowed: {', '.join(CHOICES)})"
+        )
+    if choice in CHOICES:
+        return {"none": None, "tokenizer": own, **TEMPLATES}[choice]
     path = Path(choice)
     if path.suffix not in (".jinja", ".j2"):
         raise unknown("template", choice, (*CHOICES, "FILE.jinja"))
@@ -223,27 +296,6 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"template: {choice!r} can't be read ({one_line(error)})") from None
-
-
-def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages, *, answers: bool) -> str:
-    """Render a conversation; with ``answers``, up to where the model answers.
-
-    Raises ValueError for turns that the template does not take, UserError for a template that is no Jinja.
-    """
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=answers,
-        )
-    except TemplateSyntaxError as error:
-        raise UserError(f"template: no Jinja in its line {error.lineno} ({one_line(error)})") from None
-    except Exception as error:  # Jinja's own, and whatever a template raises by its raise_exception
-        raise ValueError(f"the template does not take it: {one_line(error)}") from None
-    return str(text)
 
 
 @dataclass(kw_only=True)
@@ -293,45 +345,54 @@ class ExampleEncoder:
 
     def prompt_text(self, prompt: Prompt) -> str:
         """Return a prompt as the text that the model continues."""
-        if self.template is None:
-            if isinstance(prompt, str):
-                return prompt
-            raise ValueError("turns need a chat template (allowed: a --template, or prompts that are texts)")
-        return render(self.tokenizer, self.template, as_turns(prompt), answers=True)
+        if self.template is None and isinstance(prompt, str):
+            return prompt
+        return self.render(as_turns(prompt), answers=True)
 
     def preference(self, preference: Fields) -> tuple[Json, Json]:
         """Encode the better and the worse answer of ``preference_of``, each with the prompt. Raises ValueError."""
         prompt = preference["prompt"]
-        if self.template is None and isinstance(prompt, str):
-            both = [{"prompt": prompt, "completion": preference[name]} for name in ("chosen", "rejected")]
-        else:
-            both = [
-                {"messages": [*as_turns(prompt), {"role": "assistant", "content": preference[name]}]}
-                for name in ("chosen", "rejected")
-            ]
+        both: list[Json] = [{"prompt": prompt, "completion": preference[name]} for name in ("chosen", "rejected")]
+        if self.template is not None or not isinstance(prompt, str):
+            both = [{"messages": [*as_turns(prompt), *as_turns(one["completion"], "assistant")]} for one in both]
         better, worse = map(self.example, both)
         if better["input_ids"] == worse["input_ids"]:
             cut = f" in their first {self.longest} tokens" if better["truncated"] else ""
             raise ValueError(f"the two answers are the same{cut}")
         return better, worse
 
+    def render(self, messages: Messages, *, answers: bool) -> str:
+        """Render a conversation; with ``answers``, up to where the model answers.
+
+        Raises ValueError for turns that the template does not take, UserError for a template that is no Jinja.
+        """
+        from jinja2 import TemplateSyntaxError
+
+        if self.template is None:
+            raise ValueError("turns need a chat template (allowed: a --template, or prompts and answers as texts)")
+        turns = [dict(message) for message in messages]
+        options: Json = {"chat_template": self.template, "tokenize": False, "add_generation_prompt": answers}
+        try:
+            return str(self.tokenizer.apply_chat_template(turns, **options))
+        except TemplateSyntaxError as error:
+            raise UserError(f"template: no Jinja in its line {error.lineno} ({one_line(error)})") from None
+        except Exception as error:  # Jinja's own, and whatever a template raises by its raise_exception
+            raise ValueError(f"the template does not take it: {one_line(error)}") from None
+
     def _spans(self, example: Fields) -> tuple[str, list[tuple[int, int]]]:
         """Return an example's text, and the first and last character of each answer in it."""
         if "completion" in example:
             end = str(self.tokenizer.eos_token)
-            completion = example["completion"]
-            text = example["prompt"] + completion + ("" if completion.endswith(end) else end)
+            text = example["prompt"] + example["completion"].removesuffix(end) + end
             return text, [(len(example["prompt"]), len(text))]
-        if self.template is None:
-            raise ValueError("turns need a chat template (allowed: a --template, or prompts and completions)")
         messages = example["messages"]
-        text = render(self.tokenizer, self.template, messages, answers=False)
+        text = self.render(messages, answers=False)
         spans = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 # transformers refuses to render no turns
-                before = render(self.tokenizer, self.template, messages[:index], answers=True) if index else ""
-                through = render(self.tokenizer, self.template, messages[: index + 1], answers=False)
+                before = self.render(messages[:index], answers=True) if index else ""
+                through = self.render(messages[: index + 1], answers=False)
                 if not (through.startswith(before) and text.startswith(through)):
                     raise ValueError(
                         "the template renders the turns before an answer differently without it (another --template)"
@@ -343,8 +404,3 @@ class ExampleEncoder:
         """A text's token ids, and the character at which each ends."""
         encoded: Any = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         return list(encoded["input_ids"]), [int(end) for _, end in encoded["offset_mapping"]]
-
-
-def as_turns(prompt: Prompt) -> Messages:
-    """Return a prompt as turns: a text is the user's."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -1,22 +1,26 @@
-"""Pairs of a better and a worse answer: their tokens, and evaluations over every held-out pair once."""
+"""Reward models and direct preference optimization, on pairs of a better and a worse answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
+from transformers import PreTrainedModel, TrainingArguments
 
 from lamina.core.json_types import Json
-from lamina.posttraining.examples import IGNORED, preference_of
-from lamina.posttraining.rows import Fields
+from lamina.jobs.kinds import Kind
+from lamina.posttraining.examples import IGNORED, Fields, preference_of
+from lamina.posttraining.settings import DpoSettings, RewardSettings
 from lamina.posttraining.trainer import Passed, TunedTrainer
-from lamina.posttraining.tuning import Row, S, TuningStage
+from lamina.posttraining.tuning import Row, S, TuningStage, tune
+from lamina.training.run import TrainingRun
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -29,37 +33,6 @@ _OF_TOKENS = {
     "mean_token_accuracy": "chosen",
     "logits/rejected": "rejected",
 }
-
-
-class PairStage(TuningStage[S]):
-    """A stage that trains on preferences.
-
-    Attributes:
-        columns: of the data set for TRL, each with the field of an encoded row that it takes.
-    """
-
-    monitored = "chosen_whole"
-    columns: ClassVar[Sequence[tuple[str, str]]]
-
-    def encoded(self, row: Fields) -> Json:
-        """Encode a preference: whole texts, and the prompt (what both begin with) and the answers apart."""
-        better, worse = self.encoder.preference(preference_of(row))
-        ids, others = better["input_ids"], worse["input_ids"]
-        first = min(next(i for i, label in enumerate(t["labels"]) if label != IGNORED) for t in (better, worse))
-        first = next((i for i in range(first) if ids[i] != others[i]), first)
-        return {
-            "chosen_whole": ids,
-            "rejected_whole": others,
-            "prompt_ids": ids[:first],
-            "chosen_ids": ids[first:],
-            "rejected_ids": others[first:],
-            "truncated": better["truncated"] or worse["truncated"],
-        }
-
-    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
-        from datasets import Dataset
-
-        return Dataset.from_dict({name: [row[field] for row in encoded_rows] for name, field in self.columns})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,41 +53,30 @@ class Measured:
 class PairTrainer(TunedTrainer):
     """A mixin for TRL's RewardTrainer and DPOTrainer."""
 
-    def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
-        """TRL's metrics of the held-out pairs: means over pairs or tokens, and the lowest and highest reward of all.
+    def held_out(self) -> dict[str, float]:
+        """Return the mean loss over the held-out pairs, and have TRL log its metrics: means over pairs or tokens.
 
         TRL's own evaluation averages batches, and repeats pairs until every process has as many. Trainer's, before
         training, would also keep the model from being trained by DDP.
         """
-        here = self._held_out_batches()
-        batches = [batch for part in self.processes.everyones(here) for batch in part]
+        batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
         losses = np.repeat(np.array([b.loss for b in batches], np.float32), [b.counts["pairs"] for b in batches])
-        metrics = {"eval_loss": float(losses.mean())}  # to the bit Trainer's, in one process
         self._metrics["eval"].update(_overall(batches))
-        self.log_held_out(metrics)  # which adds TRL's
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return {"eval_loss": float(losses.mean())}  # to the bit Trainer's, in one process
 
-    @torch.no_grad()
-    def _held_out_batches(self) -> list[Measured]:
-        """Measure this process's share of the held-out pairs, batch by batch."""
+    def measured_here(self) -> list[Measured]:
+        """Return what is measured on this process's share of the pairs."""
         data: Passed = self.eval_dataset
-        size, model = self.args.per_device_eval_batch_size, self.bare_model()
-        mine = range(self.processes.rank, len(data), self.processes.size)
-        measured, was_training = [], model.training
-        model.eval()
-        try:
-            with _on_its_own(self.accelerator):
-                for first in range(0, len(mine), size):
-                    chosen = [data[i] for i in mine[first : first + size]]
-                    inputs: Passed = self._prepare_inputs(self.data_collator(chosen))
-                    loss: Passed = self.compute_loss(self._forward, inputs)  # type: ignore[arg-type]
-                    metrics = {name: float(values[-1]) for name, values in self._metrics["eval"].items()}
-                    self._metrics["eval"].clear()
-                    measured.append(Measured(loss=float(loss), metrics=metrics, counts=_counts(inputs)))
-        finally:
-            model.train(was_training)
-        return measured
+
+        def measure(chosen: list[int]) -> Measured:
+            inputs: Passed = self._prepare_inputs(self.data_collator([data[i] for i in chosen]))
+            loss: Passed = self.compute_loss(self._forward, inputs)  # type: ignore[arg-type]
+            metrics = {name: float(values[-1]) for name, values in self._metrics["eval"].items()}
+            self._metrics["eval"].clear()
+            return Measured(loss=float(loss), metrics=metrics, counts=_counts(inputs))
+
+        with _on_its_own(self.accelerator):
+            return self.held_out_batches(measure)
 
     def _forward(self, **inputs: Passed) -> Passed:
         """Return the model in the run's precision, also before training, when accelerate has not wrapped it yet."""
@@ -161,3 +123,78 @@ def _on_its_own(accelerator: Accelerator) -> Iterator[None]:
     finally:
         for name in names:
             delattr(accelerator, name)
+
+
+class PairStage(TuningStage[S]):
+    """A stage that trains on preferences.
+
+    Attributes:
+        columns: of the data set for TRL, each with the field of an encoded row that it takes.
+    """
+
+    monitored = "chosen_whole"
+    columns: ClassVar[Sequence[tuple[str, str]]]
+
+    def encoded(self, row: Fields) -> Json:
+        """Encode a preference: whole texts, and the prompt (what both begin with) and the answers apart."""
+        better, worse = self.encoder.preference(preference_of(row))
+        ids, others = better["input_ids"], worse["input_ids"]
+        first = min(next(i for i, label in enumerate(t["labels"]) if label != IGNORED) for t in (better, worse))
+        first = next((i for i in range(first) if ids[i] != others[i]), first)
+        return {
+            "chosen_whole": ids,
+            "rejected_whole": others,
+            "prompt_ids": ids[:first],
+            "chosen_ids": ids[first:],
+            "rejected_ids": others[first:],
+            "truncated": better["truncated"] or worse["truncated"],
+        }
+
+    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
+        from datasets import Dataset
+
+        return Dataset.from_dict({name: [row[field] for row in encoded_rows] for name, field in self.columns})
+
+
+class RewardModeling(PairStage[RewardSettings]):
+    """The loss -log sigmoid(score(chosen) - score(rejected)), InstructGPT's Eq. 1 with two answers per prompt."""
+
+    kind = Kind.REWARD
+    record = RewardSettings
+    head = "sequence_classification"
+    part, theirs = PairTrainer, "Reward"
+    columns = (("chosen_ids", "chosen_whole"), ("rejected_ids", "rejected_whole"))
+
+    def new_model(self) -> PreTrainedModel:
+        return self.start.scorer()
+
+    def fields(self, run: TrainingRun) -> Json:
+        return {"max_length": None, "disable_dropout": False}
+
+
+class DpoTrainer(PairTrainer):
+    """A mixin for TRL's DPOTrainer."""
+
+    def _prepare_dataset(self, dataset: Passed, *args: object, **kwargs: object) -> Passed:
+        return dataset  # it is encoded, which TRL does not look for here
+
+
+class DirectPreferences(PairStage[DpoSettings]):
+    """The loss -log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), Rafailov et al. 2023, Eq. 7."""
+
+    kind = Kind.DPO
+    record = DpoSettings
+    part, theirs = DpoTrainer, "DPO"
+    columns = (("prompt_ids", "prompt_ids"), ("chosen_ids", "chosen_ids"), ("rejected_ids", "rejected_ids"))
+
+    def fields(self, run: TrainingRun) -> Json:
+        return {"max_length": None, "beta": self.settings.beta, "disable_dropout": False}
+
+    def options(self, arguments: TrainingArguments) -> Json:
+        return {"ref_model": self.start.policy().eval().requires_grad_(False)}
+
+
+reward = partial(tune, RewardModeling)
+"""Train a reward model on preferences; see ``lamina.posttraining.tuning.tune``."""
+dpo = partial(tune, DirectPreferences)
+"""Train a policy on preferences; see ``lamina.posttraining.tuning.tune``."""

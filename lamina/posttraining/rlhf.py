@@ -1,35 +1,413 @@
-"""Policies by reinforcement learning: ReMax, RLOO and GRPO, with a reward model or a verifiable reward."""
+"""Policies by reinforcement learning on TRL's online trainers: its RLOO and GRPO, and ReMax on the former.
+
+ReMax (Li et al. 2024, arXiv 2310.10505) as Adam-mini's code trains it takes one sampled and one greedy answer per
+prompt. With clipped rewards r, the policy's log-probabilities logp, those of the model that it started from ref, and
+the mask of the sampled answer's tokens:
+
+    advantage = r(sampled) - r(greedy)
+    weight_t  = advantage - beta * (logp_t - ref_t)             the KL per step: each step is charged its own
+    weight_t  = advantage - beta * sum_s (logp_s - ref_s)       the KL per sequence, as TRL's RLOO charges it
+    loss      = - sum_t weight_t * logp_t / sum_t 1             over all answers' tokens; the weights are constants
+"""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pandas as pd
+import torch
+from safetensors import SafetensorError
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, TrainingArguments
+
 from lamina.core.json_types import Json
-from lamina.errors import UserError
-from lamina.jobs.folder import Resume
+from lamina.core.python_files import guarded, run_file
+from lamina.data.encoding import TextEncoder
+from lamina.data.tokenizers import load_tokenizer
+from lamina.errors import UserError, one_line
+from lamina.jobs.files import write_text
 from lamina.jobs.kinds import Kind
-from lamina.posttraining import policy
-from lamina.posttraining.examples import prompt_of
-from lamina.posttraining.policy import HELD_OUT, reward_gain
-from lamina.posttraining.rewards import check_rewards, make_rewards
-from lamina.posttraining.rows import Fields
+from lamina.jobs.manifest import refuse_damaged, sha256
+from lamina.jobs.model_folder import content_hash, model_folder
+from lamina.modeling.backbones.loading import read_config
+from lamina.posttraining.examples import Fields, prompt_of
 from lamina.posttraining.settings import RlhfSettings
-from lamina.posttraining.trainer import Passed, TunedTrainer, trl
-from lamina.posttraining.tuning import Examples, Row, TuningStage, tune
+from lamina.posttraining.starting import Start
+from lamina.posttraining.trainer import Passed, TunedTrainer
+from lamina.posttraining.tuning import Row, TuningStage, tune
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.run import TrainingRun
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_Online: Passed = object  # one of TRL's online trainers, in the classes below
 
-def rlhf(
-    settings: RlhfSettings | Mapping[str, object], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
-) -> Json:
-    """Train a policy on prompts and rewards; see ``lamina.posttraining.tuning.tune``."""
-    return tune(PolicyOptimization(), settings, resume=resume, overwrite=overwrite, bar=bar)
+MEASURED = ("reward", "kl", "length", "ended")
+HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-out prompt, by evaluation
+Score = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
+"""Rewards of answers: takes the prompts' rows (prompt, prompt_ids, row), the answers' token ids and their texts."""
+BATCH = 32
+
+
+def check_rewards(settings: RlhfSettings, start: Start) -> str:
+    """Hash the reward model or function. Raises UserError if it is missing or the model's vocabulary differs."""
+    if settings.reward_function is not None:
+        path, _ = _parts(settings.reward_function)
+        _of_function(settings.reward_function)
+        return sha256(path)
+    if settings.reward_model is None:
+        raise UserError("reward_model: none given (needed: a folder as lamina reward leaves it, or --reward-function)")
+    folder = model_folder(settings.reward_model)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"reward_model: {settings.reward_model!r} holds no saved model (config.json is missing)")
+    refuse_damaged(folder)
+    config = read_config(folder, "reward_model")
+    if not any("SequenceClassification" in name for name in config.architectures or ()):
+        raise UserError(
+            f"reward_model: {settings.reward_model!r} gives no score (allowed: a folder as lamina reward leaves it)"
+        )
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < start.longest:
+        raise UserError(
+            f"reward_model: {settings.reward_model!r} reads {positions} tokens, and a prompt with its answer may have "
+            f"{start.longest} (allowed: --sequence-length {positions})"
+        )
+    try:
+        theirs = load_tokenizer(str(folder))
+    except UserError as error:
+        raise UserError(f"reward_model: {error}") from None
+    if TextEncoder(theirs).content_hash() != TextEncoder(start.tokenizer).content_hash():
+        raise UserError(
+            f"reward_model: {settings.reward_model!r} has another vocabulary than the model {start.path!r} (allowed: "
+            "a reward model that was trained from it or has its tokenizer)"
+        )
+    return content_hash(folder)
+
+
+def make_rewards(settings: RlhfSettings, device: torch.device) -> Score:
+    """Make the rewards of the settings' reward model, on this device, or of their function."""
+    if settings.reward_function is not None:
+        return _of_function(settings.reward_function, announced=True)
+    folder = model_folder(str(settings.reward_model))
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"reward_model: {settings.reward_model!r} can't be loaded ({one_line(error)})") from error
+    if model.config.num_labels != 1:
+        raise UserError(f"reward_model: it gives {model.config.num_labels} scores (needed: one)")
+    return _of_model(model.to(device).eval().requires_grad_(False))
+
+
+def _of_model(model: PreTrainedModel) -> Score:
+    @torch.no_grad()
+    def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
+        scores: list[float] = []
+        whole = [[*row["prompt_ids"], *answer] for row, answer in zip(rows, answers, strict=True)]
+        for first in range(0, len(whole), BATCH):
+            ids, mask = padded(whole[first : first + BATCH], 0, model.device)
+            scores += model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].float().tolist()
+        return scores
+
+    return score
+
+
+def _of_function(named: str, *, announced: bool = False) -> Score:
+    path, name = _parts(named)
+    function = getattr(run_file("reward_function", path, announced=announced), name, None)
+    if not callable(function):
+        raise UserError(f"reward_function: {str(path)!r} has no function {name!r}")
+
+    def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
+        rewards = []
+        with guarded(f"reward_function {named!r}"):
+            for row, text in zip(rows, texts, strict=True):
+                rewards.append(function(row["prompt"], text, json.loads(row["row"])))
+        return [_number(named, reward) for reward in rewards]
+
+    return score
+
+
+def _number(named: str, reward: Passed) -> float:
+    """Return a function's reward as a number of Python's. Raises UserError for anything but a number."""
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # of an integer that no float can hold
+        if not isinstance(reward, str | bytes) and math.isfinite(number := float(reward)):
+            return number
+    try:
+        shown = one_line(repr(reward))
+    except Exception:  # of the user's object; of an integer of more than 4,300 digits, too
+        shown = f"a {type(reward).__name__} that can't be printed"
+    raise UserError(f"reward_function: {named!r} returned {shown} (allowed: a finite number)")
+
+
+def _parts(named: str) -> tuple[Path, str]:
+    file, _, name = named.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not name.isidentifier():
+        raise UserError(f"reward_function: {named!r} (allowed: FILE.py:NAME)")
+    if not path.is_file():
+        raise UserError(f"reward_function: {file!r}: no such file")
+    return path, name
+
+
+def padded(
+    sequences: Sequence[Sequence[int]], pad: int, device: torch.device, *, left: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and their mask, [sequences, tokens], padded on the right, or on the left."""
+    side = "left" if left else "right"
+    ids = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True, padding_value=pad, padding_side=side)
+    mask = pad_sequence([torch.ones(len(s), dtype=torch.long) for s in sequences], batch_first=True, padding_side=side)
+    return ids.to(device), mask.to(device)
+
+
+class PolicyTrainer(TunedTrainer, _Online):
+    """A mixin for TRL's RLOOTrainer and GRPOTrainer: encoded prompts, one reward, and a reference model of its own.
+
+    Args:
+        rewards: of answers, not clipped.
+        clip: the magnitude that rewards are clipped to; 0 for none.
+        beta: the factor on the KL. TRL's own argument stays 0 while the trainer is built, since it would load the
+            reference model by name.
+        reference: the model that the policy starts from, frozen.
+    """
+
+    def __init__(
+        self,
+        *args: Passed,
+        rewards: Score,
+        clip: float,
+        beta: float,
+        reference: PreTrainedModel,
+        **kwargs: Passed,
+    ):
+        self.rewards, self.clip = rewards, clip
+        super().__init__(*args, reward_funcs=self._clipped_rewards, **kwargs)
+        from trl.trainer.utils import add_fused_lm_head
+
+        self.beta = beta
+        add_fused_lm_head(reference, temperature=self.temperature)
+        self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)  # the KL is measured at 0, too
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The prompts in Lamina's order; TRL's trainers take them as a list of rows."""
+        return DataLoader(
+            self.train_dataset,  # type: ignore[arg-type]
+            batch_sampler=self.order,
+            collate_fn=list,
+            generator=torch.Generator().manual_seed(self.args.seed),  # else it draws from the model's random state
+        )
+
+    @property
+    def tokens_seen(self) -> int:
+        """The tokens of all prompts and answers so far."""
+        return int(self.state.num_input_tokens_seen)
+
+    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, Json]:
+        return [self._ids[prompt] for prompt in prompts], None, {}
+
+    def _generate_and_score_completions(self, inputs: list[Row]) -> Passed:
+        self._ids = {row["prompt"]: row["prompt_ids"] for row in inputs}
+        return super()._generate_and_score_completions(inputs)
+
+    def _clipped_rewards(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        row: Sequence[str],
+        prompt_ids: Sequence[Sequence[int]],
+        **kwargs: object,
+    ) -> list[float]:
+        """TRL's form of a reward function."""
+        rows = [
+            {"prompt": prompt, "prompt_ids": ids, "row": whole}
+            for prompt, ids, whole in zip(prompts, prompt_ids, row, strict=True)
+        ]
+        rewards = self.rewards(rows, completion_ids, completions)
+        return [max(-self.clip, min(self.clip, reward)) for reward in rewards] if self.clip else rewards
+
+    def held_out(self) -> dict[str, float]:
+        """Return reward, KL and length of one sampled answer per held-out prompt; held_out.jsonl gets each answer's.
+
+        ``eval_kl`` is the mean over answers of sum_t (logp_t - ref_t) in nats, whose expectation is the KL of the
+        policy's answers to those of the model that it started from. The random numbers are the same at each evaluation,
+        and those of training are left as they were.
+        """
+        data: Passed = self.eval_dataset
+
+        def measure(chosen: list[int]) -> list[Json]:
+            answers = self._held_out_answers([data[i] for i in chosen])
+            return [{"prompt": i, **answer} for i, answer in zip(chosen, answers, strict=True)]
+
+        with torch.random.fork_rng(devices=[self.args.device] if self.args.device.type == "cuda" else []):
+            torch.manual_seed(self.args.seed)
+            numbers = [number for batch in self.held_out_batches(measure) for number in batch]
+        everyone = [number for part in self.processes.everyones(numbers) for number in part]
+        everyone.sort(key=lambda number: number["prompt"])
+        if self.processes.first:
+            write_held_out(Path(str(self.args.output_dir)).parent / HELD_OUT, self.state.global_step, everyone)
+        return {f"eval_{name}": sum(n[name] for n in everyone) / len(everyone) for name in MEASURED}
+
+    def _held_out_answers(self, rows: Sequence[Row]) -> list[Json]:
+        """The numbers of one sampled answer to each prompt."""
+        tokenizer: Passed = self.processing_class
+        model, device, end = self.bare_model(), self.args.device, tokenizer.eos_token_id
+        ids, mask = padded([row["prompt_ids"] for row in rows], tokenizer.pad_token_id, device, left=True)
+        options = {"max_new_tokens": self.max_completion_length, "temperature": self.temperature, "do_sample": True}
+        ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": end}
+        whole = model.generate(input_ids=ids, attention_mask=mask, top_k=0, top_p=1.0, **options, **ends)  # type: ignore[operator]
+        answers = []
+        for answer in whole[:, ids.shape[1] :].tolist():
+            answers.append(answer[: answer.index(end) + 1] if end in answer else answer)
+        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        rewards = self.rewards(rows, answers, texts)
+        after, answered = padded(answers, tokenizer.pad_token_id, device)
+        sequence, attended = torch.cat([ids, after], 1), torch.cat([mask, answered], 1)
+        ours, theirs = (self.token_logps(m, sequence, attended, after.shape[1]) for m in (model, self.ref_model))
+        kl = ((ours - theirs) * answered).sum(1).cpu()
+        return [
+            {"reward": reward, "kl": float(k), "length": len(answer), "ended": float(answer[-1] == end)}
+            for reward, k, answer in zip(rewards, kl, answers, strict=True)
+        ]
+
+    def token_logps(self, model: Passed, ids: torch.Tensor, mask: torch.Tensor, answer: int) -> torch.Tensor:
+        """The log-probabilities of the last ``answer`` tokens, [sequences, answer]; 0 where the mask has none."""
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :-answer] = -100
+        with self.accelerator.autocast():
+            outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        return outputs.log_probs[:, -answer:]
+
+
+class ReMaxTrainer(PolicyTrainer):
+    """ReMax on TRL's RLOOTrainer, which lacks it; see above for the equations.
+
+    Of the two answers per prompt the first is sampled, and the second is greedy: RLOO's baseline of the first, the mean
+    reward of the others, is then the greedy answer's reward. The greedy answers are dropped before the forward pass
+    that has a gradient.
+    """
+
+    def __init__(self, *args: Passed, kl_per: str, **kwargs: Passed):
+        super().__init__(*args, **kwargs)
+        self.kl_per = kl_per
+
+    def _generate_single_turn(self, prompt_ids: list, *others: Passed) -> list[list[int]]:
+        if not self.bare_model().training:
+            return super()._generate_single_turn(prompt_ids, *others)
+        sampled = super()._generate_single_turn(prompt_ids[0::2], *others)
+        stochastic = self.generation_config, self.generation_kwargs
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
+        self.generation_config = copy.deepcopy(stochastic[0])
+        self.generation_config.update(**greedy)
+        self.generation_kwargs = {**stochastic[1], **greedy}
+        try:
+            best = super()._generate_single_turn(prompt_ids[1::2], *others)
+        finally:
+            self.generation_config, self.generation_kwargs = stochastic
+        return [answer for pair in zip(sampled, best, strict=True) for answer in pair]
+
+    def _generate_and_score_completions(self, inputs: list[Row]) -> Passed:
+        beta, self.beta = self.beta, 0.0  # TRL would charge the KL to the baseline, too
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self.beta = beta
+        output = {name: value[0::2] for name, value in output.items()}  # the greedy answers were the baseline
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        answer = output["completion_ids"].shape[1]
+        with torch.no_grad():
+            output["reference"] = self.token_logps(self.ref_model, ids, mask, answer)
+        return output
+
+    def _compute_loss(self, model: Passed, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        answers = inputs["completion_mask"]
+        logps = self.token_logps(model, ids, mask, answers.shape[1])
+        reference = inputs["reference"]
+        settings = {"beta": self.beta, "kl_per": self.kl_per}
+        weight = remax_weights(inputs["advantages"], logps, reference, answers, **settings)
+        kl = ((logps.detach() - reference) * answers).sum()
+        self._log_answers(kl, answers.sum(), torch.tensor(len(answers), device=kl.device))
+        return remax_loss(weight, logps, answers)
+
+    def _log_answers(self, *sums: torch.Tensor) -> None:
+        kl, tokens, answers = self.accelerator.reduce(torch.stack([part.float() for part in sums]), reduction="sum")
+        measured = self._metrics["train"]
+        measured["kl"].append(float(kl / tokens.clamp(min=1)))
+        measured["kl_per_answer"].append(float(kl / answers.clamp(min=1)))
+
+
+def remax_weights(
+    advantage: torch.Tensor,
+    logps: torch.Tensor,
+    reference: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    beta: float,
+    kl_per: str,
+) -> torch.Tensor:
+    """Compute each token's weight in the loss, without a gradient.
+
+    Args:
+        advantage: [answers].
+        logps: the policy's log-probabilities of the tokens in nats, [answers, tokens].
+        reference: those of the model that it started from.
+        mask: 1 for an answer's tokens, [answers, tokens].
+        beta: the factor on the KL.
+        kl_per: "step" or "sequence".
+    """
+    kl = ((logps - reference) * mask).detach()
+    if kl_per == "sequence":
+        kl = kl.sum(-1, keepdim=True)
+    return (advantage[:, None] - beta * kl) * mask
+
+
+def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Compute the loss of a batch, a scalar, from the tokens' weights and log-probabilities, [answers, tokens]."""
+    return -(weight * logps * mask).sum() / mask.sum().clamp(min=1)
+
+
+def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
+    """Replace the held-out answers of this and later steps, which a resumed run repeats, by this evaluation's."""
+    earlier = [line for line in read_held_out(path) if line["step"] < step]
+    lines = [*earlier, *({"step": step, **number} for number in numbers)]
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_held_out(path: Path) -> list[Json]:
+    """Read the lines of held_out.jsonl; none if there is no such file."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def reward_gain(path: Path) -> Json:
+    """Compare the held-out reward of the first evaluation and the last, with a 95 % interval over the prompts.
+
+    The interval is Student's for paired differences. Empty for fewer than two evaluations or two prompts.
+    """
+    from scipy import stats
+
+    lines = pd.DataFrame(read_held_out(path), columns=pd.Index(("step", "prompt", "reward")))
+    rewards = lines.pivot_table(index="prompt", columns="step", values="reward", aggfunc="last")
+    if len(rewards.columns) < 2:
+        return {}
+    differences = (rewards.iloc[:, -1] - rewards.iloc[:, 0]).dropna()
+    if len(differences) < 2:
+        return {}
+    mean = float(differences.mean())
+    half = float(stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences))
+    return {"reward_gain": mean, "reward_gain_low": mean - half, "reward_gain_high": mean + half}
 
 
 class PolicyOptimization(TuningStage[RlhfSettings]):
@@ -37,60 +415,58 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
     kind = Kind.RLHF
     record = RlhfSettings
+    part, theirs = ReMaxTrainer, "RLOO"
     guarded = False
     measure = "eval_reward"
     monitored = "prompt_ids"
 
     def rewards(self) -> str:
-        return check_rewards(self.settings, self.start)
-
-    def read_examples(self) -> Examples:
-        if self.settings.max_answer >= self.start.longest:
+        settings, longest = self.settings, self.start.longest
+        self.ordered = partial(PromptOrder, copies=settings.num_generations)
+        digest = check_rewards(settings, self.start)
+        if settings.max_answer >= longest:
             raise UserError(
-                f"max_answer: {self.settings.max_answer} leaves no room for a prompt in the context of "
-                f"{self.start.longest} tokens (allowed: less)"
+                f"max_answer: {settings.max_answer} leaves no room for a prompt in the context of {longest} tokens "
+                "(allowed: less)"
             )
-        return super().read_examples()
+        return digest
 
     def encoded(self, row: Fields) -> Json:
         """A prompt: its text, its token ids, and its row as JSON."""
         prompt = prompt_of(row)
         ids = self.encoder.prompt(prompt, room=self.settings.max_answer)
-        try:
-            whole = json.dumps(dict(row))
-        except TypeError as error:
-            raise ValueError(f"not JSON ({error})") from None
-        return {"prompt": self.encoder.prompt_text(prompt), "prompt_ids": ids, "row": whole}
+        return {"prompt": self.encoder.prompt_text(prompt), "prompt_ids": ids, "row": json.dumps(row, default=str)}
 
     def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
         from datasets import Dataset
 
         return Dataset.from_list(list(map(dict, encoded_rows)))
 
-    def order(self, run: TrainingRun) -> TrainOrder:
-        copies = self.settings.num_generations
-        return PromptOrder(len(self.examples.train), copies=copies, **self.order_options(run))
-
     def trainer(self, run: TrainingRun) -> TunedTrainer:
+        if self.settings.algorithm != "remax":
+            self.part, self.theirs = PolicyTrainer, self.settings.algorithm.upper()
+        return super().trainer(run)
+
+    def fields(self, run: TrainingRun) -> Json:
         settings = self.settings
-        arguments = self.arguments(
-            trl("GRPOConfig" if settings.algorithm == "grpo" else "RLOOConfig"),
-            run,
-            per_device_train_batch_size=settings.batch_size * settings.num_generations // run.processes.size,
-            num_generations=settings.num_generations,
-            num_generations_eval=1,  # TRL's own evaluation is not used; its check would refuse an odd batch size
-            max_completion_length=settings.max_answer,
-            temperature=settings.temperature,
-            beta=0.0,
-        )
-        return policy.trainer_class(settings.algorithm)(
-            **self.trainer_options(run, arguments),
-            rewards=make_rewards(settings, arguments.device),
-            clip=settings.reward_clip,
-            beta=settings.beta,
-            reference=self.start.policy().eval().requires_grad_(False),
+        return {
+            "per_device_train_batch_size": settings.batch_size * settings.num_generations // run.processes.size,
+            "num_generations": settings.num_generations,
+            "num_generations_eval": 1,  # TRL's own evaluation is not used; its check would refuse an odd batch size
+            "max_completion_length": settings.max_answer,
+            "temperature": settings.temperature,
+            "beta": 0.0,
+        }
+
+    def options(self, arguments: TrainingArguments) -> Json:
+        settings = self.settings
+        return {
+            "rewards": make_rewards(settings, arguments.device),
+            "clip": settings.reward_clip,
+            "beta": settings.beta,
+            "reference": self.start.policy().eval().requires_grad_(False),
             **({"kl_per": settings.kl_per} if settings.algorithm == "remax" else {}),
-        )
+        }
 
     def finish(self, run: TrainingRun) -> Json:
         return reward_gain(run.folder / HELD_OUT)
@@ -112,3 +488,7 @@ class PromptOrder(TrainOrder):
             mine = [index for part in parts for index in self.micro_batch(step, part)[self.share]]
             for _ in parts:
                 yield [index for index in mine for _ in range(self.copies)]
+
+
+rlhf = partial(tune, PolicyOptimization)
+"""Train a policy on prompts and rewards; see ``lamina.posttraining.tuning.tune``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from lamina.core.json_types import Json
@@ -22,76 +21,46 @@ from lamina.training.setting_groups import (
 )
 from lamina.training.settings import HubSettings, ParallelSettings, PauseSettings, PretrainSettings, SourceSettings
 
-BestBy = Literal["last", "loss"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A published recipe.
-
-    Attributes:
-        source: where it was published, and what it leaves open.
-        settings: of `lamina sft`, by name; without the data set where it is on no hub.
-    """
-
-    source: str
-    settings: Mapping[str, object]
-
-
-PRESETS: dict[str, Recipe] = {
-    "commonsense170k": Recipe(
-        source=(
-            "OwLore's script (Li et al. 2024), which Mix-LN Table 2 follows: 1 epoch, learning rate 3e-4, batch 16, "
-            "blocks of 512 tokens, AdamW, bf16. It packs the examples and trains on all of their tokens."
-        ),
-        settings={
-            "template": "plain",
-            "epochs": 1.0,
-            "learning_rate": 3e-4,
-            "batch_size": 16,
-            "sequence_length": 512,
-            "packing": True,
-            "loss_on": "all",
-        },
-    ),
-    "commonsense170k-adapters": Recipe(
-        source=(
-            "LLM-Adapters (Hu et al. 2023): batch 16 of micro-batches of 4, 3 epochs, learning rate 3e-4, 256 tokens, "
-            "120 held-out examples, 100 steps of warm-up. Its code trains on the question, too, and LoRA's rank is 8."
-        ),
-        settings={
-            "template": "alpaca",
-            "epochs": 3.0,
-            "learning_rate": 3e-4,
-            "batch_size": 4,
-            "gradient_accumulation": 4,
-            "sequence_length": 256,
-            "warmup": 100.0,
-            "eval_examples": 120,
-            "loss_on": "all",
-            "lora_rank": 8,
-            "lora_alpha": 16.0,
-            "lora_dropout": 0.05,
-            "lora_targets": "q_proj,v_proj",
-        },
-    ),
-    "lima": Recipe(
-        source=(
-            "LIMA after pretraining, as in Peri-LN (appendix D.2): 1,000 examples, 15 epochs, batch 128, Adam at 1e-5, "
-            "cosine, the best checkpoint by held-out tasks. The micro-batch of 8 is ours."
-        ),
-        settings={
-            "data": "hf:GAIR/lima",
-            "template": "chat",
-            "epochs": 15.0,
-            "learning_rate": 1e-5,
-            "batch_size": 8,
-            "gradient_accumulation": 16,
-            "best_by": "loss",
-        },
-    ),
+PRESETS: dict[str, Mapping[str, object]] = {
+    # OwLore's script (Li et al. 2024), which Mix-LN Table 2 follows. It packs the examples and trains on all tokens.
+    "commonsense170k": {
+        "template": "plain",
+        "epochs": 1.0,
+        "learning_rate": 3e-4,
+        "batch_size": 16,
+        "sequence_length": 512,
+        "packing": True,
+        "loss_on": "all",
+    },
+    # LLM-Adapters (Hu et al. 2023). Its code trains on the question, too, and LoRA's rank is 8.
+    "commonsense170k-adapters": {
+        "template": "alpaca",
+        "epochs": 3.0,
+        "learning_rate": 3e-4,
+        "batch_size": 4,
+        "gradient_accumulation": 4,
+        "sequence_length": 256,
+        "warmup": 100.0,
+        "eval_examples": 120,
+        "loss_on": "all",
+        "lora_rank": 8,
+        "lora_alpha": 16.0,
+        "lora_dropout": 0.05,
+        "lora_targets": "q_proj,v_proj",
+    },
+    # LIMA after pretraining, as in Peri-LN (appendix D.2), which chooses the best checkpoint by held-out tasks. The
+    # micro-batch of 8 is ours.
+    "lima": {
+        "data": "hf:GAIR/lima",
+        "template": "chat",
+        "epochs": 15.0,
+        "learning_rate": 1e-5,
+        "batch_size": 8,
+        "gradient_accumulation": 16,
+        "best_by": "loss",
+    },
 }
-"""By name."""
+"""Settings of published recipes for `lamina sft`, by name; without the data set where it is on no hub."""
 
 
 class DataSettings(Settings, group="data"):
@@ -99,7 +68,7 @@ class DataSettings(Settings, group="data"):
 
     data: str | None = setting(
         None,
-        "the examples: a .jsonl or .json file (or .gz/.xz/.zst), hf:NAME[:CONFIG][@SPLIT], generated:answers or "
+        "the examples: a .jsonl, .json, .csv or .parquet file, hf:NAME[:CONFIG][@SPLIT], generated:answers or "
         "generated:preferences",
         examples_name,
     )
@@ -202,14 +171,14 @@ class TuningSettings(
         return PretrainSettings.from_dict(shared)
 
 
+_MAIN = ("from_model", "data", "template", "sequence_length", "epochs", "batch_size", "learning_rate", "lora_rank")
+
+
 class SftSettings(TuningSettings):
     """One fine-tuning run."""
 
     command_name = "sft"
-    main = (
-        *("from_model", "data", "template", "sequence_length", "epochs", "batch_size"),
-        *("learning_rate", "lora_rank", "preset", "output"),
-    )
+    main = (*_MAIN, "preset", "output")
 
     preset: str | None = setting(
         None, f"a published recipe's settings, which your own override: {', '.join(PRESETS)}", decides=False
@@ -220,7 +189,7 @@ class SftSettings(TuningSettings):
     packing: bool = setting(
         False, "fill each sequence with several examples, which don't attend to one another; sequence_length long"
     )
-    best_by: BestBy = setting(
+    best_by: Literal["last", "loss"] = setting(
         "last", "the model to keep: last, or the one with the lowest held-out loss of all evaluations"
     )
     output: str = changed("runs/sft")
@@ -238,17 +207,14 @@ def with_preset(given: Mapping[str, object]) -> Json:
         return dict(given)
     if name not in PRESETS:
         raise unknown("preset", str(name), PRESETS)
-    return {**PRESETS[str(name)].settings, **given}
+    return {**PRESETS[str(name)], **given}
 
 
 class RewardSettings(TuningSettings):
     """One reward model."""
 
     command_name = "reward"
-    main = (
-        *("from_model", "data", "template", "sequence_length", "epochs", "batch_size"),
-        *("learning_rate", "lora_rank", "precision", "output"),
-    )
+    main = (*_MAIN, "precision", "output")
 
     learning_rate: float = changed(2e-5)
     output: str = changed("runs/reward")
@@ -258,17 +224,11 @@ class DpoSettings(TuningSettings):
     """One run of direct preference optimization."""
 
     command_name = "dpo"
-    main = (
-        *("from_model", "data", "template", "sequence_length", "epochs", "batch_size"),
-        *("learning_rate", "lora_rank", "beta", "output"),
-    )
+    main = (*_MAIN, "beta", "output")
 
     learning_rate: float = changed(1e-6)
     beta: float = setting(0.1, "how closely the policy is held to the model that it starts from", above(0.0))
     output: str = changed("runs/dpo")
-
-
-Algorithm = Literal["remax", "rloo", "grpo"]
 
 
 class RlhfSettings(TuningSettings):
@@ -282,7 +242,7 @@ class RlhfSettings(TuningSettings):
 
     data: str | None = changed(
         None,
-        help="the prompts: a .jsonl or .json file (also .gz/.xz/.zst), hf:NAME[:CONFIG][@SPLIT], or generated:answers",
+        help="the prompts: a .jsonl, .json, .csv or .parquet file, hf:NAME[:CONFIG][@SPLIT], or generated:answers",
     )
     reward_model: str | None = setting(None, "the folder of a reward model, as lamina reward leaves it", place)
     reward_function: str | None = setting(
@@ -291,7 +251,7 @@ class RlhfSettings(TuningSettings):
         "file runs as code",
         place,
     )
-    algorithm: Algorithm = setting("remax", "remax, rloo or grpo")
+    algorithm: Literal["remax", "rloo", "grpo"] = setting("remax", "remax, rloo or grpo")
     kl_per: Literal["step", "sequence"] = setting(
         "step", "with remax, what the KL penalty is charged to: each step (Adam-mini), or the sequence (TRL)"
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from lamina.training.monitor.writers import StepSeries
 from lamina.training.run import TrainingRun
 from lamina.training.trainer import CheckpointedTrainer, OrderedTrainer
 
+T = TypeVar("T")
 _Trainer = Trainer if TYPE_CHECKING else object
 Passed: TypeAlias = Any
 """An argument that goes to TRL's trainer, or comes from it, unchanged."""
@@ -76,13 +78,32 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         """The tokens trained on so far, over all processes."""
         return int(self._total_train_tokens)
 
-    def log_held_out(self, metrics: dict[str, float]) -> None:
-        """Log an evaluation's numbers as such: in training mode TRL would add its training means, and forget them."""
+    def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
+        """Measure every held-out example once, whatever the batches and the processes, and log it."""
+        metrics = self.held_out()
+        self.evaluating(lambda: self.log(metrics))  # in training mode TRL would add its training means, and forget them
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def held_out(self) -> dict[str, float]:
+        """Return the metrics of the held-out examples, by ``eval_NAME``."""
+        raise NotImplementedError
+
+    def held_out_batches(self, measure: Callable[[list[int]], T]) -> list[T]:
+        """Measure this process's share of the held-out examples, given the numbers of each batch's rows."""
+        data: Passed = self.eval_dataset
+        mine = list(range(self.processes.rank, len(data), self.processes.size))
+        size = max(1, self.args.per_device_eval_batch_size)
+        with torch.no_grad():
+            return self.evaluating(lambda: [measure(mine[at : at + size]) for at in range(0, len(mine), size)])
+
+    def evaluating(self, act: Callable[[], T]) -> T:
+        """Act with the model in evaluation mode."""
         model = self.bare_model()
         was_training = model.training
         model.eval()
         try:
-            self.log(metrics)
+            return act()
         finally:
             model.train(was_training)
 
@@ -90,3 +111,9 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         """Return the model without the wrappers of accelerate and DDP, with LoRA's matrices in its layers."""
         assert isinstance(self.model, nn.Module)
         return self.accelerator.unwrap_model(self.model)
+
+
+@cache
+def trainer_class(own: type[TunedTrainer], theirs: str) -> type[TunedTrainer]:
+    """Make TRL's trainer of a name, such as SFT, with Lamina's part, once it is needed: TRL is an extra."""
+    return type(f"Lamina{theirs}Trainer", (own, trl(f"{theirs}Trainer")), {})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -26,15 +25,13 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import Status
-from lamina.posttraining import rows
-from lamina.posttraining.examples import ExampleEncoder, read_template
-from lamina.posttraining.rows import Fields
+from lamina.posttraining.examples import ExampleEncoder, Fields, read, read_template
 from lamina.posttraining.settings import TuningSettings, with_preset
 from lamina.posttraining.starting import Start, add_lora, find_start, merged, require_libraries
-from lamina.posttraining.trainer import Passed, TunedTrainer
+from lamina.posttraining.trainer import Passed, TunedTrainer, trainer_class, trl
 from lamina.training.arguments import arguments_of, check_arguments
 from lamina.training.checkpointing.checkpoints import Checkpoints, RunState
-from lamina.training.checkpointing.resuming import DATA, known_of
+from lamina.training.checkpointing.resuming import DATA, known_of, noted
 from lamina.training.checkpointing.saved_model import ModelCard, check_repository
 from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import Processes
@@ -51,13 +48,12 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=TuningSettings)
 T = TypeVar("T")
-A = TypeVar("A", bound=TrainingArguments)
 Row = Mapping[str, Any]
 POLICY = ResumePolicy(what="run", free=TuningSettings.undecided(), compared=frozenset(("from_model", "reward_model")))
 
 
 def tune(
-    stage: TuningStage[S],
+    kind: type[TuningStage[S]],
     settings: S | Mapping[str, object],
     *,
     resume: Resume = False,
@@ -65,30 +61,11 @@ def tune(
     bar: bool = True,
 ) -> Json:
     """Train after pretraining; see ``lamina.training.run.train``. Raises UserError if TRL or peft is missing."""
-    require_libraries(str(stage.kind))
+    require_libraries(str(kind.kind))
     with warnings.catch_warnings():
         # TRL reads the name that transformers had for it before 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return train(stage, settings, resume=resume, overwrite=overwrite, bar=bar)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Examples:
-    """What a stage trains on and is evaluated on.
-
-    Attributes:
-        train: encoded examples.
-        held_out: those of an evaluation.
-        monitored: token ids [sequences, tokens] for the layer monitor.
-        fingerprint: a hash of all of them.
-        notes: counts for result.json.
-    """
-
-    train: Dataset
-    held_out: Dataset
-    monitored: torch.Tensor
-    fingerprint: str
-    notes: Json = field(default_factory=dict)
+        return train(kind(), settings, resume=resume, overwrite=overwrite, bar=bar)
 
 
 # Of Trainer's own logs; tokens and the learning rate have their own places in a record.
@@ -182,15 +159,15 @@ class BestWeights(TrainerCallback):
 
     def __init__(self, folder: Path, model: PreTrainedModel, processes: Processes, *, resumed: int):
         self.folder, self.model, self.processes = folder, model, processes
-        noted: Json | None = _noted(folder / BEST_NOTE)
-        if "loss" not in noted or noted.get("step", math.inf) > resumed:
-            noted = None
-        if noted is not None and not (path := folder / BEST_WEIGHTS).is_file():
+        best = noted(folder / BEST_NOTE)
+        if "loss" not in best or best.get("step", math.inf) > resumed:
+            best = {}
+        if best and not (path := folder / BEST_WEIGHTS).is_file():
             if processes.first:
                 logger.warning("%s is missing: the best evaluation up to step %d is lost", path, resumed)
-            noted = None
-        self.step, self.loss = (-1, math.inf) if noted is None else (int(noted["step"]), float(noted["loss"]))
-        self.metrics: Json = {} if noted is None else dict(noted.get("metrics", {}))
+            best = {}
+        self.step, self.loss = int(best.get("step", -1)), float(best.get("loss", math.inf))
+        self.metrics: Json = dict(best.get("metrics", {}))
 
     def on_evaluate(
         self,
@@ -240,12 +217,18 @@ class TuningStage(TrainingStage[S]):
     """A stage after pretraining, on TRL's trainer for it.
 
     Attributes:
+        part: Lamina's part of the trainer.
+        theirs: the name of TRL's trainer and of its arguments, such as SFT.
         head: the name of the trained model's head.
         guarded: whether its loss, in nats, is watched for divergence; else only whether it is finite.
         measure: the metric of an evaluation by which the run is judged.
+        ordered: makes the training order.
         monitored: the field of an encoded row that the layer monitor takes.
         start: the model that it starts from.
-        examples: its data.
+        train: encoded examples.
+        held_out: those of an evaluation.
+        inputs: token ids [sequences, tokens] for the layer monitor.
+        notes: counts for result.json.
     """
 
     policy = POLICY
@@ -255,8 +238,14 @@ class TuningStage(TrainingStage[S]):
     head: ClassVar[str] = "causal_lm"
     guarded: ClassVar[bool] = True
     measure: ClassVar[str] = "eval_loss"
+    ordered: Callable[..., TrainOrder] = TrainOrder
+    part: type[TunedTrainer]
+    theirs: str
     start: Start
-    examples: Examples
+    train: Dataset
+    held_out: Dataset
+    inputs: torch.Tensor
+    notes: Json
     encoder: ExampleEncoder
     best: BestWeights
     tuner: Any
@@ -273,7 +262,7 @@ class TuningStage(TrainingStage[S]):
         """Choose the template before the first row is read."""
         return read_template(self.settings.template, self.start.tokenizer, default=None)
 
-    def counts(self, train: Sequence[Row], data: Dataset) -> Json:
+    def counts(self, train: Sequence[Row]) -> Json:
         """Return further counts for result.json."""
         return {}
 
@@ -300,51 +289,42 @@ class TuningStage(TrainingStage[S]):
         check_arguments(settings.trainer, settings.schedule, type(settings))
 
     def read(self, processes: Processes, *, bar: bool) -> None:
-        def ready() -> tuple[Start, str, Examples]:
-            import datasets
-
-            datasets.disable_progress_bars()
-            self.start = find_start(self.settings)
-            return self.start, self.rewards(), self.read_examples()
-
-        self.start, rewards, self.examples = processes.first_per_host(ready)
+        processes.first_per_host(self.read_examples)
         settings = decided(self.settings)
         per_step = settings.batch_size * settings.gradient_accumulation
-        steps = settings.steps or max(1, math.ceil(settings.epochs * len(self.examples.train) / per_step))
+        steps = settings.steps or max(1, math.ceil(settings.epochs * len(self.train) / per_step))
         self.settings = replace(settings, steps=steps, sequence_length=self.start.longest)
         self.plan, self.processor = self.start.plan, self.start.tokenizer
-        self.identity = TuningIdentity(self.settings, self.examples.fingerprint, self.start.fingerprint, rewards)
 
-    def read_examples(self) -> Examples:
-        """Read and encode the data. Raises UserError."""
-        settings, tokenizer = self.settings, self.start.tokenizer
+    def read_examples(self) -> None:
+        """Look at the model, then read and encode the data. Raises UserError."""
+        settings = self.settings
+        self.start = find_start(settings)
+        rewards, tokenizer = self.rewards(), self.start.tokenizer
         self.encoder = ExampleEncoder(
             tokenizer=tokenizer,
             template=self.template(),
             longest=self.start.longest,
             loss_on_all=getattr(settings, "loss_on", "answer") == "all",
         )
-        sources = [rows.read("data", str(settings.data), self.encoded, skip_bad=settings.skip_bad)]
+        rows, skipped = read("data", str(settings.data), self.encoded, skip_bad=settings.skip_bad)
+        apart, others = None, 0
         if settings.eval_data is not None:
-            sources.append(rows.read("eval_data", settings.eval_data, self.encoded, skip_bad=settings.skip_bad))
+            apart, others = read("eval_data", settings.eval_data, self.encoded, skip_bad=settings.skip_bad)
         if self.encoder.template is not None:
             tokenizer.chat_template = self.encoder.template
-        train, held_out = split(sources[0].items, settings, sources[1].items if sources[1:] else None)
-        data = self.dataset(train, train=True)
-        truncated = [row["truncated"] for source in sources for row in source.items if "truncated" in row]
-        return Examples(
-            train=data,
-            held_out=self.dataset(held_out, train=False),
-            monitored=monitored([row[self.monitored] for row in held_out]),
-            fingerprint=fingerprint(train, held_out),
-            notes={
-                "examples": len(train),
-                **self.counts(train, data),
-                "held_out": len(held_out),
-                "skipped": sum(source.skipped for source in sources),
-                **({"truncated": sum(truncated)} if truncated else {}),
-            },
-        )
+        train, held_out = split(rows, settings, apart)
+        self.train, self.held_out = self.dataset(train, train=True), self.dataset(held_out, train=False)
+        self.inputs = monitored([row[self.monitored] for row in held_out])
+        truncated = [row["truncated"] for row in [*rows, *(apart or ())] if "truncated" in row]
+        self.notes = {
+            "examples": len(train),
+            **self.counts(train),
+            "held_out": len(held_out),
+            "skipped": skipped + others,
+            **({"truncated": sum(truncated)} if truncated else {}),
+        }
+        self.identity = TuningIdentity(self, fingerprint(train, held_out), self.start.fingerprint, rewards)
 
     def new_model(self) -> PreTrainedModel:
         """Load or build the model to train."""
@@ -363,46 +343,49 @@ class TuningStage(TrainingStage[S]):
         return DivergenceGuard(margin=margin, patience=self.settings.divergence_patience)
 
     def order(self, run: TrainingRun) -> TrainOrder:
-        return TrainOrder(len(self.examples.train), **self.order_options(run))
-
-    def order_options(self, run: TrainingRun) -> Json:
-        """Return the arguments of a ``TrainOrder`` besides the number of examples."""
         settings, processes = self.settings, run.processes
-        return {
-            "steps": settings.steps,
-            "batch_size": settings.batch_size,
-            "gradient_accumulation": settings.gradient_accumulation,
-            "seed": settings.seed,
-            "done": run.done,
-            "rank": processes.rank,
-            "size": processes.size,
-        }
+        return self.ordered(
+            len(self.train),
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            gradient_accumulation=settings.gradient_accumulation,
+            seed=settings.seed,
+            done=run.done,
+            rank=processes.rank,
+            size=processes.size,
+        )
 
     def monitor_inputs(self) -> torch.Tensor:
-        return self.examples.monitored
+        return self.inputs
 
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
         self.best = BestWeights(run.folder, run.model, run.processes, resumed=run.done if run.checkpoint else -1)
         return [self.best] if getattr(self.settings, "best_by", "last") != "last" else []
 
-    def arguments(self, kind: type[A], run: TrainingRun, **further: object) -> A:
-        """Return TRL's arguments for the settings, with ``further`` fields. Raises UserError."""
-        # TRL turns checkpointing on by default, under the name that transformers had for it before 5.23
-        checkpointing = {"gradient_checkpointing": self.settings.gradient_checkpointing}
-        return arguments_of(kind, self.settings.as_run(), run.processes.size, **checkpointing, **further)
+    def fields(self, run: TrainingRun) -> Json:
+        """Return TRL's arguments that the stage decides."""
+        return {}
 
-    def trainer_options(self, run: TrainingRun, arguments: TrainingArguments) -> Json:
-        """Return what all of TRL's trainers take, with Lamina's part."""
-        return {
-            "model": run.model,
-            "args": arguments,
-            "train_dataset": self.examples.train,
-            "eval_dataset": self.examples.held_out,
-            "processing_class": self.start.tokenizer,
-            "callbacks": run.callbacks,
-            "run": run,
-            "schedule": schedule_of(self.settings.as_run()),
-        }
+    def options(self, arguments: TrainingArguments) -> Json:
+        """Return what the stage's trainer takes besides what all of TRL's do."""
+        return {}
+
+    def trainer(self, run: TrainingRun) -> TunedTrainer:
+        settings = self.settings.as_run()
+        # TRL turns checkpointing on by default, under the name that transformers had for it before 5.23
+        fields = {"gradient_checkpointing": self.settings.gradient_checkpointing, **self.fields(run)}
+        arguments = arguments_of(trl(f"{self.theirs}Config"), settings, run.processes.size, **fields)
+        return trainer_class(self.part, self.theirs)(
+            model=run.model,
+            args=arguments,
+            train_dataset=self.train,
+            eval_dataset=self.held_out,
+            processing_class=self.start.tokenizer,
+            callbacks=run.callbacks,
+            run=run,
+            schedule=schedule_of(settings),
+            **self.options(arguments),
+        )
 
     def verdict(self, run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
         recorder, step = run.recorder, run.trainer.state.global_step
@@ -426,7 +409,7 @@ class TuningStage(TrainingStage[S]):
             "parameters": sum(p.numel() for p in parameters),
             "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
             "from": self.settings.from_model,
-            **self.examples.notes,
+            **self.notes,
             "reason": reason,
             **run.guard.outcome(status),
         }
@@ -525,20 +508,20 @@ class TuningIdentity:
     """What a run computes, as stored in its checkpoints and its folder.
 
     Attributes:
-        settings: of the run.
+        stage: whose settings the run has.
         data: a hash of the encoded examples.
         model: a hash of the model that it starts from.
         rewards: a hash of the reward model or function; empty without.
     """
 
-    settings: TuningSettings
+    stage: TuningStage[Any]
     data: str
     model: str
     rewards: str = ""
 
     def state_dict(self) -> Json:
         """The settings and the hashes, by the names that a pretraining run's checkpoint has."""
-        return {"settings": self.settings.to_dict(), **self.text}
+        return {"settings": self.stage.settings.to_dict(), **self.text}
 
     def load_state_dict(self, state: RunState) -> None:
         """Do nothing: ``refuse_changes`` compared it before the folder was touched."""
@@ -550,8 +533,8 @@ class TuningIdentity:
 
     def refuse_changes(self, folder: Path) -> None:
         """Raise UserError if the examples or the model have changed since the run in ``folder`` began."""
-        before = {**_noted(folder / DATA), **known_of(folder)}
-        settings, rewards = self.settings.to_dict(), "reward_function"
+        before = {**noted(folder / DATA), **known_of(folder)}
+        settings, rewards = self.stage.settings.to_dict(), "reward_function"
         rewards = rewards if settings.get(rewards) is not None else "reward_model"
         sources = (("text", "data", "data"), ("plan", "from", "from_model"), ("rewards", rewards, rewards))
         for key, name, setting in sources:
@@ -560,11 +543,3 @@ class TuningIdentity:
                     f"{name}: {settings.get(setting)!r} is not what it was when the run in {str(folder)!r} began "
                     "(allowed with --resume: the same; else another --output, or --overwrite)"
                 )
-
-
-def _noted(path: Path) -> Json:
-    try:
-        noted = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return noted if isinstance(noted, dict) else {}

@@ -179,26 +179,6 @@ def test_bad_input_is_one_line_before_anything_is_evaluated(model, data_dir, tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_its_readout_is_refused(model, text, tmp_path):
-    """transformers would draw the missing weights at random, and the perplexity would be that of noise."""
-    shutil.copytree(model, tmp_path / "headless", ignore=shutil.ignore_patterns("manifest.json"))
-    weights = load_file(model / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, tmp_path / "headless" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"not in the checkpoint, so random: lm_head.weight"):
-        lamina.evaluate(models=str(tmp_path / "headless"), corpus=str(text), output=str(tmp_path / "out"), bar=False)
-
-
-def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path, text):
-    small = saved_model(tmp_path / "small", vocab_size=200)
-    with pytest.raises(UserError, match=r"tokenizer: it has 257 tokens, the model .* has 200"):
-        lamina.evaluate(models=str(small), corpus=str(text), output=str(tmp_path / "out"), bar=False)
-    (small / "tokenizer.json").unlink()
-    (small / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match=r"holds none \(allowed: --tokenizer"):
-        lamina.evaluate(models=str(small), corpus=str(text), output=str(tmp_path / "out"), overwrite=True, bar=False)
-
-
 def test_a_diverged_run_alone_has_nothing_to_evaluate(tmp_path, text):
     run = tmp_path / "run"
     run.mkdir()
@@ -227,32 +207,6 @@ def test_a_score_is_computed_again_once_what_it_rests_on_has_changed(data_dir, t
     assert [unit["scores"] for unit in after] == [unit["scores"] for unit in fresh]
 
 
-@pytest.mark.parametrize(
-    ("content", "given", "message"),
-    [
-        ('{"prompt": "a"}\n', {}, "text"),
-        ("words\n", {"corpus": "{0}:0.9,embedded:0.1"}, "is a mix"),
-    ],
-)
-def test_a_text_that_cannot_be_read_leaves_no_folder(model, tmp_path, content, given, message):
-    file = tmp_path / ("rows.jsonl" if content.startswith("{") else "words.txt")
-    file.write_text(content)
-    corpus = given.get("corpus", "{0}").format(file)
-    with pytest.raises(UserError, match=message):
-        lamina.eval(models=[str(model)], corpus=corpus, output=str(tmp_path / "out"), bar=False)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_reward_model_is_not_evaluated(model, text, tmp_path):
-    folder = shutil.copytree(model, tmp_path / "reward")
-    config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["LaminaForSequenceClassification"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="LaminaForSequenceClassification, which gives scores"):
-        lamina.eval(models=[str(folder)], corpus=str(text), output=str(tmp_path / "out"), bar=False)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("damage", ["zeroed", "cut", "deleted"])
 def test_damaged_items_are_made_again(model, data_dir, tmp_path, damage):
     out = tmp_path / "out"
@@ -268,20 +222,62 @@ def test_damaged_items_are_made_again(model, data_dir, tmp_path, damage):
     assert len(pd.read_parquet(file)) == 20
 
 
+def without_readout(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_scores(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LaminaForSequenceClassification"]}))
+
+
+def without(pattern):
+    return lambda folder: [file.unlink() for file in folder.glob(pattern)]
+
+
+unspoiled = without("no-such-file")
+
+
 @pytest.mark.parametrize(
-    ("missing", "given", "says"),
+    ("spoil", "given", "says"),
     [
-        ("model.safetensors", {}, "models: .* holds no weights"),
-        ("tokenizer", {}, "tokenizer: .* holds none"),
-        (None, {"tokenizer": "no/such/tokenizer"}, "tokenizer: .*no/such/tokenizer"),
-        (None, {"chat_template": True}, "chat_template: the tokenizer of .* has none"),
+        (without("model.safetensors"), {}, "models: .* holds no weights"),
+        (without("tokenizer*"), {}, r"tokenizer: .* holds none \(allowed: --tokenizer"),
+        (with_scores, {}, "LaminaForSequenceClassification, which gives scores"),
+        (unspoiled, {"tokenizer": "no/such/tokenizer"}, "tokenizer: .*no/such/tokenizer"),
+        (unspoiled, {"chat_template": True}, "chat_template: the tokenizer of .* has none"),
+        (unspoiled, {"corpus": "{folder}/rows.jsonl"}, "text"),
+        (unspoiled, {"corpus": "{folder}/words.txt:0.9,embedded:0.1"}, "is a mix"),
     ],
 )
-def test_what_a_model_lacks_is_said_before_the_folder_is_touched(model, data_dir, tmp_path, missing, given, says):
+def test_what_a_model_or_text_lacks_is_said_before_the_folder_is_touched(model, data_dir, tmp_path, spoil, given, says):
     place, out = tmp_path / "model", tmp_path / "out"
     shutil.copytree(model, place, ignore=shutil.ignore_patterns("manifest.json"))
-    for file in place.glob(f"{missing}*"):
-        file.unlink()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "words.txt").write_text("words\n")
+    spoil(place)
+    given = {name: value.format(folder=tmp_path) if name == "corpus" else value for name, value in given.items()}
     with pytest.raises(UserError, match=says):
         lamina.evaluate(models=str(place), tasks="quiz", data_dir=str(data_dir), output=str(out), bar=False, **given)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "spoil", "says"),
+    [
+        (
+            257,
+            without_readout,
+            "not in the checkpoint, so random: lm_head.weight",
+        ),  # it would be drawn, and score noise
+        (200, unspoiled, r"tokenizer: it has 257 tokens, the model .* has 200"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(text, tmp_path, vocab_size, spoil, says):
+    place = saved_model(tmp_path / "one", vocab_size=vocab_size)
+    (place / "manifest.json").unlink(missing_ok=True)
+    spoil(place)
+    with pytest.raises(UserError, match=says):
+        lamina.evaluate(models=str(place), corpus=str(text), output=str(tmp_path / "out"), bar=False)

@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard as HubCard
 from posttraining.tiny import preferences, sorting, write_rows
 
 from lamina.errors import UserError
-from lamina.posttraining.reward import reward
+from lamina.posttraining.pairs import reward
 from lamina.posttraining.sft import sft
 from lamina.training import run
 

@@ -1,15 +1,15 @@
-"""Evaluations of `lamina reward` and `lamina dpo`: every held-out pair once, whatever the batches and the processes."""
+"""`lamina reward` and `lamina dpo`: their formulas, every held-out pair once, whatever the batches and processes."""
 
 import json
 from pathlib import Path
 
 import pytest
-from posttraining.tiny import common, preferences, write_rows
+import torch
+from posttraining.tiny import common, preferences, same_weights, write_rows
 from training.test_distributed import torchrun
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
-from lamina.posttraining.dpo import dpo
-from lamina.posttraining.reward import reward
+from lamina.posttraining.pairs import dpo, reward
 from lamina.training.execution.processes import Processes
 
 JOBS = {"reward": reward, "dpo": dpo}
@@ -51,7 +51,7 @@ def test_the_processes_parts_are_one_evaluation(job, base, pairs, seven, tmp_pat
     parts = []
     for rank in range(2):
         trainer.processes = Processes(rank=rank, size=2)
-        parts.append(trainer._held_out_batches())
+        parts.append(trainer.measured_here())
     assert [sum(batch.counts["pairs"] for batch in part) for part in parts] == [4, 3]
 
     class Both(Processes):
@@ -90,3 +90,70 @@ def test_two_processes_train_and_evaluate_as_one_does(base, pairs, seven, tmp_pa
         )
         for ours, theirs in zip(*(evaluations(tmp_path / f"{name}-{c}") for c in ("one", "two")), strict=True):
             assert theirs == pytest.approx(ours, abs=1e-4)
+
+
+def answer_logp(model, tokenizer, row, name):
+    """The log probability of an answer and the end after it, given the prompt, token by token."""
+    prompt = tokenizer(row["prompt"])["input_ids"]
+    answer = tokenizer(row[name] + tokenizer.eos_token)["input_ids"]
+    total = 0.0
+    for done, token in enumerate(answer):
+        logits = model(input_ids=torch.tensor([prompt + answer[:done]])).logits[0, -1]
+        total += float(logits.log_softmax(-1)[token])
+    return total
+
+
+@torch.no_grad()
+def test_an_evaluation_of_dpo_is_its_formula_over_pairs_whatever_the_batches(base, pairs, tmp_path):
+    """Rafailov et al. 2023, eq. 7: -log sigmoid(beta ((log p - log q)(chosen) - (log p - log q)(rejected)))."""
+    rows = preferences(6)  # two batches, of four pairs and of two
+    rows[4]["rejected"] = rows[5]["rejected"] = rows[5]["chosen"] + " and more"  # of other lengths, in the second batch
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows)
+    with torch.enable_grad():
+        given = {
+            **common(base, pairs, tmp_path / "run"),
+            "eval_data": str(held_out),
+            "beta": 0.3,
+            "learning_rate": 1e-2,
+        }
+        result = dpo(given, bar=False)
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(path).eval() for path in (tmp_path / "run" / "model", base)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    margins = []
+    for row in rows:
+        chosen, rejected = (
+            0.3 * (answer_logp(policy, tokenizer, row, name) - answer_logp(reference, tokenizer, row, name))
+            for name in ("chosen", "rejected")
+        )
+        margins.append(chosen - rejected)
+    losses = [-torch.nn.functional.logsigmoid(torch.tensor(margin)).item() for margin in margins]
+    assert max(losses) - min(losses) > 1e-3, "pairs that are alike prove no mean"
+    assert result["eval_loss"] == pytest.approx(sum(losses) / 6, abs=1e-5)
+    assert result["eval_rewards_margins"] == pytest.approx(sum(margins) / 6, abs=1e-5)
+    assert result["eval_rewards_accuracies"] == pytest.approx(sum(margin > 0 for margin in margins) / 6)
+
+
+def test_an_evaluation_of_pairs_draws_no_number_of_training(base, pairs, tmp_path):
+    given = {**common(base, pairs, tmp_path / "often"), "lora_rank": 2, "lora_dropout": 0.3, "learning_rate": 1e-2}
+    dpo({**given, "eval_steps": 1}, bar=False)
+    dpo({**given, "eval_steps": 4, "output": str(tmp_path / "once")}, bar=False)
+    assert same_weights(tmp_path / "often", tmp_path / "once")
+
+
+def test_the_adapter_of_a_reward_model_has_its_score_as_peft_reads_it(base, tmp_path):
+    from peft import PeftModel
+
+    pairs = write_rows(tmp_path / "pairs.jsonl", preferences(12))
+    given = {"from_model": str(base), "data": str(pairs), "output": str(tmp_path / "run"), "eval_fraction": 0.25}
+    reward({**given, "steps": 2, "batch_size": 4, "lora_rank": 2, "learning_rate": 1e-2}, bar=False)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model").eval()
+    torch.manual_seed(1)  # the score that peft is to replace
+    original = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=256)
+    wrapped = PeftModel.from_pretrained(original, tmp_path / "run" / "adapter").eval()
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        scores = wrapped(input_ids=ids).logits
+        torch.testing.assert_close(scores, merged(input_ids=ids).logits, atol=1e-6, rtol=1e-5)
+    assert wrapped.peft_config["default"].task_type == "SEQ_CLS"

@@ -6,14 +6,12 @@ import warnings
 
 import pytest
 import torch
-from posttraining.tiny import common, preferences, same_weights, write_model, write_rows
+from posttraining.tiny import common, preferences, same_weights, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina.errors import UserError
-from lamina.posttraining.dpo import dpo
-from lamina.posttraining.policy import trainer_class
-from lamina.posttraining.reward import reward
-from lamina.posttraining.rlhf import rlhf
+from lamina.posttraining.pairs import dpo, reward
+from lamina.posttraining.rlhf import ReMaxTrainer, rlhf
 from lamina.reports import report
 
 
@@ -144,7 +142,7 @@ def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
 
 def test_remax_compares_a_sampled_with_a_greedy_answer(policy, monkeypatch):
     """Recorded from a run: the advantages are r(sampled) - r(greedy), and only the sampled answers are trained on."""
-    kind, seen, trained = trainer_class("remax"), [], []
+    kind, seen, trained = ReMaxTrainer, [], []
     generate, loss = kind._generate_single_turn, kind._compute_loss
 
     def generated(self, prompts, *others):
@@ -237,7 +235,7 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
         ({"algorithm": "grpo", "kl_per": "sequence"}, "kl_per: 'sequence' has no effect here"),
         ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in the context of 128"),
         ({"reward_model": ..., "data": "no-such.jsonl"}, "reward_model: none given"),  # before the data are read
-        ({"max_answer": 126}, "line 1: the prompt has 4 tokens and the answer up to 126, the context 128"),
+        ({"max_answer": 126}, "row 1: the prompt has 4 tokens and the answer up to 126, the context 128"),
     ],
 )
 def test_bad_settings_are_one_line(policy, changed, message):
@@ -245,6 +243,20 @@ def test_bad_settings_are_one_line(policy, changed, message):
         policy(**changed)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def change_config(folder, **changed):
+    """Change the sizes of a model's backbone where it says them."""
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changed)
+    config["backbone_config"].update(changed)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def more_tokens(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -255,36 +267,21 @@ def test_bad_settings_are_one_line(policy, changed, message):
         (lambda f: (f / "model.safetensors").unlink(), r"can't be loaded \(OSError"),
         (lambda f: (f / "model.safetensors").write_bytes(b"0" * 99), r"can't be loaded \(SafetensorError"),
         (lambda f: [p.unlink() for p in f.glob("token*")], "reward_model: tokenizer: .* could not be loaded"),
+        (lambda f: change_config(f, max_position_embeddings=64), r"reads 64 tokens.*allowed: --sequence-length 64"),
+        (lambda f: shutil.copy(f.parent / "base" / "config.json", f), "gives no score"),
+        (more_tokens, "has another vocabulary than the model"),
     ],
 )
-def test_a_damaged_reward_model_is_one_line(policy, judge, tmp_path, spoil, message):
+def test_a_reward_model_that_cannot_judge_is_one_line(policy, judge, base, tmp_path, spoil, message):
     shutil.copytree(judge[0] / "model", tmp_path / "judge", ignore=shutil.ignore_patterns("manifest.json"))
+    shutil.copytree(base, tmp_path / "base")
     spoil(tmp_path / "judge")
     with pytest.raises(UserError, match=message) as error:
         policy(reward_model=str(tmp_path / "judge"))
     assert "\n" not in str(error.value)
 
 
-def test_a_reward_model_with_a_shorter_context_is_refused(policy, judge, tmp_path):
+def test_a_reward_model_with_a_shorter_context_judges_shorter_sequences(policy, judge, tmp_path):
     shutil.copytree(judge[0] / "model", tmp_path / "judge", ignore=shutil.ignore_patterns("manifest.json"))
-    config = json.loads((tmp_path / "judge" / "config.json").read_text())
-    config["max_position_embeddings"] = config["backbone_config"]["max_position_embeddings"] = 64
-    (tmp_path / "judge" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"reads 64 tokens.*allowed: --sequence-length 64"):
-        policy(reward_model=str(tmp_path / "judge"))
+    change_config(tmp_path / "judge", max_position_embeddings=64)
     assert policy(reward_model=str(tmp_path / "judge"), sequence_length=64, steps=1)[1]["status"] == "finished"
-
-
-def test_a_policy_is_no_reward_model(policy, base):
-    with pytest.raises(UserError, match="gives no score"):
-        policy(reward_model=str(base))
-
-
-def test_a_reward_model_with_another_vocabulary_is_refused(policy, judge, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(judge[0] / "model", other, ignore=shutil.ignore_patterns("manifest.json"))
-    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path / "odd"))
-    tokenizer.add_tokens(["<more>"])
-    tokenizer.save_pretrained(other)
-    with pytest.raises(UserError, match="has another vocabulary than the model"):
-        policy(reward_model=str(other))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lamina.posttraining.policy import remax_loss, remax_weights
+from lamina.posttraining.rlhf import remax_loss, remax_weights
 
 
 def remax_of_verl(rewards, baselines, mask):

@@ -55,28 +55,15 @@ def test_sft(placement, tmp_path):
 
 
 @pytest.mark.slow
-def test_dpo_beside_a_copy_of_the_model(tmp_path):
-    """TRL loads the reference model by the model's name, which a fresh one does not have: it is given."""
+@pytest.mark.parametrize("adapter", [False, True])
+def test_dpo(adapter, tmp_path):
+    """TRL loads a reference model by the model's name, which a fresh one does not have; an adapter needs none."""
     model = fresh()
+    given = {"peft_config": peft.LoraConfig(r=2)} if adapter else {"ref_model": copy.deepcopy(model)}
     args = arguments(trl.DPOConfig, tmp_path, max_length=32)
-    reference = copy.deepcopy(model)
-    trainer = trl.DPOTrainer(
-        model, reference, args=args, train_dataset=pairs(), processing_class=load_tokenizer("bytes")
-    )
+    given |= {"train_dataset": pairs(), "processing_class": load_tokenizer("bytes")}
+    trainer = trl.DPOTrainer(model, args=args, **given)
     assert trained(trainer)[0] == pytest.approx(math.log(2), abs=1e-3)  # the two are equal at the first step
-
-
-@pytest.mark.slow
-def test_dpo_with_an_adapter_needs_no_second_model(tmp_path):
-    args = arguments(trl.DPOConfig, tmp_path, max_length=32)
-    trainer = trl.DPOTrainer(
-        fresh(),
-        args=args,
-        train_dataset=pairs(),
-        processing_class=load_tokenizer("bytes"),
-        peft_config=peft.LoraConfig(r=2),
-    )
-    assert trained(trainer)[0] == pytest.approx(math.log(2), abs=1e-3)
 
 
 @pytest.mark.slow

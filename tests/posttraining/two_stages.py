@@ -3,18 +3,19 @@
 import json
 import sys
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import distributed
+
+from lamina.posttraining import pairs
 
 
 def main(path):
     distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
     for job, given in json.loads(Path(path).read_text()):
-        getattr(import_module(f"lamina.posttraining.{job}"), job)(given, bar=False)
+        getattr(pairs, job)(given, bar=False)
     distributed.destroy_process_group()
 
 

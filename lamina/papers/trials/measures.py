@@ -141,7 +141,7 @@ def _records(folder: Path, name: str) -> pd.DataFrame:
             raise UserError("no layer records")
         return pd.concat([pd.read_parquet(part.absolute()) for part in parts], ignore_index=True)
     if name == "held_out":
-        from lamina.posttraining.policy import HELD_OUT, read_held_out
+        from lamina.posttraining.rlhf import HELD_OUT, read_held_out
 
         return pd.DataFrame(read_held_out(folder / HELD_OUT))
     if not (records := RunFolder(folder).metrics):

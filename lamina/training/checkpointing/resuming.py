@@ -60,7 +60,7 @@ class RunIdentity:
         """Raise UserError if the text or the placement has changed since the run in ``folder`` began."""
         known = known_of(folder)
         refuse_another_text(self.settings, folder, self.fingerprint, known)
-        before = known.get("plan") or _noted(folder / PLAN)
+        before = known.get("plan") or noted(folder / PLAN)
         if before and before not in (plan_digest(self.plan), json.loads(json.dumps(self.plan.to_dict()))):
             raise UserError(
                 f"placement: {self.settings.placement!r} is not what it was when the run in {str(folder)!r} began "
@@ -71,7 +71,7 @@ class RunIdentity:
 def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
     """Raise UserError if the text has changed since the run in ``folder`` began; ``known``: of ``known_of``."""
     known = known_of(folder) if known is None else known
-    stored = known["text"] if "text" in known else _noted(folder / DATA).get("fingerprint")
+    stored = known["text"] if "text" in known else noted(folder / DATA).get("fingerprint")
     if stored is not None and stored != fingerprint:
         raise UserError(
             f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run "
@@ -102,7 +102,8 @@ def _changed(settings: PretrainSettings, noted: Path) -> str:
     return f"; changed since: {', '.join(newer[:3])}{', ...' * (len(newer) > 3)}" if newer else ""
 
 
-def _noted(path: Path) -> Json:
+def noted(path: Path) -> Json:
+    """Read a JSON object; empty if the file is missing or holds another value."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
