@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lamina.core.initializers import SAME, SUITS
 from lamina.core.json_types import Json
@@ -16,7 +17,6 @@ from lamina.core.width_schemes import SCHEMES
 from lamina.errors import UserError, unknown
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, ThreadSettings, WorkerSettings
 from lamina.jobs.settings import Settings, above, at_least, changed, not_below, setting
-from lamina.training.monitor.max_rate_rules import MaxRateRules
 from lamina.training.setting_groups import (
     BlockSettings,
     LearningRateSettings,
@@ -36,6 +36,9 @@ from lamina.training.settings import (
     RunSettings,
     rate_list,
 )
+
+if TYPE_CHECKING:
+    from lamina.training.monitor.max_rate_rules import MaxRateRules
 
 
 @takes(Numbers)
@@ -206,6 +209,8 @@ class RisingSettings(RunSettings):
 
     def rules(self, unigram_entropy: float) -> MaxRateRules:
         """The rules for a corpus with this unigram entropy, in nats per token."""
+        from lamina.training.monitor.max_rate_rules import MaxRateRules  # here, so that settings load no torch
+
         return MaxRateRules(
             top=self.max_learning_rate,
             steps=self.steps,
