@@ -394,8 +394,13 @@ class MixedBlocks(BlockSource):
         part, position = self.where(index)
         if self.blocks[part].in_order:
             return part, position
-        count = len(self.blocks[part])
-        return part, int(self._order(part, position // count)[position % count])
+        epoch, place = divmod(position, len(self.blocks[part]))
+        if self.seed is None:
+            return part, place
+        if part not in self._orders or self._orders[part][0] != epoch:
+            order = np.random.default_rng([self.seed, part, epoch]).permutation(len(self.blocks[part]))
+            self._orders[part] = (epoch, order)
+        return part, int(self._orders[part][1][place])
 
     def where(self, index: int) -> tuple[int, int]:
         """Return the part that block ``index`` belongs to, and how many blocks of that part come before it."""
@@ -456,16 +461,6 @@ class MixedBlocks(BlockSource):
         states = cast("Sequence[object] | None", state) or [None] * len(self.blocks)
         for part, own in zip(self.blocks, states, strict=True):
             part.load_state_dict(own, verbose=verbose)
-
-    def _order(self, part: int, epoch: int) -> np.ndarray | range:
-        count = len(self.blocks[part])
-        if self.seed is None:
-            return range(count)
-        order = self._orders.get(part)
-        if order is None or order[0] != epoch:
-            order = (epoch, np.random.default_rng([self.seed, part, epoch]).permutation(count))
-            self._orders[part] = order
-        return order[1]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_orders": {}}

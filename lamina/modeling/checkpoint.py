@@ -98,7 +98,15 @@ def _located(path: str | Path) -> tuple[str, Path | None, Json]:
     name, run = str(path), None
     place = Path(path).expanduser()
     if (place / RESULT).is_file() or (place / CONFIG).is_file():
-        place, run = _of_run(place), place
+        place, run = model_folder(place), place
+        if place == run:
+            saved = [p for p in (run / "checkpoints").glob("checkpoint-*") if p.name[11:].isdecimal()]
+            saved = [p for p in saved if (p / "config.json").is_file()]
+            if not saved:
+                raise UserError(
+                    f"checkpoint: the run {str(run)!r} has saved no model yet (neither model/ nor checkpoints/)"
+                )
+            place = max(saved, key=lambda p: int(p.name[11:]))
     more: Json = {}
     if place.suffix == ".gguf" and place.is_file():
         place, more["gguf_file"] = place.parent, place.name
@@ -109,16 +117,6 @@ def _located(path: str | Path) -> tuple[str, Path | None, Json]:
         if files:
             more["gguf_file"] = files[0].name
     return (str(place) if place.exists() else name), run, more
-
-
-def _of_run(folder: Path) -> Path:
-    if (model := model_folder(folder)) != folder:
-        return model
-    saved = [p for p in (folder / "checkpoints").glob("checkpoint-*") if p.name[11:].isdecimal()]
-    saved = [p for p in saved if (p / "config.json").is_file()]
-    if not saved:
-        raise UserError(f"checkpoint: the run {str(folder)!r} has saved no model yet (neither model/ nor checkpoints/)")
-    return max(saved, key=lambda p: int(p.name[11:]))
 
 
 def _is_of_a_head(model: PreTrainedModel, key: str) -> bool:

@@ -58,7 +58,11 @@ class LaminaConfig(PreTrainedConfig):
         else:
             self.backbone_config = copy.deepcopy(self.backbone_config)  # it is changed below
         backbone = self.backbone_config
-        _check_copies(kwargs, backbone)
+        for name in FLAT:
+            if name in kwargs and hasattr(backbone, name) and (value := kwargs.pop(name)) != getattr(backbone, name):
+                raise ValueError(
+                    f"{name}: {value!r}, but backbone_config.{name} is {getattr(backbone, name)!r} (they must be equal)"
+                )
         # The last hidden state is to be the stream before the final norm, as it is in every other layer.
         backbone.tie_last_hidden_states = False
         # The head looks at the outer configuration, the backbone at its own: one value for both.
@@ -117,12 +121,3 @@ def backbone_of(config: PreTrainedConfig) -> PreTrainedConfig:
     inner = config.backbone_config if lamina else config.get_text_config()
     assert isinstance(inner, PreTrainedConfig)
     return inner
-
-
-def _check_copies(fields: dict[str, object], backbone: PreTrainedConfig) -> None:
-    """Take the copies of the backbone's fields out of ``fields``; raise ValueError if a copy differs."""
-    for name in FLAT:
-        if name in fields and hasattr(backbone, name) and (value := fields.pop(name)) != getattr(backbone, name):
-            raise ValueError(
-                f"{name}: {value!r}, but backbone_config.{name} is {getattr(backbone, name)!r} (they must be equal)"
-            )

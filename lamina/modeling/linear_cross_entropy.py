@@ -161,8 +161,12 @@ class LinearCrossEntropy(torch.autograd.Function):
                 gradient = gradient.to(dtype)
                 if by_hidden is not None:
                     torch.mm(gradient, w, out=by_hidden[start : start + len(rows)])
-                if by_weight is not None:
-                    _accumulate(by_weight, gradient, rows)
+                if by_weight is not None and gradient.dtype == by_weight.dtype:
+                    by_weight.addmm_(gradient.t(), rows)
+                elif by_weight is not None and x.device.type == "cuda":  # sums are float32 before they are rounded
+                    by_weight += torch.mm(gradient.t(), rows, out_dtype=by_weight.dtype)
+                elif by_weight is not None:
+                    by_weight += gradient.t() @ rows
         ctx.gradients = (by_hidden, by_weight)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         return total
@@ -178,16 +182,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         if by_weight is not None:
             by_weight = by_weight.mul_(gradients[0]).to(ctx.dtypes[1])
         return by_hidden, by_weight, None, None, None, None, None
-
-
-def _accumulate(total: torch.Tensor, gradient: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add gradient^T rows to ``total``, in the precision of ``total``."""
-    if gradient.dtype == total.dtype:
-        total.addmm_(gradient.t(), rows)
-    elif total.device.type == "cuda":  # the product's sums are float32 anyway: they need not be rounded first
-        total += torch.mm(gradient.t(), rows, out_dtype=total.dtype)
-    else:
-        total += gradient.t() @ rows
 
 
 def _liger() -> Callable[..., torch.Tensor] | None:

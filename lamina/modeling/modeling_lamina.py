@@ -996,16 +996,14 @@ class LaminaForImageClassification(LaminaWithHead):
             **kwargs,
         )
         logits = self.classifier(outputs.last_hidden_state[:, 0])
-        loss = None if labels is None else self._loss(logits, labels, items)
+        loss = None
+        if labels is not None and (self.num_labels == 1 or self.config.problem_type is not None):
+            loss = self.loss_function(labels, logits, self.config)
+        elif labels is not None and items is None:
+            loss = nn.functional.cross_entropy(logits, labels)
+        elif labels is not None and items is not None:  # of the whole step; a label may be one number per class
+            images = items * len(labels) / labels.numel()
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / images
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | int | None) -> torch.Tensor:
-        """Return the mean over the batch, or over the whole step if Trainer counts its labels as ``items``."""
-        if self.num_labels == 1 or self.config.problem_type is not None:
-            return self.loss_function(labels, logits, self.config)
-        if items is None:
-            return nn.functional.cross_entropy(logits, labels)
-        images = items * len(labels) / labels.numel()  # a label may be one number per class
-        return nn.functional.cross_entropy(logits, labels, reduction="sum") / images

@@ -48,8 +48,8 @@ def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
         norms = {p: replace(norm, initial_gain=1.0) for p, norm in sub.norms.items()}
         return replace(sub, skip_scale=1.0, pre_scale=1.0, weight_gain=1.0, gate_gain=1.0, **norms)
 
-    wirings = (Layer(attention=wiring(x.attention), feed_forward=wiring(x.feed_forward)) for x in plan.layers)
-    return [([plan.layers[i] for i in indices], indices) for _, indices in replace(plan, layers=tuple(wirings)).kinds()]
+    wired = replace(plan, layers=tuple(layer.map(wiring) for layer in plan.layers))
+    return [([plan.layers[i] for i in indices], indices) for _, indices in wired.kinds()]
 
 
 def sublayers(layers: Iterable[Layer]) -> list[Sublayer]:

@@ -12,7 +12,7 @@ Plain data: imports neither torch nor transformers, goes to JSON and comes back 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -124,6 +124,10 @@ class Layer:
     def of(cls, sublayer: Sublayer) -> Layer:
         """Return the block whose two sub-layers are wired alike."""
         return cls(attention=sublayer, feed_forward=sublayer)
+
+    def map(self, change: Callable[[Sublayer], Sublayer]) -> Layer:
+        """Return the block with ``change`` applied to both sub-layers."""
+        return Layer(attention=change(self.attention), feed_forward=change(self.feed_forward))
 
     def __post_init__(self) -> None:
         """Raise UserError where the attention's skip asks for the block's input, which the stream is already."""

@@ -63,26 +63,20 @@ COMMON: tuple[Option, ...] = (
 def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
     """Return the docstring's summary, and the options: keyword-only parameters with their help from ``Args:``."""
     hints = get_type_hints(make)
-    summary, helps = _read_docstring(make.__doc__ or "")
+    summary, _, rest = inspect.cleandoc(make.__doc__ or "").partition("\nArgs:\n")
+    block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
+    helps = {m[1]: " ".join(m[2].split()) for m in re.finditer(r"^ {4}(\w+): ((?:.|\n(?! {4}\w+: ))*)", block, re.M)}
     options = tuple(
         Option(name=p.name, type=hints[p.name], default=p.default, help=helps.get(p.name, ""))
         for p in inspect.signature(make).parameters.values()
         if p.kind is p.KEYWORD_ONLY
     )
-    return summary, options
+    return summary.strip(), options
 
 
 def as_written(option: str, value: object) -> object:
     """Return the value that was written: YAML reads a bare ``off`` as false."""
     return "off" if value is False and option in ("qk_norm", "v_norm") else value
-
-
-def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    text = inspect.cleandoc(text)
-    summary, _, rest = text.partition("\nArgs:\n")
-    block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
-    helps = {m[1]: " ".join(m[2].split()) for m in re.finditer(r"^ {4}(\w+): ((?:.|\n(?! {4}\w+: ))*)", block, re.M)}
-    return summary.strip(), helps
 
 
 def _alternatives(hint: object) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from lamina.core import specs
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError, nearest, shortened
 from lamina.placements.custom import SUFFIXES, load
-from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.plan import Norm, Plan, Sublayer
 from lamina.placements.registry import Placement, as_written, get
 
 
@@ -111,10 +111,5 @@ def map_norms(plan: Plan, change: Callable[[Norm], Norm]) -> Plan:
     def changed(sub: Sublayer) -> Sublayer:
         return replace(sub, **{position: change(norm) for position, norm in sub.norms.items()})
 
-    layers = tuple(Layer(attention=changed(x.attention), feed_forward=changed(x.feed_forward)) for x in plan.layers)
-    return replace(
-        plan,
-        layers=layers,
-        final_norm=plan.final_norm and change(plan.final_norm),
-        embedding_norm=plan.embedding_norm and change(plan.embedding_norm),
-    )
+    ends = {name: change(norm) for name in ("final_norm", "embedding_norm") if (norm := getattr(plan, name))}
+    return replace(plan, layers=tuple(layer.map(changed) for layer in plan.layers), **ends)

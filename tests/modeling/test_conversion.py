@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from test_saving import fresh_process
-from tiny import OF_TEXT, TOKENS, VOCABULARY, built, llama, token_ids
+from tiny import OF_TEXT, TOKENS, VOCABULARY, built, llama
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaModel
 
 from lamina.core.architectures import conversions
@@ -174,31 +173,3 @@ def test_files_that_are_not_whole_safetensors_are_refused(spoil, said, tmp_path)
     spoil(tmp_path)
     with pytest.raises(UserError, match=said):
         from_transformers(tmp_path)
-
-
-WITHOUT_PACKAGE = """
-import json, sys, torch
-class NoLamina:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "lamina":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-sys.meta_path.insert(0, NoLamina())
-torch.set_num_threads(1)
-from pathlib import Path
-from transformers import AutoModelForCausalLM
-root = Path(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(root / "ours", trust_remote_code=True).eval()
-saved = torch.load(root / "saved.pt", weights_only=True)
-with torch.no_grad():
-    logits = model(input_ids=saved["ids"]).logits
-print(json.dumps({"equal": torch.equal(logits, saved["logits"]), "loaded": "lamina" in sys.modules}))
-"""
-
-
-def test_what_was_a_llama_loads_where_lamina_is_not_installed(tmp_path):
-    theirs = tiny("llama")
-    with torch.no_grad():
-        torch.save({"ids": token_ids(), "logits": theirs(input_ids=token_ids()).logits}, tmp_path / "saved.pt")
-    from_transformers(theirs).save_pretrained(tmp_path / "ours")
-    result = fresh_process(WITHOUT_PACKAGE, tmp_path, tmp_path / "home")
-    assert result == {"equal": True, "loaded": False}

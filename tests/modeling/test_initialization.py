@@ -15,7 +15,7 @@ from lamina.modeling import initialization
 from lamina.modeling.initialization import weights
 from lamina.placements import names, resolve
 
-WIDTH, FFN, VOCABULARY, NUM_LAYERS = 256, 640, 512, 2
+WIDTH, FFN, VOCABULARY, NUM_LAYERS = 256, 640, 512, 3
 ROLES = {
     "embedding",
     "readout",
@@ -36,7 +36,7 @@ def xavier(fan_in, fan_out):
 
 STD = {
     "normal": dict.fromkeys(ROLES, 0.02),
-    "scaled": dict.fromkeys(ROLES, 0.02) | dict.fromkeys(("attention_out", "feed_forward_out"), 0.02 / 2),  # sqrt(2 N)
+    "scaled": dict.fromkeys(ROLES, 0.02) | dict.fromkeys(("attention_out", "feed_forward_out"), 0.02 / math.sqrt(6)),
     "small": dict.fromkeys(ROLES, math.sqrt(2 / (5 * WIDTH))),
     "xavier": dict.fromkeys(("embedding", "readout"), 0.02)
     | dict.fromkeys(("query", "attention_out"), xavier(WIDTH, WIDTH))
@@ -46,7 +46,7 @@ STD = {
 STD["deepnorm"] = STD["xavier"] | {
     role: BETA * STD["xavier"][role] for role in ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 }
-SCALED_OUT = dict.fromkeys(("attention_out", "feed_forward_out"), 1 / 2)  # sqrt(2 N)
+SCALED_OUT = dict.fromkeys(("attention_out", "feed_forward_out"), 1 / math.sqrt(6))  # sqrt(2 N)
 STD["admin"] = STD["normal"]
 # A normal distribution cut off at 3 sigma has 0.9866 of its standard deviation.
 STD["small_scaled"] = {r: 0.9866 * s * SCALED_OUT.get(r, 1) for r, s in STD["small"].items()}
@@ -168,13 +168,21 @@ def test_every_parameter_is_covered_once_and_has_a_role(name, model_type):
         )
 
 
-def test_gains_and_biases_start_where_the_plan_says():
-    model = lamina.build(configuration("qwen2"), "post_ln", norm="layer", qk_norm="head")
-    for key, parameter in model.named_parameters():
-        if key.endswith("bias"):
-            assert not parameter.any(), key
-        elif parameter.ndim == 1:
-            assert torch.equal(parameter, torch.ones_like(parameter)), key
+def test_deepnorms_weights_are_normal_and_its_beta_an_option():
+    values = model_of("deepnorm", "deepnorm(beta=0.5)").model.layers[1].attention.module.o_proj.weight
+    std = 0.5 * xavier(WIDTH, WIDTH)
+    assert_drawn_with(values, std)
+    assert values.abs().max().item() > 3.5 * std  # a uniform distribution would end at 1.73 standard deviations
+    assert (values.abs() < std).double().mean().item() == pytest.approx(0.6827, abs=0.01)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_gain_of_a_norm_starts_at_one_and_every_bias_at_zero(name):
+    model = lamina.build(configuration("qwen2"), name, norm="group" if name == "group_ln" else "layer")
+    gains = {key: p for key, p in model.named_parameters() if "norm" in key.split(".")[-2] or key.endswith("bias")}
+    assert len(gains) >= 4
+    for key, parameter in gains.items():
+        assert (parameter == (0.0 if key.endswith("bias") else 1.0)).all(), key
 
 
 def test_the_row_of_the_padding_token_starts_at_zero_as_in_transformers():

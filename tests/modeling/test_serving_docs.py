@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lamina.modeling.backbones.conversion_job import EQUIVALENTS
+from lamina.modeling.backbones.conversion import EQUIVALENTS
 from lamina.placements import names
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"

@@ -100,16 +100,11 @@ def test_every_state_and_the_logits_follow_the_formula(name, num_layers):
     assert_follows_the_formula(name, num_layers)
 
 
-@pytest.mark.parametrize("final_norm", [True, False])
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("norm", ["final_norm", "embedding_norm"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_final_norm_can_be_set_and_left_out(name, final_norm):
-    assert_follows_the_formula(name, 2, final_norm=final_norm)
-
-
-@pytest.mark.parametrize("embedding_norm", [True, False])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_norm_of_the_embedding_can_be_set_and_left_out(name, embedding_norm):
-    assert_follows_the_formula(name, 2, embedding_norm=embedding_norm)
+def test_the_final_and_the_embeddings_norm_can_be_set_and_left_out(name, norm, is_there):
+    assert_follows_the_formula(name, 2, **{norm: is_there})
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "group_ln"])

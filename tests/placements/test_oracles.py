@@ -1,7 +1,5 @@
 """Numbers of the papers: scales, borders, exceptions of the first layer, and how many parameters the norms have."""
 
-import math
-
 import pytest
 import torch
 from naive import EXPECTED, WIDTH, built, llama
@@ -35,34 +33,6 @@ def test_the_norms_sit_where_the_paper_puts_them_at_1024_layers(name):
     first, others = EXPECTED[name].positions
     assert positions(plan, 0) == first
     assert {positions(plan, index) for index in range(1, 1024)} == {others}
-
-
-def expected_scales(name, index, num_layers):
-    """(skip_scale of the attention, of the feed-forward, pre_scale of both)."""
-    if name == "keel":
-        return (1, 1, 1) if index == 0 else (2 * num_layers, 2 * num_layers, 1)
-    if name == "deepnorm":
-        return (2 * num_layers) ** 0.25, (2 * num_layers) ** 0.25, 1
-    if name == "layernorm_scaling":
-        return 1, 1, 1 / math.sqrt(index + 1)
-    return 1, 1, 1
-
-
-@pytest.mark.parametrize("num_layers", [1, 12, 1024])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "admin"])
-def test_the_scales_of_every_layer_are_the_papers_constants(name, num_layers):
-    for index, layer in enumerate(resolve(name, num_layers=num_layers).layers):
-        attention, feed_forward = layer.attention, layer.feed_forward
-        scales = (attention.skip_scale, feed_forward.skip_scale, attention.pre_scale)
-        assert scales == pytest.approx(expected_scales(name, index, num_layers), rel=1e-12)
-        assert feed_forward.pre_scale == attention.pre_scale
-        assert all(type(scale) is float for scale in scales)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_only_fusenorm_and_b2t_change_what_the_skip_carries_and_only_before_the_feed_forward(name):
-    carried = {(x.attention.skip, x.feed_forward.skip) for x in resolve(name, num_layers=24).layers}
-    assert carried == {("stream", {"fusenorm": "block_input", "b2t": "both"}.get(name, "stream"))}
 
 
 def test_keels_alpha_counts_sublayers_and_can_be_learned():

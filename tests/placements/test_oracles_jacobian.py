@@ -60,18 +60,6 @@ def test_post_lns_skips_lose_half_of_the_gradients_square_at_every_sublayer():
     assert share == pytest.approx(5.4e-20, rel=0.01)
 
 
-def test_keels_full_sublayers_carry_the_whole_gradient():
-    share = gradient_through_the_skips(blocks_of("keel", NUM_SUBLAYERS // 2 + 1, alpha=NUM_SUBLAYERS)[1:])
-    assert share == pytest.approx((1 + 1 / NUM_SUBLAYERS**2) ** (-NUM_SUBLAYERS / 2), **CLOSE)
-    assert share == pytest.approx(0.99611, abs=1e-5)
-
-
-def test_keels_first_layer_passes_the_gradient_on_and_then_norms_a_sum_of_three():
-    """Attention: J = 1. Feed-forward: the norm divides a sum of mean square 3, the stream's 2 and the branch's 1."""
-    share = gradient_through_the_skips(blocks_of("keel", 12)[:1])
-    assert share == pytest.approx(1 / math.sqrt(3), **CLOSE)
-
-
 def test_keels_default_is_the_papers_alpha_for_the_models_own_depth():
     num_sublayers = NUM_SUBLAYERS
     share = gradient_through_the_skips(blocks_of("keel", num_sublayers // 2))

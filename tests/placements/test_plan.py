@@ -49,14 +49,6 @@ def test_a_plan_comes_back_equal_with_every_value_of_its_own_switches(name):
             assert back_from_json(plan) == plan
 
 
-@pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("num_layers", [1, 2, 7])
-def test_a_plan_has_a_record_for_each_layer(name, num_layers):
-    plan = resolve(name, num_layers)
-    assert plan.num_layers == len(plan.layers) == num_layers
-    assert plan.placement == name
-
-
 @pytest.mark.parametrize("record", [Norm(), Sublayer(), Layer(), Plan(placement="mine", layers=(Layer(),))])
 def test_records_cannot_be_changed_and_take_keywords_only(record):
     field = dataclasses.fields(record)[0].name
@@ -74,10 +66,6 @@ def test_kinds_are_the_distinct_layers_and_name_every_index_once(name):
     assert len({layer for layer, _ in kinds}) == len(kinds)
     assert [indices[0] for _, indices in kinds] == sorted(indices[0] for _, indices in kinds)
     assert all(plan.layers[i] == layer for layer, indices in kinds for i in indices)
-
-
-def test_kinds_of_keel_are_the_first_layer_and_the_rest():
-    assert [indices for _, indices in resolve("keel", 4).kinds()] == [[0], [1, 2, 3]]
 
 
 @pytest.mark.parametrize(

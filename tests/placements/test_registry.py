@@ -107,18 +107,6 @@ def test_a_depth_with_no_meaning_is_refused(num_layers):
         resolve("pre_ln", num_layers)
 
 
-@pytest.mark.parametrize("name", names())
-def test_the_common_options_change_the_plan(name):
-    assert resolve(name, 3, final_norm=True).final_norm is not None
-    assert resolve(name, 3, final_norm=False).final_norm is None
-    assert resolve(name, 3, embedding_norm=True).embedding_norm is not None
-    assert resolve(name, 3, embedding_norm=False).embedding_norm is None
-    assert resolve(name, 3, embedding_scale="sqrt_hidden_size").embedding_scale == "sqrt_hidden_size"
-    assert resolve(name, 3, embedding_scale=4).embedding_scale == 4
-    assert resolve(name, 3, qk_norm="full").qk_norm == "full"
-    assert resolve(name, 3, v_norm="head").v_norm == "head"
-
-
 @pytest.mark.parametrize("kind", ["rms", "layer", "group"])
 @pytest.mark.parametrize("name", names())
 def test_the_norm_option_changes_every_norm_of_the_plan_and_nothing_else(name, kind):

@@ -33,6 +33,7 @@ from lamina.modeling.backbones.presets import head_dim_of
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM, LaminaNorm, LogitsStyle, Residual
 from lamina.placements import Norm, Plan, Sublayer, resolve
+from lamina.placements.resolution import map_norms
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(\w+)\.(.+)")
 _MODULES = {"self_attn": "attention.module", "mlp": "feed_forward.module"}
@@ -319,23 +320,15 @@ def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
     return "head" if len(norm.weight) == head_dim_of(backbone_of(model.config)) else "full"
 
 
-def _folded(plan: Plan) -> tuple[object, ...]:
+def _folded(plan: Plan) -> Plan:
     """Return what a plan computes once its constants are in the weights, without norms on queries, keys, values."""
 
-    def norm(spec: Norm | None) -> Norm | None:
-        return None if spec is None else Norm(kind=spec.kind, groups=spec.groups)
+    def unscaled(sub: Sublayer) -> Sublayer:
+        return sub if sub.pre_norm is None else replace(sub, pre_scale=1.0, pre_scale_learned="no")
 
-    def sublayer(record: Sublayer) -> Sublayer:
-        scale: dict = {"pre_scale": 1.0, "pre_scale_learned": "no"} if record.pre_norm is not None else {}
-        norms = {name: norm(getattr(record, name)) for name in ("pre_norm", "out_norm", "post_norm")}
-        return replace(record, **norms, **scale)
-
-    layers = tuple(
-        replace(layer, attention=sublayer(layer.attention), feed_forward=sublayer(layer.feed_forward))
-        for layer in plan.layers
-    )
-    ends = {"final_norm": norm(plan.final_norm), "embedding_norm": None, "embedding_scale": 1.0}
-    return computed(replace(plan, layers=layers, **ends, qk_norm="off", v_norm="off"))
+    plan = map_norms(plan, lambda norm: Norm(kind=norm.kind, groups=norm.groups))
+    layers = tuple(layer.map(unscaled) for layer in plan.layers)
+    return computed(replace(plan, layers=layers, embedding_norm=None, embedding_scale=1.0, qk_norm="off", v_norm="off"))
 
 
 def load(
@@ -368,26 +361,20 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
     return config
 
 
-def computed(plan: Plan) -> tuple[object, ...]:
-    """Return the parts of a plan that decide the function it computes, without its name and initial values.
+def computed(plan: Plan) -> Plan:
+    """Return a plan with the default of whatever does not decide the function it computes: names, initial values.
 
     A norm of kind "rms" counts as "backbone": every backbone of the table has RMSNorms.
     """
 
-    def norm(spec: Norm | None) -> Norm | None:
-        if spec is None:
-            return None
+    def norm(spec: Norm) -> Norm:
         start = 1.0 if spec.learnable_gain else spec.initial_gain
         return replace(spec, kind="backbone" if spec.kind == "rms" else spec.kind, initial_gain=start)
 
-    def sublayer(record: Sublayer) -> Sublayer:
-        pre, out, post = (norm(spec) for spec in (record.pre_norm, record.out_norm, record.post_norm))
-        return replace(record, pre_norm=pre, out_norm=out, post_norm=post, weight_gain=1.0, gate_gain=1.0)
-
-    layers = tuple((sublayer(layer.attention), sublayer(layer.feed_forward)) for layer in plan.layers)
-    ends = (norm(plan.final_norm), norm(plan.embedding_norm), plan.embedding_scale)
-    inner = (plan.qk_norm, plan.v_norm)
-    return layers, *ends, *inner, None if inner == ("off", "off") else norm(plan.qkv_norm)
+    plan = map_norms(plan, norm)
+    layers = tuple(layer.map(lambda sub: replace(sub, weight_gain=1.0, gate_gain=1.0)) for layer in plan.layers)
+    inner = Norm() if (plan.qk_norm, plan.v_norm) == ("off", "off") else norm(plan.qkv_norm)
+    return replace(plan, placement="", layers=layers, qkv_norm=inner, initialization="", options={})
 
 
 def _check_class(model: PreTrainedModel) -> None:
