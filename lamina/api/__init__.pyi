@@ -723,12 +723,12 @@ def max_lr(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Comparison:
-    """How high a learning rate does each placement tolerate? One run per placement and seed, with one linear warm-up
-    from 0 to --max-learning-rate over all --steps (Keel's protocol). A run ends at the first of: a loss or
-    gradient that is not finite; a spike, a loss that stays --spike-margin nats above its low for --spike-
-    patience; a plateau, a loss that does not fall by --plateau-margin nats while the rate grows by --plateau-
-    factor ("stuck" if it never got below the corpus's unigram entropy). Reports the rate just before: the last at
-    which the loss was at its low, or still fell.
+    """Find how high a learning rate each placement tolerates. Each placement and seed has one run, with one linear
+    warm-up from 0 to --max-learning-rate over all --steps (Keel's protocol). A run ends at the first of: a loss
+    or gradient that is not finite; a spike, a loss that stays --spike-margin nats above its low for
+    --spike-patience; a plateau, a loss that does not fall by --plateau-margin nats while the rate grows by
+    --plateau-factor ("stuck" if it never got below the corpus's unigram entropy). Reports the rate just before:
+    the last at which the loss was at its low, or still fell.
 
     As `lamina max-lr` does; the keywords are its settings. Returns the rows of results.csv
     (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of every placement and seed) and the page.
@@ -826,7 +826,7 @@ def evaluate(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """What trained models can do: the perplexity of any text per token, word and byte (--corpus), and the tasks of
+    """Evaluate trained models: the perplexity of any text per token, word and byte (--corpus), and the tasks of
     lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, a run's folder, or a study's,
     whose runs become a mean and a standard deviation over the seeds. OUTPUT/report.html is the page; table.csv,
     table.md and table.tex hold the table as the papers print it, results.csv every number, items/ every question.

@@ -13,7 +13,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -94,8 +94,9 @@ def _documentation(row: JobRow) -> str:
     raises = f"UserError: (a ValueError) for invalid settings, {row.raises}, an output folder in use."
     failed = ["TrialsFailed: (a UserError) if every trial failed; the page is still written."]
     errors = [raises, *(failed if row.outcome == "Comparison" else [])]
-    listed = [textwrap.fill(error, 110, initial_indent="    ", subsequent_indent=" " * 8) for error in errors]
-    return "\n".join([textwrap.fill(about, 110), "", textwrap.fill(returns, 110), "", "Raises:", *listed, ""])
+    fill = partial(textwrap.fill, width=110, break_on_hyphens=False)  # a flag stays whole
+    listed = [fill(error, initial_indent="    ", subsequent_indent=" " * 8) for error in errors]
+    return "\n".join([fill(about), "", fill(returns), "", "Raises:", *listed, ""])
 
 
 def _refuse(
@@ -176,7 +177,7 @@ def _corpus(name: str, value: object, field: str) -> str:
         return os.fspath(value[0]) if len(value) == 1 else _file(name, lambda: _documents(value, field))
     if any(are_paths):
         missing = value[are_paths.index(False)]
-        raise UserError(f"{name}: {missing[:80]!r} is no file, others in the list are (allowed: paths, or texts)")
+        raise UserError(f"{name}: {missing[:80]!r} is not a file, others in the list are (allowed: paths, or texts)")
     if all(_PLACE.fullmatch(str(x)) for x in value):
         raise UserError(f"{name}: {str(value[0])[:80]!r}: no such file (allowed: a list of paths, or of texts)")
     return _file(name, lambda: ({field: text} for text in value))

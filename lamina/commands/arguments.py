@@ -187,7 +187,8 @@ class Parser(ArgumentParser):
             if is_setting and main and action.dest not in main:
                 hidden += 1
             elif action.help != SUPPRESS:
-                order = main.index(action.dest) if action.dest in main else len(main)
+                last = len(main) + (action.dest == "help") if action.option_strings else -1
+                order = main.index(action.dest) if action.dest in main else last
                 rows[group] += [(order, row) for row in help_rows(action)]
         parts = [f"usage: {self.usage}", str(self.description)]
         for group, lines in rows.items():

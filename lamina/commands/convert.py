@@ -31,8 +31,8 @@ def parser() -> Parser:
     )
     flags.add_argument("source", help="a folder with config.json and safetensors, a run's folder, or a name on the hub")
     flags.add_argument("output", help="a new or empty folder")
-    flags.add_argument("--to", default=None, help="lamina or transformers (default: the one that SOURCE is not)")
-    flags.add_argument("--dtype", default="auto", help=f"{', '.join(DTYPES)} (auto: the checkpoint's)")
+    flags.add_argument("--to", default=None, metavar="WORD", help="lamina or transformers (default: not SOURCE's kind)")
+    flags.add_argument("--dtype", default="auto", metavar="WORD", help=f"{', '.join(DTYPES)} (auto: the checkpoint's)")
     flags.add_argument("--overwrite", action="store_true", help="first delete what Lamina wrote into OUTPUT")
     flags.add_argument(
         "--verify",

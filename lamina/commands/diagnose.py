@@ -18,8 +18,8 @@ def parser() -> Parser:
     """The command's flags."""
     flags = Parser(
         "diagnose",
-        "Say what left its usual range first in a run, in which layer and at which step, how early it could be seen, "
-        "and what the papers and Lamina's studies say to change. RUN is a run of Lamina, of lamina.LayerMonitor or of "
+        "Say what left its usual range first in a run, in which layer and at which step, how early it could be seen,\n"
+        "and what the papers and Lamina's studies say to change. RUN is a run of Lamina, of lamina.LayerMonitor or of\n"
         "lamina.watch.",
         EXAMPLES,
         "RUN ",

@@ -18,7 +18,7 @@ def parser() -> Parser:
     """The command's flags."""
     flags = Parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
     flags.add_argument("model", help="a folder with a saved model, or a run's folder")
-    flags.add_argument("--prompt", default=None, help='the text to continue (default: "The")')
+    flags.add_argument("--prompt", default=None, metavar="TEXT", help='the text to continue (default: "The")')
     flags.add_argument(
         "--chat", action="store_true", help="take the prompt as a turn, and answer it; without a prompt, converse"
     )

@@ -19,7 +19,7 @@ def parser_of(row: JobRow) -> Parser:
     parser = Parser(row.name, about, row.examples, words)
     parser.add_settings(row.record, row.positional)
     if row.listing:
-        parser.add_argument("--list", action="store_true", help="list them with their details, and exit")
+        parser.add_argument("--list", action="store_true", help="print the list above with all details, and exit")
     for switch in row.switches:
         parser.add_argument(f"--{switch.name.replace('_', '-')}", action="store_true", help=switch.help)
     if row.resumes:

@@ -55,9 +55,9 @@ def run(argv: list[str]) -> int:
 
 
 def _list(argv: list[str]) -> int:
-    parser = Parser("study list", "All studies with their claims and verdicts.", "lamina study list --json")
+    parser = Parser("study list", "List all studies with their claims and verdicts.", "lamina study list --json")
     parser.add_argument("--json", action="store_true", help="print a list of verdicts as JSON")
-    parser.add_argument("--records", default=None, help="folder with the records (default: Lamina's own)")
+    parser.add_argument("--records", default=None, metavar="TEXT", help="folder of records (default: Lamina's own)")
     chosen = parser.parse(argv)
     from pathlib import Path
 
@@ -82,7 +82,7 @@ def _list(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    settings = _given("show", "What a study asks, its trials, and the verdicts so far.", argv)[0]
+    settings = _given("show", "Show what a study asks, its trials, and the verdicts so far.", argv)[0]
     from lamina.papers.engine.describe_study import description
 
     show(description(_record(settings)))

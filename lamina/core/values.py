@@ -147,7 +147,7 @@ def path(name: str, value: object) -> str:
 
 
 def writable_folder(name: str, folder: Path) -> None:
-    """Raise UserError, making nothing, where ``folder`` is no folder to write into and can't be made one."""
+    """Raise UserError, making nothing, where ``folder`` is not a folder to write into and can't be made one."""
     path(name, folder)
     for place in (folder, *folder.absolute().parents):
         try:

@@ -56,7 +56,7 @@ class Candidate:
 
 
 def stamp(paths: Iterable[Path], about: str = "") -> str:
-    """Return a hash of the names, sizes and times of files, and of a text; what is no file is left out."""
+    """Return a hash of the names, sizes and times of files, and of a text; what is not a file is left out."""
     digest = hashlib.sha256(about.encode())
     for path in sorted(paths):
         if path.is_file():

@@ -180,7 +180,7 @@ def _refusal(name: str, what: str) -> UserError:
 
 def _mapping(value: object, name: str, key: str) -> Json:
     if value is not None and not isinstance(value, dict):
-        raise UserError(f"tasks: the file of {name!r}: {key} is no mapping")
+        raise UserError(f"tasks: the file of {name!r}: {key} is not a mapping")
     return value or {}
 
 

@@ -47,7 +47,7 @@ def read_task_file(path: Path) -> Json:
     try:
         return _merged(path.resolve(), ())
     except Exception as error:  # the file may be the user's: whatever it holds
-        raise UserError(f"tasks: {str(path)!r} is no task file: {one_line(error)}") from None
+        raise UserError(f"tasks: {str(path)!r} is not a task file: {one_line(error)}") from None
 
 
 def _merged(path: Path, above: tuple[Path, ...]) -> Json:
@@ -55,7 +55,7 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Json:
         raise ValueError(f"{path.name} includes itself")
     config = yaml.load(path.read_bytes(), Loader=_Loader)
     if not isinstance(config, dict):
-        raise ValueError("it is no mapping")
+        raise ValueError("it is not a mapping")
     included, merged = config.pop("include", []), {}
     for name in included if isinstance(included, list) else [included]:
         inner = _merged((path.parent / name).resolve(), (*above, path))
@@ -99,7 +99,7 @@ class Tasks:
             raise UserError("tasks: lm-evaluation-harness is not installed (allowed: pip install 'lamina[eval]')")
         data = home("data_dir", data_dir).resolve() if data_dir is not None else None
         if data is not None and not data.is_dir():
-            raise UserError(f"data_dir: {data_dir!r} is no folder (allowed: a folder with NAME/CONFIG/SPLIT.jsonl)")
+            raise UserError(f"data_dir: {data_dir!r} is not a folder (allowed: a folder with NAME/CONFIG/SPLIT.jsonl)")
         own: dict[str, tuple[Path, Json]] = {}
         broken: list[UserError] = []
         for folder in [*folders, *([data / TASKS] if data is not None else [])]:

@@ -329,8 +329,8 @@ JOBS: dict[str, JobRow] = {
             kind=Kind.MAX_LR,
             summary="find the largest learning rate that each placement tolerates: one warm-up until it fails",
             about=(
-                "How high a learning rate does each placement tolerate? One run per placement and seed, with one "
-                "linear warm-up from 0 to\n--max-learning-rate over all --steps (Keel's protocol). A run ends at "
+                "Find how high a learning rate each placement tolerates. Each placement and seed has one run, with "
+                "one linear warm-up\nfrom 0 to --max-learning-rate over all --steps (Keel's protocol). A run ends at "
                 "the first of: a loss or gradient that is not\nfinite; a spike, a loss that stays --spike-margin "
                 "nats above its low for --spike-patience; a plateau, a loss that does\nnot fall by --plateau-margin "
                 'nats while the rate grows by --plateau-factor ("stuck" if it never got below the corpus\'s\nunigram '
@@ -414,7 +414,7 @@ JOBS: dict[str, JobRow] = {
                 "evaluate models: perplexity of a text, tasks of lm-evaluation-harness, tables as the papers print them"
             ),
             about="""\
-What trained models can do: the perplexity of any text per token, word and byte (--corpus), and the tasks of
+Evaluate trained models: the perplexity of any text per token, word and byte (--corpus), and the tasks of
 lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, a run's folder, or a study's, whose runs
 become a mean and a standard deviation over the seeds. OUTPUT/report.html is the page; table.csv, table.md and table.tex
 hold the table as the papers print it, results.csv every number, items/ every question.

@@ -155,8 +155,8 @@ def _formula(value: object, names: Mapping[str, float], where: str) -> object:
         return result
     except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError):
         raise UserError(
-            f"{where}: {shortened(repr(value), 200)} is no formula (allowed: numbers up to 1e308, + - * / **, brackets "
-            f"and {', '.join(names)}, in at most {LONGEST_FORMULA} characters)"
+            f"{where}: {shortened(repr(value), 200)} is not a formula (allowed: numbers up to 1e308, + - * / **, "
+            f"brackets and {', '.join(names)}, in at most {LONGEST_FORMULA} characters)"
         ) from None
 
 

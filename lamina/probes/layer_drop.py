@@ -522,7 +522,7 @@ class HarnessTask:
 
     def __init__(self, name: str, *, include_path: str | None = None, metric: str = "acc", limit: int | None = None):
         if include_path is not None and not Path(include_path).is_dir():
-            raise UserError(f"include_path: {include_path!r} is no folder (allowed: a folder of task YAML)")
+            raise UserError(f"include_path: {include_path!r} is not a folder (allowed: a folder of task YAML)")
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise UserError(f"limit: {limit!r} (allowed: a number of documents, 1 or more)")
         self.name, self.metric, self.limit, self.higher_is_better = name, metric, limit, True

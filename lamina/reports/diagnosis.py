@@ -150,7 +150,7 @@ def gather(folder: Path) -> Evidence:
     """Read a run's folder. Raises UserError if it has no records by layer, or records of another version."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"run: {str(folder)!r} is no folder (allowed: a run of Lamina's, or one that was watched)")
+        raise UserError(f"run: {str(folder)!r} is not a folder (allowed: a run of Lamina's, or one that was watched)")
     about = read_about(folder)
     trial = read_run(folder).trials[0]
     rows = trial.layers

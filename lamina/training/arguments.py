@@ -180,7 +180,7 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
         if name in _FIXED:
             raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it")
         if name in _OURS and _OURS[name] not in record.names():
-            raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it (allowed: to leave it out)")
+            raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it (allowed: leave it out)")
         if name in _OURS:
             raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
         if name not in known:

@@ -196,7 +196,7 @@ def test_a_corpus_of_no_kind_is_refused(corpus):
 
 def test_a_list_of_paths_and_a_misspelled_one_is_no_list_of_texts():
     Path("a.txt").write_text("x")
-    with pytest.raises(UserError, match=r"'b\.txt' is no file"):
+    with pytest.raises(UserError, match=r"'b\.txt' is not a file"):
         as_settings({"corpus": ["a.txt", "b.txt"]})
 
 

@@ -52,7 +52,7 @@ def tiny(corpus, tmp_path):
         (["placements", "keel", "--svgg", "x"], "did you mean '--svg'?"),
         (["generate", "no/such/folder"], "config.json is missing"),
         (["report", "no/such/folder"], "no/such/folder"),
-        (["diagnose", "nosuch"], "'nosuch' is no folder"),
+        (["diagnose", "nosuch"], "'nosuch' is not a folder"),
     ],
 )
 def test_a_misspelled_command_line(refused, argv, said):

@@ -163,7 +163,7 @@ def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path
         ({"models": "no/such/model"}, "models: .*no/such/model"),
         ({"models": "{model},no/such/model"}, "models: .*no/such/model"),
         ({"corpus": "no-such.txt"}, "corpus: 'no-such.txt': no such file"),
-        ({"data_dir": "no-such"}, "data_dir: 'no-such' is no folder"),
+        ({"data_dir": "no-such"}, "data_dir: 'no-such' is not a folder"),
         ({"window": 10, "stride": 11, "tasks": ""}, "stride: 11 skips tokens"),
         ({"window": 999, "corpus": "embedded", "tasks": ""}, "window: 999 is longer than the model's context"),
         ({"dtype": "int8"}, "dtype: 'int8'"),

@@ -58,7 +58,7 @@ def test_examples_before_a_question_are_part_of_a_name():
     assert {column.num_fewshot for column in columns_of(["mix_ln", "arc_easy@3"], 2)} == {2}
     for name in ("mix_ln", "generated"):
         assert [replace(column, num_fewshot=1) for column in columns_of([name])] == columns_of([f"{name}@1"])
-    with pytest.raises(UserError, match=r"'arc_easy@x': 'x' is no number of examples"):
+    with pytest.raises(UserError, match=r"'arc_easy@x': 'x' is not a number of examples"):
         columns_of(["arc_easy@x"])
 
 

@@ -36,7 +36,7 @@ def test_a_name_on_the_hub_is_a_backbone():
 
 @pytest.mark.usefixtures("cached")
 def test_a_model_that_is_not_there_is_one_line(capsys, tmp_path):
-    with pytest.raises(UserError, match=r"backbone: 'nobody/nothing' is no folder and no readable model on the hub"):
+    with pytest.raises(UserError, match=r"backbone: 'nobody/nothing' is neither a folder nor a readable model"):
         lamina.build("nobody/nothing", "keel")
     command = ["pretrain", "--backbone", "nobody/nothing", "--output", str(tmp_path / "run"), "--steps", "1"]
     assert main(command) == 2

@@ -91,7 +91,7 @@ def test_a_missing_layer_is_refused_a_missing_head_noted(saved):
 
 
 def test_what_is_no_checkpoint(tmp_path):
-    with pytest.raises(UserError, match="is no folder and no readable model"):
+    with pytest.raises(UserError, match="is neither a folder nor a readable model"):
         load(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"config\.json is missing"):
         load(tmp_path)

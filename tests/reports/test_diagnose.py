@@ -91,7 +91,7 @@ def test_what_it_cannot_read_is_one_line(tmp_path, broken, capsys):
     assert main(["diagnose", str(tmp_path)]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 2
-    assert "is no folder" in said[0]
+    assert "is not a folder" in said[0]
     assert "has no records by layer" in said[1]
     record = json.loads((broken / "watched.json").read_text())
     (tmp_path / "watched.json").write_text(json.dumps({**record, "record": 2}))

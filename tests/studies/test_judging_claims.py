@@ -135,7 +135,7 @@ def test_what_a_claims_code_does_wrong_names_the_claim(file, old, new, said):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("mix_ppl(", "mix_alpha(", "'mix-alpha' is no claim of the study 'mix-ppl'"),
+        ("mix_ppl(", "mix_alpha(", "'mix-alpha' is not a claim of the study 'mix-ppl'"),
         ("mix_ppl__post_fails", "mix_ppl", "'mix-ppl': defined twice"),
         ("import Finding", "import Findings", "raised ImportError"),
     ],

@@ -243,7 +243,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
         ({"skip": {"placement": "keel"}}, "allowed: a list of mappings"),
         ({"skip": ["keel"]}, "allowed: a list of mappings"),
         ({"skip": [{"placement": "kel"}]}, "did you mean 'keel'"),
-        ({"skip": [{"depth": 2}]}, "'depth' is no axis"),
+        ({"skip": [{"depth": 2}]}, "'depth' is not an axis"),
         ({"figures": 5}, "figures: 5"),
         ({"figures": {"kind": "sweep"}}, "allowed: a list of mappings"),
         ({"axes": {"placement": ["keel"], "seed": [[1], [2]]}}, r"seed: \[1\]"),

@@ -114,7 +114,7 @@ def test_without_a_token_nothing_is_trained(tiny, monkeypatch, tmp_path):
 
 
 def test_a_malformed_name_is_refused(tiny, token):
-    with pytest.raises(UserError, match="push_to_hub: 'me//model' is no repository's name"):
+    with pytest.raises(UserError, match="push_to_hub: 'me//model' is not a repository's name"):
         pretraining.pretrain(tiny(push_to_hub="me//model"), bar=False)
 
 

@@ -259,7 +259,7 @@ def _of_pixels(spec: str, path: Path) -> PixelImages:
             warnings.simplefilter("ignore")  # of a file without rows
             rows = np.loadtxt(io.BytesIO(content), delimiter=",", dtype=np.int64, ndmin=2)
     except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"corpus: {spec!r} is no file of pixels ({_reason(error)})") from None
+        raise UserError(f"corpus: {spec!r} is not a file of pixels ({_reason(error)})") from None
     if not rows.size:
         raise UserError(f"corpus: {spec!r} has no rows (allowed: the pixels of a square, and its class, in each)")
     side = math.isqrt(max(rows.shape[1] - 1, 0))

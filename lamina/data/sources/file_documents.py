@@ -319,7 +319,7 @@ def _table(path: Path, text_field: str, start: Position) -> Iterator[tuple[Docum
                     row += 1
                     yield Document(text or ""), (row, row)
     except pyarrow.ArrowInvalid as error:
-        raise NotTextError(f"is no parquet file that can be read ({' '.join(str(error).split())[:200]})") from None
+        raise NotTextError(f"is not a readable parquet file ({' '.join(str(error).split())[:200]})") from None
     except PermissionError as error:
         raise UserError(f"corpus: {str(path)!r} cannot be read ({error.strerror})") from None
 

@@ -104,7 +104,7 @@ def stored_shapes(path: Path, field: str, *, pickles: bool = False) -> Shapes | 
 def _indexed(path: Path, source: str) -> Shapes:
     places = read_json(path / INDEX, f"{source} {INDEX}").get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(v, str) for v in places.values()):
-        raise UserError(f"{source} {INDEX}: weight_map is no table of tensors and files")
+        raise UserError(f"{source} {INDEX}: weight_map is not a table of tensors and files")
     shapes: Shapes = {}
     for file in sorted(set(places.values())):
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
@@ -147,7 +147,7 @@ def read_config(
     name, place = str(path), Path(path)
     source = f"{field} {name!r}: config.json"
     if not name.strip():
-        raise UserError(f"{field}: '' is no path (allowed: a folder with config.json)")
+        raise UserError(f"{field}: '' is not a path (allowed: a folder with config.json)")
     if place.is_file():
         raise UserError(f"{field}: {name!r} is a file (allowed: a folder with config.json and model.safetensors)")
     if not more:
@@ -169,7 +169,7 @@ def read_config(
     _check_quantization(getattr(config, "quantization_config", None), source)
     if isinstance(config, LaminaConfig) and weights:
         if config.plan is None:
-            raise UserError(f"{source} has no plan, so it is no whole Lamina checkpoint (allowed: one saved by Lamina)")
+            raise UserError(f"{source} has no plan (allowed: a whole Lamina checkpoint)")
         try:
             Plan.from_dict(config.plan)
         except UserError as error:
@@ -193,7 +193,7 @@ def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]
     try:
         return PreTrainedConfig.get_config_dict(name)[0]
     except Exception as error:
-        raise UserError(f"{field}: {name!r} is no folder and no readable model on the hub") from error
+        raise UserError(f"{field}: {name!r} is neither a folder nor a readable model on the hub") from error
 
 
 def check_adapter(config: PreTrainedConfig, says: str) -> None:

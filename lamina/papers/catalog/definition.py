@@ -64,7 +64,7 @@ def find(study: str) -> Path:
     path = Path(study)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise UserError(f"study: {study!r} is no file (allowed: a YAML file, or a name: see `lamina study list`)")
+            raise UserError(f"study: {study!r} is not a file (allowed: a YAML file, or a name of `lamina study list`)")
         return path.resolve()
     if study not in (known := names()):
         raise unknown("study", study, known)

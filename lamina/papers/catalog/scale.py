@@ -72,7 +72,7 @@ def read_skip(where: str, data: Mapping[str, object], axes: Mapping[str, Mapping
     patterns = mappings(where, data, "skip")
     for axis, given in (item for pattern in patterns for item in pattern.items()):
         if axis not in axes:
-            raise UserError(f"{where}skip: {axis!r} is no axis (allowed: {', '.join(axes)})")
+            raise UserError(f"{where}skip: {axis!r} is not an axis (allowed: {', '.join(axes)})")
         labels = [str(label) for label in (given if isinstance(given, list) else [given])]
         if not any(label in axes[axis] for label in labels):
             raise unknown(f"label in {where}skip: {axis}", ", ".join(labels), axes[axis])
@@ -291,7 +291,7 @@ def _read_stage(
     of = {str(axis): str(label) for axis, label in mapping(where, data, "of").items()}
     for axis, label in of.items():
         if axis not in axes or label not in axes[axis]:
-            raise UserError(f"{where}of: {axis}: {label!r} is no arm's (allowed: values of {', '.join(axes)})")
+            raise UserError(f"{where}of: {axis}: {label!r} is not in any arm (allowed: values of {', '.join(axes)})")
     records = data.get("records", ())
     for record in records if isinstance(records, Sequence) else (records,):
         if record not in RECORDS:

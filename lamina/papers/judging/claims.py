@@ -251,7 +251,7 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
         if name.split("/")[0] != study:
             expected = study.replace("-", "_")
             raise UserError(
-                f"claims {str(path)!r}: {name!r} is no claim of the study {study!r} (allowed: functions named "
+                f"claims {str(path)!r}: {name!r} is not a claim of the study {study!r} (allowed: functions named "
                 f"{expected} and {expected}__part)"
             )
     return list(claims.values())

@@ -158,7 +158,7 @@ def check_repository(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        reason = f"is no repository's name ({one_line(error)}; allowed: OWNER/NAME)"
+        reason = f"is not a repository's name ({one_line(error)}; allowed: OWNER/NAME)"
         raise UserError(f"push_to_hub: {name!r} {reason}") from None
     if get_token() is None:
         allowed = "allowed: after `hf auth login`, or with HF_TOKEN"

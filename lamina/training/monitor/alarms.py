@@ -82,7 +82,7 @@ class Alarms:
 
     Args:
         half: whether the model computes in float16, whose largest number is 65504.
-        folder: of the run, whose alarms.jsonl gets a line for each alarm, oldest first; None: there is no file.
+        folder: of the run, whose alarms.jsonl gets a line for each alarm, oldest first; None: there is not a file.
     """
 
     half: bool = False
