@@ -19,7 +19,7 @@ from lamina.training.setting_groups import (
     SpeedSettings,
     TrainerSettings,
 )
-from lamina.training.settings import HubSettings, ParallelSettings, PauseSettings, PretrainSettings, SourceSettings
+from lamina.training.settings import EndSettings, ParallelSettings, PretrainSettings, SourceSettings
 
 PRESETS: dict[str, Mapping[str, object]] = {
     # OwLore's script (Li et al. 2024), which Mix-LN Table 2 follows. It packs the examples and trains on all tokens.
@@ -122,8 +122,7 @@ class TuningSettings(
     TrainerSettings,
     SeedSettings,
     ParallelSettings,
-    PauseSettings,
-    HubSettings,
+    EndSettings,
     OutputSettings,
 ):
     """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs`` until the data are read."""

@@ -139,8 +139,8 @@ class BranchSettings(Settings, group="steps and learning rate"):
     )
 
 
-class PauseSettings(Settings, group="output"):
-    """Where a run pauses."""
+class EndSettings(Settings, group="output"):
+    """Where a run pauses, and where the trained model goes besides the run's folder."""
 
     pause_step: int | None = setting(
         None,
@@ -148,10 +148,6 @@ class PauseSettings(Settings, group="output"):
         at_least(1),
         decides=False,
     )
-
-
-class HubSettings(Settings, group="output"):
-    """Where the trained model goes besides the run's folder."""
 
     push_to_hub: str | None = setting(
         None,
@@ -171,8 +167,7 @@ class PretrainSettings(
     ParallelSettings,
     StreamSettings,
     BranchSettings,
-    PauseSettings,
-    HubSettings,
+    EndSettings,
     RollbackSettings,  # stays the last: a run's config.yaml that does not end with it counts as cut short
 ):
     """One pretraining run."""

@@ -11,23 +11,19 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-import yaml
 
 import lamina
 from lamina.api.job_functions import as_settings
 from lamina.api.results import Comparison, Diagnosis, RunResult, StudyOutcome
 from lamina.cli import COMMANDS
-from lamina.commands.arguments import Parser
 from lamina.core.progress import ProgressLines, duration
 from lamina.errors import TrialsFailed, UserError
-from lamina.evaluation.settings import EvalSettings
 from lamina.jobs.catalog import JOBS
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
 from lamina.placements import resolve
 from lamina.posttraining.settings import SftSettings
-from lamina.probes.engine.probe_settings import ProbeSettings
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = [row.function_name for row in JOBS.values()]
@@ -294,23 +290,6 @@ def test_what_a_preset_says_may_need_what_the_user_says_and_the_other_way_round(
     assert SftSettings.from_dict(given).lora_rank == 8
     with pytest.raises(UserError, match=r"lora_alpha: 32\.0 has no effect without LoRA"):
         SftSettings.from_dict({**given, "preset": "lima"})
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "words", "file", "expected"),
-    [
-        ("eval", EvalSettings, {"positional": ("models...",)}, {"models": ["a", "b"], "limit": 3}, {}),
-        ("probe", ProbeSettings, {"positional": ("checkpoint",)}, {"checkpoint": "a"}, {}),
-        ("eval", EvalSettings, {"positional": ("models...",)}, {"models": ["a"]}, {"models": ["c"]}),
-    ],
-)
-def test_a_configuration_has_the_words_without_a_flag_too(tmp_path, name, settings, words, file, expected):
-    parser = Parser(name, "", "lamina")
-    parser.add_settings(settings, **words)
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(file))
-    typed = [word for value in expected.values() for word in value]
-    assert parser.settings_from([*typed, "--config", str(path)])[0] == {**file, **expected}
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,9 @@ def test_a_yaml_file_may_use_the_other_names(tmp_path):
     assert "run.yaml': unknown setting 'per_device_train_batch_size'; did you mean 'batch_size'?" in said(
         "pretrain", "--config", str(file)
     )
+    file.write_text("models: [a, b]\nlimit: 3\n")  # words without a flag, too
+    assert typed("eval", "--config", str(file)) == {"models": ["a", "b"], "limit": 3}
+    assert typed("eval", "c", "--config", str(file)) == {"models": ["c"], "limit": 3}
     file.write_text("lr: 1\nlearning_rate: 2\n")
     assert "learning_rate: given by two names" in said("pretrain", "--config", str(file))
 

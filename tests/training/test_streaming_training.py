@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 
 import pytest
 import torch
@@ -114,19 +113,6 @@ def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(train, tmp_path, small
     assert any(place["segments"] for place in places)
     assert any(place["position"] for place in places)
     assert places[-1]["chunk"] == 13 * 8 // 6
-
-
-def test_a_process_killed_between_two_checkpoints_goes_on_as_if_it_had_not_been(train, tmp_path):
-    train("whole", save_steps=3)
-    child = os.fork()
-    if child == 0:  # a kill must not take pytest with it
-        with at_step(9, lambda trainer, model: os.kill(os.getpid(), signal.SIGKILL)):
-            train(save_steps=3)
-        os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    train(resume=True, save_steps=3)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.slow
