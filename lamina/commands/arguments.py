@@ -108,11 +108,20 @@ class Parser(ArgumentParser):
                 flags = (flag, *SHORTER.get(name, ()))
                 self.add_argument(*flags, type=reader, default=SUPPRESS, help=about, metavar=reader.shown, **more)
 
+    def add_flag(self, flag: str, about: str, default: object = None, metavar: str | None = None) -> None:
+        """Add a flag; its default says what it takes: nothing where it is a boolean, a number, else text."""
+        if isinstance(default, bool):
+            action = BooleanOptionalAction if default else "store_true"
+            self.add_argument(flag, action=action, default=default, help=about)
+        else:
+            reader = Reader(type(default) if isinstance(default, int | float) else str)
+            self.add_argument(flag, type=reader, default=default, metavar=metavar or reader.shown, help=about)
+
     def add_output_modes(self, resume: str) -> None:
         """Add ``--resume``, ``--resume=auto`` and ``--overwrite``: what happens to the output folder's content."""
         auto = "with =auto, begin if the output folder is still empty"
         self.add_argument("--resume", type=_resume, default=False, metavar="[=auto]", help=f"{resume}; {auto}")
-        self.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+        self.add_flag("--overwrite", "replace what the output folder holds", False)
 
     def settings_from(self, argv: Sequence[str]) -> tuple[Json, Namespace]:
         """Return the settings by name (the command line wins over --config), and all options."""

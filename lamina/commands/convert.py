@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import BooleanOptionalAction
 from pathlib import Path
 
 from lamina.api.models import DTYPES, convert
@@ -31,15 +30,10 @@ def parser() -> Parser:
     )
     flags.add_argument("source", help="a folder with config.json and safetensors, a run's folder, or a name on the hub")
     flags.add_argument("output", help="a new or empty folder")
-    flags.add_argument("--to", default=None, metavar="WORD", help="lamina or transformers (default: not SOURCE's kind)")
-    flags.add_argument("--dtype", default="auto", metavar="WORD", help=f"{', '.join(DTYPES)} (auto: the checkpoint's)")
-    flags.add_argument("--overwrite", action="store_true", help="first delete what Lamina wrote into OUTPUT")
-    flags.add_argument(
-        "--verify",
-        action=BooleanOptionalAction,
-        default=True,
-        help="load the result and compare its logits with SOURCE's",
-    )
+    flags.add_flag("--to", "lamina or transformers (default: not SOURCE's kind)", metavar="WORD")
+    flags.add_flag("--dtype", f"{', '.join(DTYPES)} (auto: the checkpoint's)", "auto", "WORD")
+    flags.add_flag("--overwrite", "first delete what Lamina wrote into OUTPUT", False)
+    flags.add_flag("--verify", "load the result and compare its logits with SOURCE's", True)
     return flags
 
 

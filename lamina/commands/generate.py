@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lamina.api.models import generate, speaker_of
-from lamina.commands.arguments import Parser, Reader
+from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
 
 EXAMPLES = """
@@ -18,16 +18,12 @@ def parser() -> Parser:
     """The command's flags."""
     flags = Parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
     flags.add_argument("model", help="a folder with a saved model, or a run's folder")
-    flags.add_argument("--prompt", default=None, metavar="TEXT", help='the text to continue (default: "The")')
-    flags.add_argument(
-        "--chat", action="store_true", help="take the prompt as a turn, and answer it; without a prompt, converse"
-    )
-    flags.add_argument("--max-new-tokens", type=Reader(int), default=120, help="maximum number of new tokens")
-    flags.add_argument("--temperature", type=Reader(float), default=0.8, help="0 always takes the likeliest token")
-    flags.add_argument("--seed", type=Reader(int), default=0, help="seed of the sampling")
-    flags.add_argument(
-        "--trust-remote-code", action="store_true", help="run the model's own Python code, if it has any"
-    )
+    flags.add_flag("--prompt", 'the text to continue (default: "The")')
+    flags.add_flag("--chat", "take the prompt as a turn, and answer it; without a prompt, converse", False)
+    flags.add_flag("--max-new-tokens", "maximum number of new tokens", 120)
+    flags.add_flag("--temperature", "0 always takes the likeliest token", 0.8)
+    flags.add_flag("--seed", "seed of the sampling", 0)
+    flags.add_flag("--trust-remote-code", "run the model's own Python code, if it has any", False)
     return flags
 
 

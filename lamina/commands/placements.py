@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from lamina.commands.arguments import Parser, Reader
+from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
 from lamina.core.values import path, whole_number, writable_folder
 from lamina.errors import UserError
@@ -24,14 +24,10 @@ EXAMPLES = """
 def parser() -> Parser:
     """The command's flags."""
     flags = Parser("placements", "List the placements, or show one in full.", EXAMPLES, "[NAME] ")
-    flags.add_argument(
-        "name",
-        nargs="?",
-        default=None,
-        help="a placement, name(option=value, ...), a file (a .py file runs as code), or several, comma-separated",
-    )
-    flags.add_argument("--num-layers", type=Reader(int), default=4, help="number of layers of the plan to show")
-    flags.add_argument("--svg", default=None, metavar="FILE", help="draw the diagram as an SVG file")
+    about = "a placement, name(option=value, ...), a file (a .py file runs as code), or several, comma-separated"
+    flags.add_argument("name", nargs="?", default=None, help=about)
+    flags.add_flag("--num-layers", "number of layers of the plan to show", 4)
+    flags.add_flag("--svg", "draw the diagram as an SVG file", metavar="FILE")
     return flags
 
 

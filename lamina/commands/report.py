@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from lamina.commands.arguments import Parser, Reader
+from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
 from lamina.core.values import number, path, whole_number
 
@@ -19,40 +19,15 @@ EXAMPLES = """
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = Parser(
-        "report",
-        "Rewrite the page of a folder, whichever command wrote the folder.",
-        EXAMPLES,
-        "FOLDER ",
-    )
+    flags = Parser("report", "Rewrite the page of a folder, whichever command wrote the folder.", EXAMPLES, "FOLDER ")
     flags.add_argument("folder", help="the output folder of any command, of lamina.watch or of lamina.LayerMonitor")
-    flags.add_argument(
-        "--screenshot",
-        type=str,
-        default=None,
-        metavar="PNG",
-        help="also take a screenshot of the page (needs Chromium or Chrome)",
-    )
-    flags.add_argument(
-        "--height", type=Reader(int), default=2300, help="the screenshot's height in pixels, from the top of the page"
-    )
-    flags.add_argument(
-        "--follow",
-        action="store_true",
-        help="rewrite the page whenever its records have grown, until the run or study has ended",
-    )
-    flags.add_argument(
-        "--every",
-        type=Reader(float),
-        default=10.0,
-        metavar="X",
-        help="with --follow, seconds between two looks at the folder",
-    )
-    flags.add_argument(
-        "--figures",
-        action="store_true",
-        help="also write the figures of a study with claims as SVG and PDF (needs matplotlib: lamina[figures])",
-    )
+    flags.add_flag("--screenshot", "also take a screenshot of the page (needs Chromium or Chrome)", metavar="PNG")
+    flags.add_flag("--height", "the screenshot's height in pixels, from the top of the page", 2300)
+    about = "rewrite the page whenever its records have grown, until the run or study has ended"
+    flags.add_flag("--follow", about, False)
+    flags.add_flag("--every", "with --follow, seconds between two looks at the folder", 10.0, "X")
+    about = "also write the figures of a study with claims as SVG and PDF (needs matplotlib: lamina[figures])"
+    flags.add_flag("--figures", about, False)
     return flags
 
 

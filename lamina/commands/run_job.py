@@ -19,13 +19,13 @@ def parser_of(row: JobRow) -> Parser:
     parser = Parser(row.name, about, row.examples, words)
     parser.add_settings(row.record, row.positional)
     if row.listing:
-        parser.add_argument("--list", action="store_true", help="print the list above with all details, and exit")
+        parser.add_flag("--list", "print the list above with all details, and exit", False)
     for switch in row.switches:
-        parser.add_argument(f"--{switch.name.replace('_', '-')}", action="store_true", help=switch.help)
+        parser.add_flag(f"--{switch.name.replace('_', '-')}", switch.help, False)
     if row.resumes:
         parser.add_output_modes(row.resumes)
     else:
-        parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+        parser.add_flag("--overwrite", "replace what the output folder holds", False)
     return parser
 
 

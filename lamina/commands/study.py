@@ -56,8 +56,8 @@ def run(argv: list[str]) -> int:
 
 def _list(argv: list[str]) -> int:
     parser = Parser("study list", "List all studies with their claims and verdicts.", "lamina study list --json")
-    parser.add_argument("--json", action="store_true", help="print a list of verdicts as JSON")
-    parser.add_argument("--records", default=None, metavar="TEXT", help="folder of records (default: Lamina's own)")
+    parser.add_flag("--json", "print a list of verdicts as JSON", False)
+    parser.add_flag("--records", "folder of records (default: Lamina's own)")
     chosen = parser.parse(argv)
     from pathlib import Path
 
@@ -169,7 +169,7 @@ def _parser(command: str, what: str) -> Parser:
         row = JOBS["study"]
         flags.add_output_modes(row.resumes)
         for switch in row.switches:
-            flags.add_argument(f"--{switch.name.replace('_', '-')}", action="store_true", help=switch.help)
+            flags.add_flag(f"--{switch.name.replace('_', '-')}", switch.help, False)
     return flags
 
 
