@@ -23,7 +23,7 @@ from lamina.errors import UserError, did_you_mean
 from lamina.jobs.aliases import in_our_words, suggestion
 from lamina.jobs.catalog import JobRow, load, refuse_other_kind
 from lamina.jobs.folder import in_use, refuse
-from lamina.jobs.model_folder import refuse_as_output
+from lamina.jobs.manifest import refuse_as_output
 from lamina.jobs.names import RESULT, RESULTS, TRANSFER
 from lamina.jobs.settings import Settings
 

@@ -16,7 +16,7 @@ from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.evaluation.settings import EvalSettings
 from lamina.jobs.files import read_result
-from lamina.jobs.model_folder import model_folder
+from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import ENVIRONMENT, MANIFEST, RESULT
 from lamina.jobs.status import Status
 from lamina.modeling.checkpoint import config_of, load, tokenizer_of

@@ -36,10 +36,9 @@ from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
 from lamina.jobs.files import disk_full, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import open_job
+from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CONFIG, RESULT, RESULTS
-from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import Status
 from lamina.modeling.backbones.loading import refuse_scores
 from lamina.modeling.checkpoint import checked_device

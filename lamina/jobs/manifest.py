@@ -1,4 +1,4 @@
-"""Manifests of folders that are written once: checkpoints, saved models, entries of the data cache.
+"""The manifest of a folder that is written once: of a checkpoint, a saved model, an entry of the data cache.
 
 manifest.json lists each file's size and SHA-256, so a missing, cut or altered file can be named.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from lamina.errors import UserError
 from lamina.jobs.names import MANIFEST, RESULT
 
+MODEL = "model"  # the folder of a run's trained model
 NOT_A_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # reading an altered manifest raises these
 
 _PLAIN = (".md", ".txt", ".log", ".html")  # nothing reads these beside a saved model
@@ -130,3 +131,25 @@ def refuse_damaged(folder: Path) -> None:
         broken = f"{foreign[0]} is not one of its files" if foreign else None
     if broken is not None:
         raise UserError(f"checkpoint {str(folder)!r}: {broken} (allowed: the files as they were written)")
+
+
+def model_folder(path: str | Path) -> Path:
+    """Return the folder of a saved model: model/ in a run's folder, or else the folder itself."""
+    inner = Path(path) / MODEL
+    return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)
+
+
+def content_hash(path: str | Path) -> str:
+    """Hash a saved model by its manifest, or by its configuration and weights, or by its name on the hub."""
+    folder = model_folder(path)
+    if (folder / MANIFEST).is_file():
+        return sha256(folder / MANIFEST)
+    parts = [sha256(file) for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))) if file.is_file()]
+    return hashlib.sha256("".join(parts or [str(path)]).encode()).hexdigest()
+
+
+def refuse_as_output(output: str, model: str) -> None:
+    """Raise UserError if the output folder is, or holds, a saved model that the job reads."""
+    target, held = Path(output).resolve(), model_folder(model)
+    if held.exists() and target in (held.resolve(), *held.resolve().parents):
+        raise UserError(f"output: {output!r} holds the model to read (allowed: another folder)")

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.manifest import refuse_damaged
-from lamina.jobs.model_folder import model_folder
+from lamina.jobs.manifest import model_folder, refuse_damaged
 from lamina.jobs.names import CONFIG, RESULT
 from lamina.modeling import modeling_lamina
 from lamina.modeling.backbones.loading import load_weights, read_config

@@ -8,8 +8,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from lamina.errors import UserError, one_line
-from lamina.jobs.manifest import refuse_damaged
-from lamina.jobs.model_folder import model_folder
+from lamina.jobs.manifest import model_folder, refuse_damaged
 from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read_config, refuse_scores
 
 

@@ -35,8 +35,7 @@ from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line
 from lamina.jobs.files import write_text
 from lamina.jobs.kinds import Kind
-from lamina.jobs.manifest import refuse_damaged, sha256
-from lamina.jobs.model_folder import content_hash, model_folder
+from lamina.jobs.manifest import content_hash, model_folder, refuse_damaged, sha256
 from lamina.modeling.backbones.loading import read_config
 from lamina.posttraining.examples import Fields, prompt_of
 from lamina.posttraining.settings import RlhfSettings

@@ -19,8 +19,7 @@ from lamina.data.encoding import vocab_size_of
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, unknown
 from lamina.jobs.files import writing
-from lamina.jobs.manifest import refuse_damaged
-from lamina.jobs.model_folder import content_hash, model_folder, refuse_as_output
+from lamina.jobs.manifest import content_hash, model_folder, refuse_as_output, refuse_damaged
 from lamina.modeling.backbones.loading import read_config, refuse_scores
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import LaminaConfig

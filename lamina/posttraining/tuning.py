@@ -22,8 +22,7 @@ from lamina.data.blocks import spread
 from lamina.errors import UserError
 from lamina.jobs.files import write_json, writing
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import Job
-from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.job import Job, ResumePolicy
 from lamina.jobs.status import Status
 from lamina.posttraining.examples import ExampleEncoder, Fields, read, read_template
 from lamina.posttraining.settings import TuningSettings, with_preset

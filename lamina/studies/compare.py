@@ -16,10 +16,9 @@ from lamina.jobs import columns
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_result, write_text
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import open_job
+from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS
-from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
 from lamina.studies.record import (
     refuse_another_plan,

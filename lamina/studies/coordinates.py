@@ -31,10 +31,9 @@ from lamina.data.encoding import vocab_size_of
 from lamina.data.packed import prepare_blocks
 from lamina.jobs.files import writing
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import open_job
+from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import COORDINATES, RESULT, SLOPES
-from lamina.jobs.resume import ResumePolicy
 from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.settings import CoordCheckSettings

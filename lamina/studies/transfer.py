@@ -15,10 +15,9 @@ from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_json
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import open_job
+from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS, TRANSFER
-from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights

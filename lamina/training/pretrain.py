@@ -28,7 +28,7 @@ from lamina.jobs import columns
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.model_folder import refuse_as_output
+from lamina.jobs.manifest import refuse_as_output
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.modeling.building import recommended

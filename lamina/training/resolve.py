@@ -13,7 +13,7 @@ from lamina.core import initializers
 from lamina.data.blocks import Splits
 from lamina.data.packed import single_corpus_of
 from lamina.errors import UserError
-from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.job import ResumePolicy
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.backbones.presets import used_by_a_token
 from lamina.modeling.building import build, recommended

@@ -29,11 +29,10 @@ from lamina.data.blocks import ItemSource, PartShare
 from lamina.errors import UserError, mark_reported
 from lamina.jobs.files import disk_full, full_disk, write_json
 from lamina.jobs.folder import Resume, clear
-from lamina.jobs.job import Job, open_job
+from lamina.jobs.job import Job, ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.model_folder import MODEL
+from lamina.jobs.manifest import MODEL
 from lamina.jobs.names import CONFIG, METRICS, PLAN, RESULT
-from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status
 from lamina.placements import Plan

@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.manifest import refuse_damaged
-from lamina.jobs.model_folder import model_folder, refuse_as_output
+from lamina.jobs.manifest import model_folder, refuse_as_output, refuse_damaged
 from lamina.modeling.backbones import conversion, resolve_backbone
 from lamina.modeling.building import make_plan
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of

@@ -5,8 +5,7 @@ import pytest
 import lamina
 from lamina.cli import main
 from lamina.jobs.catalog import JOBS, JobRow, load
-from lamina.jobs.job import open_job
-from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings
 from lamina.jobs.settings import Settings, at_least, changed, setting
 from lamina.reports import registry

@@ -7,9 +7,8 @@ import pytest
 from lamina.errors import UserError
 from lamina.jobs.files import write_yaml, writing
 from lamina.jobs.folder import lock
-from lamina.jobs.job import open_job
+from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind, kind_of
-from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.settings import Settings, at_least, setting
 from lamina.jobs.status import ENDED, Status, severity
 

@@ -19,7 +19,7 @@ from lamina.jobs import folder as job_folder
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
-from lamina.jobs.model_folder import model_folder
+from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import ENVIRONMENT
 from lamina.modeling.backbones import conversion
 from lamina.modeling.backbones.loading import load_weights, read_config

@@ -20,10 +20,9 @@ from lamina.jobs import columns
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json, write_sealed
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import open_job
+from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CLAIMS, RESULTS, STUDY
-from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
 from lamina.papers.catalog.definition import StudyDefinition, catalog_folder, read_study
 from lamina.papers.catalog.scale import check_seeds

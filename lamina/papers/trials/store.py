@@ -16,8 +16,7 @@ from lamina.jobs import columns
 from lamina.jobs.catalog import load
 from lamina.jobs.files import read_result, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import lock
-from lamina.jobs.manifest import what_is_missing
-from lamina.jobs.model_folder import MODEL
+from lamina.jobs.manifest import MODEL, what_is_missing
 from lamina.jobs.names import CONFIG, MANIFEST, RESULT, RESULTS
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status

@@ -20,8 +20,7 @@ from lamina.data.corpus import Corpus
 from lamina.errors import UserError
 from lamina.evaluation.generated import NAMES, version
 from lamina.evaluation.task_sets import GENERATED
-from lamina.jobs.manifest import files_in, sha256
-from lamina.jobs.model_folder import model_folder
+from lamina.jobs.manifest import files_in, model_folder, sha256
 from lamina.jobs.names import MANIFEST
 from lamina.jobs.settings import Settings
 from lamina.papers.trials.jobs import JOBS, TrialJob

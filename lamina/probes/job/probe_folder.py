@@ -25,10 +25,9 @@ from lamina.core.specs import split
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full, read_result, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import open_job
+from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CONFIG, RESULT
-from lamina.jobs.resume import ResumePolicy
 from lamina.probes.engine import registry
 from lamina.probes.engine.measure import make_context, run, tolerance_of
 from lamina.probes.engine.probe_settings import ProbeSettings

@@ -13,8 +13,7 @@ from lamina.core.json_types import Json
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_yaml, write_json
-from lamina.jobs.manifest import refuse_damaged
-from lamina.jobs.model_folder import MODEL
+from lamina.jobs.manifest import MODEL, refuse_damaged
 from lamina.jobs.names import CONFIG, PLAN
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.settings import Settings

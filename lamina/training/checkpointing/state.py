@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_callback import ExportableState
 
 from lamina.core.json_types import Json
 from lamina.jobs.manifest import listed
@@ -42,7 +41,8 @@ def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> 
         schedule: Any = trainer.lr_scheduler
         torch.save(schedule.state_dict(), folder / "scheduler.pt")
         trainer._save_scaler(str(folder))
-        _write_trainer_state(trainer, folder)
+        trainer.state.stateful_callbacks[type(trainer.control).__name__] = trainer.control.state()
+        trainer.state.save_to_json(str(folder / "trainer_state.json"))
         (folder / RUN_STATE).write_text(json.dumps(state), encoding="utf-8")
         if not sharded:
             model.save_pretrained(folder)
@@ -58,19 +58,6 @@ def _bare(trainer: Trainer) -> PreTrainedModel:
     """The model without the wrappers of accelerate and DDP."""
     assert trainer.model is not None
     return trainer.accelerator.unwrap_model(trainer.model)
-
-
-def _write_trainer_state(trainer: Trainer, folder: Path) -> None:
-    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-    for callback in callbacks:
-        if isinstance(callback, ExportableState):
-            callback_states: Any = trainer.state.stateful_callbacks
-            name = type(callback).__name__
-            if isinstance(callback_states[name], list):
-                callback_states[name].append(callback.state())
-            else:
-                callback_states[name] = callback.state()
-    trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
 
 def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None:
