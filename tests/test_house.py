@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,52 @@ def test_ignores_are_few():
         if re.search(r"# (type|pyright): ?ignore|# noqa", line)
     ]
     assert len(ignores) <= 45, "\n".join(ignores)
+
+
+def test_a_public_class_has_a_name_of_its_own():
+    places: dict[str, list[str]] = {}
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(named(path))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_a_file_name_stands_in_two_packages_at_most():
+    """Registries, settings and the pages of jobs have one name in every room on purpose."""
+    rooms: dict[str, set[str]] = {}
+    for path in FILES:
+        if path.stem not in ("__init__", "registry", "settings") and path.parent.name != "pages":
+            rooms.setdefault(path.name, set()).add(named(path.parent))
+    assert sum(len(where) > 2 for where in rooms.values()) <= 20
+
+
+def test_few_private_functions_of_a_line_or_two_are_called_once():
+    """Such a function is read where it is called. There were 162 before the house was made smaller."""
+    short = []
+    for path, text in FILES.items():
+        words = Counter(re.findall(r"\b_\w+\b", text))
+        functions = (node for node in ast.walk(TREES[path]) if isinstance(node, ast.FunctionDef))
+        short += [
+            f"{named(path)}: {node.name}"
+            for node in functions
+            if re.match(r"_(?!_)", node.name) and words[node.name] == 2 and node.end_lineno - node.lineno < 4
+        ]
+    assert len(short) <= 60, "\n".join(short)
+
+
+def test_a_small_file_serves_more_than_one_file_of_its_folder():
+    """What one neighbor alone imports is part of the neighbor, unless it is long enough to be a topic."""
+    importers: dict[str, set[str]] = {}
+    for path, text in FILES.items():
+        for module in set(re.findall(r"lamina(?:\.\w+)+", text)):
+            importers.setdefault(module, set()).add(named(path))
+    alone = {}
+    for path, text in FILES.items():
+        module = "lamina." + named(path).removesuffix(".py").replace("/", ".")
+        others = importers.get(module, set()) - {named(path)}
+        if len(others) == 1 and len(text.splitlines()) < 60:
+            (importer,) = others
+            if Path(importer).parent == Path(named(path)).parent:
+                alone[named(path)] = importer
+    assert alone == {}
