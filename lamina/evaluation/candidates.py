@@ -105,7 +105,7 @@ def _single(path: str) -> Candidate:
 
 
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
-    """Return the configuration of a checkpoint that has weights and the tokenizer that the settings need.
+    """Return a checkpoint's configuration. Raises UserError without weights or a needed tokenizer; reads no weights.
 
     Raises UserError if it has not; the weights are not read.
     """

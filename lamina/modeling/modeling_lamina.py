@@ -312,7 +312,7 @@ T = TypeVar("T", torch.Tensor, float)
 
 
 def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
-    """The s of a sub-layer: its input x ("stream"), its block's input ("block_input") or the sum of the two ("both").
+    """Return the s of a sub-layer: its input x ("stream"), its block's input ("block_input") or both's sum ("both").
 
     Without a block's input, as in attention, x is the block's input and s is x.
     """

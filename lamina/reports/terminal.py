@@ -43,7 +43,7 @@ def pretrained(folder: Path, result: Json) -> str:
 
 
 def tuned(folder: Path, result: Json) -> str:
-    """The same of a run after pretraining."""
+    """Say how a run after pretraining ended, and where its page and its model are."""
     return _run(folder, result, _TUNED)
 
 

@@ -116,7 +116,7 @@ class Tuning:
 
 
 def read_rates(where: str, given: object) -> tuple[tuple[float, ...], Tuning | None]:
-    """Read a scale's ``learning_rate``: a sweep's rates, or a search. Raises UserError."""
+    """Read a scale's ``learning_rate``: the rates of a sweep, or how to tune them. Raises UserError."""
     if given is None:
         return (), None
     if isinstance(given, Mapping):

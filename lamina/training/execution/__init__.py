@@ -1,1 +1,1 @@
-"""How a run uses its machines: processes, precision and compilation."""
+"""A run's use of its machines: processes, precision and compilation."""

@@ -78,7 +78,7 @@ def discard(model: nn.Module) -> None:
 
 
 def structure(block: Block) -> tuple:
-    """What a block's graph depends on: its modules, their shapes and settings, but not the values of weights or scales.
+    """Return what a block's graph depends on: modules, shapes and settings, but not the values of weights or scales.
 
     Two blocks with equal structures share a graph.
     """

@@ -167,7 +167,7 @@ def launched() -> tuple[int, int, int, int]:
 
 
 def reported_once(act: Callable[[], T]) -> T:
-    """Call ``act``, which fails alike in every process before they have met: only the first reports its UserError."""
+    """Call ``act``, which fails alike in every process or in none; only the first reports its UserError."""
     try:
         return act()
     except UserError as error:
@@ -228,7 +228,7 @@ def join(device: str, parallel: str) -> Iterator[Processes]:
 
 
 def _settle() -> None:
-    """Let the threads of gloo end, or at least come to rest, before the interpreter ends.
+    """Wait for gloo's threads to end, or at least to rest, before the interpreter ends.
 
     Such a thread lets go of a collective's tensors a moment after the collective has ended, and needs the interpreter
     for it. If it is late, it aborts the process (exit status -6), and torchrun calls a finished run failed.

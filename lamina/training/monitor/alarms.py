@@ -94,7 +94,7 @@ class Alarms:
     _high: set[Series] = field(default_factory=set)  # gradients that were high at the step before
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
-        """The alarms of new rows, which it writes; ``rate``: the learning rate by which updates are divided."""
+        """Return the alarms of new rows, and write them; ``rate``: the learning rate by which updates are divided."""
         alarms: list[Alarm] = []
         by_step: dict[int, list[Row]] = {}
         for row in rows:
@@ -225,7 +225,7 @@ def _peers(rows: Sequence[Row], metric: str) -> Iterable[list[Row]]:
 
 
 def _series(row: Row) -> Series:
-    """A row's series: of several norms of a role (queries' and keys') each is one."""
+    """Return a row's series; several norms of one role, as of queries and keys, are a series each."""
     _, layer, sublayer, role, index, metric, _ = row
     return layer, sublayer, f"{role} {index + 1}" if index else role, metric
 

@@ -91,7 +91,7 @@ class ExpertBalance(TrainerCallback):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Count the routers' choices in a forward pass, but not in evaluations or when activations are recomputed."""
+        """Count the routers' choices in a forward pass, except in evaluations and when activations are recomputed."""
         self._watching = True
         try:
             yield

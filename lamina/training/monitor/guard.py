@@ -210,7 +210,7 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
 
 
 def _evaluations(points: list[Point], steps: int) -> list[Point]:
-    """The last evaluation, and the latest one that is a fifth to two fifths of the run earlier."""
+    """Return the last evaluation, and the latest one that is a fifth to two fifths of the run earlier."""
     for step, loss in reversed(points[:-1]):
         if WINDOW * steps <= points[-1][0] - step:
             return [(step, loss), points[-1]] if points[-1][0] - step <= 2 * WINDOW * steps else []

@@ -123,7 +123,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
 
 
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
-    """The result of a run that reached the end of its warm-up: the largest rate is at least this one."""
+    """Return the result of a run that reached the end of its warm-up: this rate is a lower bound."""
     smooth = smoothed(losses, rules.window)
     if len(smooth) and not _begun(rules, smooth, smooth.min()):
         reason = f"the loss has not fallen by {2 * rules.plateau_margin:g} nats from its start of {smooth[0]:.3f}"

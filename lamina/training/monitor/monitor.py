@@ -281,7 +281,7 @@ class Monitor:
 
 
 def _number(loss: object) -> torch.Tensor:
-    """A step's loss as a scalar of its own; nothing waits for the device."""
+    """Return a step's loss as a scalar; nothing waits for the device."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss.detach().reshape(()).float()
     if isinstance(loss, numbers.Real):

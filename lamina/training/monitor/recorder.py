@@ -342,7 +342,8 @@ class RunRecorder(TrainerCallback):
 
 @contextmanager
 def stop_signals(recorder: RunRecorder) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGUSR1 ends the run after its current step, with a checkpoint; a second, at once.
+    """End the run after its current step, with a checkpoint, at the first Ctrl-C, SIGTERM or SIGUSR1; at once at a
+    second.
 
     Slurm can be configured to send SIGUSR1 before a job's time is up.
     """

@@ -182,7 +182,7 @@ def forget(folder: Path, *, after: int) -> None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, eager, without gradients; mode, gradients and random states are restored afterwards."""
+    """Run in evaluation mode, eager, without gradients; mode, gradients and random states are restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     compiled = [(module, module._compiled_call_impl) for module, _ in modes if module._compiled_call_impl is not None]
     held = [(p, p.grad, p.requires_grad) for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""What a forward pass shows by sub-layer: the stream, attention's largest logits, the experts' loads."""
+"""Measures of a forward pass by sub-layer: the stream, attention's largest logits, the experts' loads."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _pooled(parts: Sequence[tuple[int, list[float]]]) -> list[float]:
 
 
 def in_half(device: str) -> bool:
-    """Whether operations on a type of device ("cuda") run in float16 here, by autocast."""
+    """Return whether autocast runs operations on a type of device ("cuda") in float16 here."""
     available = torch.amp.is_autocast_available(device)
     return available and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 

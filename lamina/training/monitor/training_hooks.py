@@ -191,7 +191,7 @@ class Taken:
 
 
 def stepping(optimizer: object) -> torch.optim.Optimizer:
-    """The torch optimizer in accelerate's wrapper or DeepSpeed's. Raises UserError for something else."""
+    """Return the torch optimizer in accelerate's wrapper or DeepSpeed's. Raises UserError for anything else."""
     inner: Output = optimizer
     while not type(inner).__module__.startswith("torch.") and isinstance(
         getattr(inner, "optimizer", None), torch.optim.Optimizer
