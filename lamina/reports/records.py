@@ -227,6 +227,12 @@ def select(rows: Frame, columns: Mapping[str, object]) -> Frame:
     return rows
 
 
+def groups(rows: Frame, columns: Sequence[str], *, dropna: bool = False) -> Iterator[tuple[Json, Frame]]:
+    """Split rows by their values in these columns, which come with them; without columns, all rows are one group."""
+    for key, group in rows.groupby(list(columns), sort=False, dropna=dropna) if columns else [((), rows)]:
+        yield dict(zip(columns, key if isinstance(key, tuple) else (key,), strict=True)), group
+
+
 def by_depth(rows: Frame) -> Frame:
     """Rows of one quantity as a table: one row per block (counted from 1; 0 for layer -1), one column per step."""
     values: Frame = pd.to_numeric(rows["value"], errors="coerce")

@@ -17,7 +17,7 @@ from lamina.reports import charts, depth
 from lamina.reports.charts import line_of
 from lamina.reports.depth import Quantity
 from lamina.reports.page import Section, callouts, figure, sentence
-from lamina.reports.records import Frame, Trial, read_mapping, select
+from lamina.reports.records import Frame, Trial, groups, read_mapping, select
 from lamina.reports.style import Shown
 
 _BY_DEPTH = ("layer", "size", "distance")  # possible x axes; the first that a frame has is used
@@ -40,9 +40,8 @@ def quantities(name: str, frame: Frame, metrics: Sequence[str] = ()) -> list[Qua
     several_norms = ("index",) if "path" in frame else ()  # each row names its module
     keys = [k for k in (*_TEXTS, *several_norms) if k in frame and frame[k].notna().any()]
     ranked = []
-    for key, rows in frame[frame[by] >= 0].groupby(keys, sort=False, dropna=False) if keys else [((), frame)]:
+    for fixed, rows in groups(frame[frame[by] >= 0] if keys else frame, keys):
         along = "start" if by == "size" and rows[by].nunique() < 2 and "start" in rows else by
-        fixed = dict(zip(keys, key if isinstance(key, tuple) else (key,), strict=True))
         metric = fixed.get("metric")
         if rows[along].nunique() < 2 or (metrics and metric not in metrics):
             continue
@@ -87,13 +86,11 @@ def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
             continue
         rows = rows[rows["layer"] < 0] if "layer" in rows else rows
         keys = [k for k in ("metric", "sublayer", "role", "index") if k in rows and rows[k].nunique() > 0]
-        for key, group in rows.groupby(keys, sort=False) if keys else [((), rows)]:
+        for fixed, group in groups(rows, keys, dropna=True):
             if group["step"].nunique() > 1:
-                columns = dict(zip(keys, key if isinstance(key, tuple) else (key,), strict=True))
-                columns.pop("index", None)
-                numbers.setdefault(_label(name, columns), []).append(
-                    (item, group.groupby("step", as_index=False)["value"].mean())
-                )
+                fixed.pop("index", None)
+                means = group.groupby("step", as_index=False)["value"].mean()
+                numbers.setdefault(_label(name, fixed), []).append((item, means))
     panels, named = {}, set()
     for label in sorted(numbers, key=lambda label: "(" in label)[:_QUANTITIES]:  # the whole model's before its parts
         panels[label] = []

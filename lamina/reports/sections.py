@@ -142,17 +142,17 @@ def scale_note(results: Frame) -> list[str]:
 def facts(study: Study) -> list[str]:
     """The few settings that a reader needs first."""
     backbone, layers, width = (study.settings.get(name) for name in ("backbone", "num_layers", "hidden_size"))
-    facts = [str(backbone)] if isinstance(backbone, str) else []
-    if layers:
-        facts.append(f"{layers} layers" + (f" of width {width}" if width else ""))
     parameters, tokens = study.results["parameters"].max(), study.results["tokens"].max()
-    facts += [f"{parameters:,.0f} parameters"] if math.isfinite(parameters) else []
-    facts += [f"{tokens:,.0f} tokens" + " each" * (len(study.results) > 1)] if math.isfinite(tokens) else []
-    seeds = study.results["seed"].nunique()
-    facts += [f"{seeds} seed{'s' * (seeds > 1)}"] if seeds else []
-    version = study.header.get("version")
-    facts += [f"lamina {version}"] if version else []
-    return [*facts, moment(study.header.get("created"))]
+    seeds, version = study.results["seed"].nunique(), study.header.get("version")
+    return [
+        backbone if isinstance(backbone, str) else "",
+        f"{layers} layers" + (f" of width {width}" if width else "") if layers else "",
+        f"{parameters:,.0f} parameters" if math.isfinite(parameters) else "",
+        f"{tokens:,.0f} tokens" + " each" * (len(study.results) > 1) if math.isfinite(tokens) else "",
+        f"{seeds} seed{'s' * (seeds > 1)}" if seeds else "",
+        f"lamina {version}" if version else "",
+        moment(study.header.get("created")),
+    ]
 
 
 _SMALL = 20e6  # parameters

@@ -9,7 +9,7 @@ from textwrap import shorten
 
 from lamina.core.json_types import Json
 from lamina.reports.ranking import is_above_bigram, is_ranked, listed
-from lamina.reports.records import Frame, rows_of
+from lamina.reports.records import Frame, is_number, rows_of
 
 Tables = Mapping[str, Frame]
 _LEVEL = 1.5  # a factor below which two layers' values count as the same size
@@ -35,9 +35,7 @@ class Guess:
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Guess:
         """Return the guess of a run, by a row or a line of its numbers: only images have a top-5 accuracy."""
-        top5 = row.get("top5_accuracy")
-        of_images = isinstance(top5, float) and math.isfinite(top5)
-        return _OF_IMAGES if of_images else _OF_TEXT
+        return _OF_IMAGES if is_number(row.get("top5_accuracy")) else _OF_TEXT
 
     @classmethod
     def of_any(cls, results: Frame) -> Guess:
@@ -72,13 +70,11 @@ def _lead(summary: Frame) -> str:
     if not finished:
         return f"None of {len(summary)} placements has beaten a bigram table, so none can be called the best."
     lead += f"has the lowest eval loss, {_loss(first)}"
-    if len(finished) == 1 < len(ended):
-        return f"{lead}; it is the only one of {len(summary)} placements that has beaten a bigram table."
     if len(finished) == 1:
-        return f"{lead}; it is the only one of {len(summary)} placements that finished."
-    others = [finished[1]]
+        alone = "has beaten a bigram table" if len(ended) > 1 else "finished"
+        return f"{lead}; it is the only one of {len(summary)} placements that {alone}."
     baseline = [row for row in finished[2:] if row["placement"] == "pre_ln"]
-    others += baseline or finished[2:][-1:]
+    others = [finished[1], *(baseline or finished[2:][-1:])]
     return f"{lead}, {listed([_gap(first, other) for other in others])}{_noise(first, others[0])}."
 
 
@@ -120,25 +116,24 @@ def _trouble(summary: Frame) -> str:
     groups: dict[str, list[Json]] = {}
     for row in rows_of(summary[summary["finished"] == 0]):
         groups.setdefault(_end(row), []).append(row)
-    texts = [_together(end, rows) for end, rows in groups.items()]
-    texts += [above] if (above := _above_bigram(summary)) else []
+    texts = [*(_together(end, rows) for end, rows in groups.items()), *_above_bigram(summary)]
     partly = summary[(summary["finished"] > 0) & (summary["finished"] < summary["seeds"])]
     texts += [f"{row['placement']}: {row['status_text']}" for row in rows_of(partly)]
     return "; ".join(texts) + "." if texts else ""
 
 
-def _above_bigram(summary: Frame) -> str:
+def _above_bigram(summary: Frame) -> list[str]:
     """Name the placements that finished above the loss of a bigram table."""
     rows = [row for row in rows_of(summary) if row["finished"] and is_above_bigram(row)]
     if not rows:
-        return ""
+        return []
     names, losses = listed([row["placement"] for row in rows]), listed([_loss(row) for row in rows])
     tables = listed(list(dict.fromkeys(f"{row['bigram_entropy']:.3f}" for row in rows)))
     has, it = ("has", "its loss says") if len(rows) == 1 else ("have", "their losses say")
-    return (
+    return [
         f"{names} {has} not beaten a bigram table of the text that was read: {losses} against {tables} nats per token, "
         f"so {it} nothing of depth" + (" and no rank is given" if len(summary) > 1 else "")
-    )
+    ]
 
 
 def _end(row: Json) -> str:
@@ -163,22 +158,15 @@ def _end(row: Json) -> str:
 def _together(end: str, rows: list[Json]) -> str:
     """The sentence ``end`` for one placement or several."""
     names, losses = listed([row["placement"] for row in rows]), listed([f"{row['eval_loss']:.2f}" for row in rows])
-    single = len(rows) == 1
-    words = {
-        "is": "is" if single else "are",
-        "was": "was" if single else "were",
-        "it": "it has" if single else "they have",
-    }
-    words |= {"fall": "falls" if single else "fall"}
-    words["at"] = f"at {losses} its eval loss is" if single else f"at {losses} their eval losses are"
+    words = {"is": "are", "was": "were", "it": "they have", "fall": "fall", "at": f"at {losses} their eval losses are"}
+    if len(rows) == 1:
+        words = {"is": "is", "was": "was", "it": "it has", "fall": "falls", "at": f"at {losses} its eval loss is"}
     return f"{names} {end.format(**words)}"
 
 
 def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
     rows = [row for row in rows_of(summary) if row["finished"] or row["status"] in ("stuck", "diverged")]
-    known = [
-        row for row in rows if _ratio(gradients.get(row["placement"]), 0) or _ratio(gradients.get(row["placement"]), -1)
-    ]
+    known = [row for row in rows if any(_ratio(gradients.get(row["placement"]), at) for at in (0, -1))]
     texts = []
     if len(known) == 1 or (known and not known[0]["finished"]):
         name = _worst(known)
@@ -187,36 +175,36 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
         best, worst = known[0]["placement"], _worst(known)
         column = max((0, -1), key=lambda c: abs(math.log(_ratio(gradients[worst], c) or 1)))
         worst_ratio, best_ratio = _ratio(gradients[worst], column), _ratio(gradients[best], column)
-        if (
-            worst_ratio
-            and best_ratio
-            and abs(math.log(worst_ratio)) > abs(math.log(best_ratio))
-            and _size(worst_ratio) > _LEVEL
-        ):
+        less = worst_ratio and best_ratio and abs(math.log(worst_ratio)) > abs(math.log(best_ratio))
+        if less and best_ratio and worst_ratio and _size(worst_ratio) > _LEVEL:
             texts.append(
                 f"Why, by layer: {_evenness(worst, gradients[worst], column)}, while in {best} the two "
                 + (f"differ {_times(_size(best_ratio))}" if _size(best_ratio) > _LEVEL else "are about equal")
             )
         else:
-            less = worst_ratio and best_ratio and abs(math.log(worst_ratio)) > abs(math.log(best_ratio))
             even = f"nearly even in {worst}, too" if less else f"no less even in {worst} than in {best}"
             texts.append(f"Gradients by layer do not set the first and the last of the ranking apart: they are {even}")
     growth = {p: g for p in summary["placement"] if (g := _ratio(variances.get(p), -1))}
     if growth:
-        most, least = max(growth, key=lambda p: growth[p]), next(iter(growth))
+        first, most, least = (
+            next(iter(growth)),
+            max(growth, key=growth.__getitem__),
+            min(growth, key=growth.__getitem__),
+        )
         if growth[most] > 2:
-            by = _times(growth[most])
-            part = f"by the end the hidden variance grows {by} from the first block to the last in {most}"
-            even = (
-                f" and {'stays level' if _size(growth[least]) < _LEVEL else f'changes {_times(_size(growth[least]))}'}"
-            )
-            texts.append(part + (f"{even} in {least}" if least != most else ""))
-        elif growth[least := min(growth, key=lambda p: growth[p])] < 1 / 2:
+            grows = f"grows {_times(growth[most])} from the first block to the last in {most}"
+            even = "stays level" if _size(growth[first]) < _LEVEL else f"changes {_times(_size(growth[first]))}"
+            grows += f" and {even} in {first}" if first != most else ""
+            texts.append(f"by the end the hidden variance {grows}")
+        elif growth[least] < 1 / 2:
             by = _times(1 / growth[least])
             texts.append(f"by the end the hidden variance falls {by} from the first block to the last in {least}")
         else:
             texts.append("the hidden variance stays about the same from the first block to the last")
-    return _capital("; ".join(texts)) + "." if texts else ""
+    said = "; ".join(texts)
+    if said.startswith(("in ", "at ", "by ", "the ")):  # not with a placement's name
+        said = said[0].upper() + said[1:]
+    return f"{said}." if said else ""
 
 
 def _worst(known: list[Json]) -> str:
@@ -241,13 +229,10 @@ def _evenness(placement: str, table: Frame, column: int) -> str:
 
 def _ratio(table: Frame | None, column: int) -> float | None:
     """Return the last block's value over the first's at a logged step, by position; None if it is undefined."""
-    if table is None or table.empty or len(table.loc[1:]) < 2:
+    if table is None or len(table.loc[1:]) < 2:
         return None
-    values = table.loc[1:].iloc[:, column]
-    first, last = float(values.iloc[0]), float(values.iloc[-1])
-    if not (math.isfinite(first) and math.isfinite(last) and first > 0 and last > 0):
-        return None
-    return last / first
+    first, last = (float(table.loc[1:].iloc[end, column]) for end in (0, -1))
+    return last / first if is_number(first) and is_number(last) and first > 0 and last > 0 else None
 
 
 def _size(ratio: float) -> float:
@@ -271,9 +256,3 @@ def _loss(row: Json) -> str:
     std, part = row["eval_loss_std"], 0 < row["finished"] < row["seeds"]
     spread = f" ± {std:.3f}" if math.isfinite(std) else ""
     return f"{row['eval_loss']:.3f}{spread}" + (f" over {row['finished']} of {row['seeds']} seeds" if part else "")
-
-
-def _capital(text: str) -> str:
-    return (
-        text if text[:1].isupper() or not text.startswith(("in ", "at ", "by ", "the ")) else text[0].upper() + text[1:]
-    )

@@ -17,7 +17,7 @@ from lamina.jobs.names import COORDINATES, PAGE, RESULT, RESULTS, SLOPES, TRANSF
 from lamina.reports.pages import max_rate
 from lamina.reports.pages.transfer import sentences
 from lamina.reports.ranking import is_above_bigram, notices, summarize
-from lamina.reports.records import Frame, rows_of
+from lamina.reports.records import Frame, is_number, rows_of
 from lamina.reports.tables import in_form
 from lamina.studies.record import read_study
 
@@ -66,16 +66,13 @@ def compare(folder: Path, results: Frame) -> str:
 def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str:
     """The ranking of a study's results, with the notices; ``settings``: the study's."""
     summary = summarize(results)
-    lines = [f"{'':>3} {'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"]
-    above = []
+    lines, above = [f"{'':>3} {'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"], []
     for row in rows_of(summary):
-        loss, spread, rank = row["eval_loss"], row["eval_loss_std"], row["rank"]
-        rank_text = f"{rank:>3.0f}" if rank == rank else "  -"
-        loss_text = "-" if loss != loss else f"{loss:.4f}" + (f" ± {spread:.4f}" if spread == spread else "")
-        lines.append(
-            f"{rank_text} {row['placement']:<24} {row['status_text']:<20} {loss_text:>17} {row['learning_rate']:>13g}"
-        )
-        above += [row["placement"]] if row["finished"] and is_above_bigram(row) else []
+        rank, loss = in_form(row["rank"], ".0f", "-"), in_form(row["eval_loss"], ".4f", "-")
+        loss += f" ± {row['eval_loss_std']:.4f}" if is_number(row["eval_loss_std"]) else ""
+        name, rate = row["placement"], row["learning_rate"]
+        lines.append(f"{rank:>3} {name:<24} {row['status_text']:<20} {loss:>17} {rate:>13g}")
+        above += [name] if row["finished"] and is_above_bigram(row) else []
     bigram = summary["bigram_entropy"].mean()
     if bigram == bigram:
         lines.append(f"    {'a bigram table':<24} {'':<20} {bigram:>17.4f}")
@@ -108,9 +105,8 @@ def transferred(summary: Json) -> str:
     """The content of transfer.json."""
     lines = [f"{'learning rate':>13} {'on the proxy':<13} {'eval loss':>9}  at another width"]
     for rate in summary["rates"]:
-        loss = "-" if rate["eval_loss"] is None else f"{rate['eval_loss']:.4f}"
-        mark = "*" if rate["best"] else " "
-        lines.append(f"{rate['learning_rate']:>13g} {rate['status']:<13} {loss:>9}{mark} {rate['risk']}")
+        loss = in_form(rate["eval_loss"], ".4f", "-") + ("*" if rate["best"] else " ")
+        lines.append(f"{rate['learning_rate']:>13g} {rate['status']:<13} {loss:>10} {rate['risk']}")
     lines += ["", *sentences(summary)]
     if summary["learning_rate"] is not None:
         heading = f"at width {summary['target_width']}"
@@ -151,9 +147,8 @@ def preflight(folder: Path | None, rows: Frame) -> str:
     for row in records:
         lines.append(f"\n{row['placement']} at {row['learning_rate']:g}: {row['verdict']}")
         texts = {"reason": row["reason"], "change": row["change"], "layers": _layers(row), "papers": row["advice"]}
-        for label, text in {**texts, "note": row["note"]}.items():
-            if text:
-                lines.append(textwrap.fill(f"  {label}: {text}", 110, subsequent_indent="    "))
+        said = [f"  {label}: {text}" for label, text in {**texts, "note": row["note"]}.items() if text]
+        lines += [textwrap.fill(text, 110, subsequent_indent="    ") for text in said]
     return "\n".join([*lines, *(["", f"the page:    {folder / PAGE}"] if folder else [])])
 
 

@@ -21,7 +21,7 @@ from lamina.jobs.names import ENVIRONMENT, PAGE, RESULT
 from lamina.probes.job.compact import compact
 from lamina.reports import sections, tables
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, sentence, write_page
-from lamina.reports.records import Frame, read_mapping, read_parquet, rows_of
+from lamina.reports.records import Frame, groups, read_mapping, read_parquet, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.screenshot import screenshot
 from lamina.reports.style import FONT, polish_own
@@ -92,10 +92,8 @@ def main_numbers(frame: Frame) -> Frame:
     values: Frame = pd.to_numeric(frame["value"], errors="coerce")
     frame = frame.assign(value=values.where(values.abs() < math.inf))
     rows = []
-    groups = frame.groupby(by, sort=False, dropna=False) if by else [((), frame)]
-    for key, group in groups:
+    for row, group in groups(frame, by):
         known: Frame = group.dropna(subset=["value"])
-        row: Json = dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True))
         row |= {"rows": len(group), "not finite": len(group) - len(known)}
         if len(known):
             low, high = known.loc[known["value"].idxmin()], known.loc[known["value"].idxmax()]
