@@ -87,15 +87,21 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     Attributes:
         parts: the sources of a mix, each with its share; the source itself where there is only one corpus.
+        known: the token ids that can be read without reading a stream, [blocks, sequence_length] of unsigned integers:
+            all of them, or of a stream some.
     """
 
     @property
     def parts(self) -> Sequence[tuple[Fraction, BlockSource]]:
         return ((Fraction(1), self),)
 
+    @property
     @abstractmethod
-    def token_counts(self, vocab_size: int) -> np.ndarray:
-        """Return how often each id occurs in the text (of a stream, in a part of it), [vocab_size]."""
+    def known(self) -> np.ndarray: ...
+
+    def sample(self, count: int) -> torch.Tensor:
+        known = self.known
+        return torch.from_numpy(known[spread(len(known), count)].astype(np.int64))
 
     def frequencies(self, vocab_size: int, count: int) -> np.ndarray:
         """Return the add-one smoothed frequency of each id in a sample of ``count`` blocks per corpus, [vocab_size].
@@ -141,11 +147,9 @@ class ArrayBlocks(BlockSource):
         rows = torch.from_numpy(self.array[np.asarray(indices, dtype=np.int64)].astype(np.int64))
         return [{"input_ids": row, "labels": row} for row in rows]
 
-    def sample(self, count: int) -> torch.Tensor:
-        return torch.from_numpy(self.array[spread(len(self), count)].astype(np.int64))
-
-    def token_counts(self, vocab_size: int) -> np.ndarray:
-        return count_tokens(self.array, vocab_size)
+    @property
+    def known(self) -> np.ndarray:
+        return self.array
 
     def rows(self, indices: Sequence[int]) -> np.ndarray:
         return self.array[np.unique(np.asarray(indices, dtype=np.int64))]
@@ -437,14 +441,14 @@ class MixedBlocks(BlockSource):
                 shares[name]["epochs"] = count / len(part)
         return shares
 
-    def sample(self, count: int) -> torch.Tensor:
-        if not any(part.in_order for part in self.blocks):
-            return torch.stack([self[i]["input_ids"] for i in spread(len(self), count)])
-        rows = torch.cat([part.sample(len(part)) for part in self.blocks])  # the known text of each stream
-        return rows[spread(len(rows), count)]
+    @property
+    def known(self) -> np.ndarray:
+        return np.concatenate([part.known for part in self.blocks])
 
-    def token_counts(self, vocab_size: int) -> np.ndarray:
-        return np.sum([part.token_counts(vocab_size) for part in self.blocks], axis=0)
+    def sample(self, count: int) -> torch.Tensor:
+        if any(part.in_order for part in self.blocks):
+            return super().sample(count)
+        return torch.stack([self[i]["input_ids"] for i in spread(len(self), count)])
 
     def rows(self, indices: Sequence[int]) -> np.ndarray:
         numbers: list[list[int]] = [[] for _ in self.blocks]
@@ -511,7 +515,7 @@ def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
     train, held_out = np.zeros(1), np.zeros(1)
     for part, own in zip(parts, blocks, strict=True):
         share, vocab_size = float(part.share), own.stats.vocab_size
-        trained, tested = own.train.token_counts(vocab_size), own.eval.token_counts(vocab_size)
+        trained, tested = (count_tokens(split.known, vocab_size) for split in (own.train, own.eval))
         train = train + share * (trained + 1) / (trained.sum() + vocab_size)
         held_out = held_out + share * tested / tested.sum()
     return float(-(held_out * np.log(train)).sum())

@@ -23,9 +23,7 @@ from lamina.data.blocks import (
     BlockSource,
     BlockStats,
     TokenBlock,
-    count_tokens,
     mix,
-    spread,
     unigram_entropy,
 )
 from lamina.data.corpus import EMBEDDED, Corpus, Shard, Shards
@@ -340,13 +338,13 @@ class StreamedBlocks(BlockSource):
         stream: the stream of the corpus.
         buffer: how many consecutive blocks are shuffled among themselves; 1 for none.
         seed: the seed of the shuffles.
-        known: some of the corpus' text, [blocks, sequence_length]; ``sample`` and ``token_counts`` use it.
+        known: some of the corpus' text, [blocks, sequence_length].
     """
 
     in_order = True
 
     def __init__(self, stream: TokenStream, *, buffer: int, seed: Sequence[int], known: np.ndarray):
-        self.stream, self.buffer, self.seed, self.known = stream, buffer, seed, known
+        self.stream, self.buffer, self.seed, self._known = stream, buffer, seed, known
         self.size = buffer * math.ceil(_CHUNK / buffer)
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0))
         self._reader: ThreadPoolExecutor | None = None
@@ -364,11 +362,9 @@ class StreamedBlocks(BlockSource):
         ids = torch.from_numpy(self._chunk(chunk)[row].astype(np.int64))
         return {"input_ids": ids, "labels": ids}
 
-    def sample(self, count: int) -> torch.Tensor:
-        return torch.from_numpy(self.known[spread(len(self.known), count)].astype(np.int64))
-
-    def token_counts(self, vocab_size: int) -> np.ndarray:
-        return count_tokens(self.known, vocab_size)
+    @property
+    def known(self) -> np.ndarray:
+        return self._known
 
     def rows(self, indices: Sequence[int]) -> np.ndarray:
         return self.known

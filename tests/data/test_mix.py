@@ -68,10 +68,8 @@ class Numbers(BlockSource):
         assert 0 <= index < self.count
         return self.name, int(index)
 
-    def sample(self, count):
-        raise NotImplementedError
-
-    def token_counts(self, vocab_size):
+    @property
+    def known(self):
         raise NotImplementedError
 
     def rows(self, indices):
