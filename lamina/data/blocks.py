@@ -327,12 +327,8 @@ class DrawnItems(ItemSource[T]):
         self.source, self.seed, self.training, self.repeats = source, seed, training, repeats
         self.in_order = training
 
-    @abstractmethod
-    def change(self, item: T, generator: torch.Generator) -> T:
-        """Return the item as it is drawn; all its random numbers come from ``generator``."""
-
     def generator(self, position: int) -> torch.Generator:
-        """Return the random numbers of a position."""
+        """Return the generator of all random numbers of a position."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
 
     def number(self, position: int) -> int:
@@ -344,9 +340,6 @@ class DrawnItems(ItemSource[T]):
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def __getitem__(self, index: int) -> T:
-        return self.change(self.source[self.number(index)], self.generator(index))
 
     def sample(self, count: int) -> torch.Tensor:
         return self.source.sample(count)

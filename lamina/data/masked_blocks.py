@@ -44,11 +44,11 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
     def for_run(self, seed: int) -> MaskedBlocks:
         return MaskedBlocks(self.source.for_run(seed), self.tokenizer, self.mask_ratio, seed, training=True)
 
-    def change(self, item: TokenBlock, generator: torch.Generator) -> TokenBlock:
+    def __getitem__(self, index: int) -> TokenBlock:
         """Mask a block [sequence_length]; at least one token is chosen, since a loss over none has no value."""
-        ids = item["input_ids"]
+        ids = self.source[self.number(index)]["input_ids"]
         special = torch.isin(ids, self.special)
-        self.masking.generator = generator
+        self.masking.generator = self.generator(index)
         masked, labels = self.masking.torch_mask_tokens(ids[None].clone(), special[None])
         masked, labels = masked[0], labels[0]
         if bool((labels == -100).all()) and not bool(special.all()):

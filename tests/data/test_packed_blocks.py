@@ -185,12 +185,6 @@ def test_other_content_and_other_settings_give_other_blocks(corpus, tmp_path):
     assert len({*seen, packed(corpus)[0].stats.fingerprint}) == 5
 
 
-def test_a_given_cache_folder_is_used(corpus, tmp_path, own_cache):
-    packed(corpus, cache_dir=tmp_path / "given")
-    assert files(tmp_path / "given")
-    assert not own_cache.exists()
-
-
 def test_the_same_corpus_gives_the_same_blocks_byte_by_byte(corpus, tmp_path):
     parts = [packed(corpus, "bpe:320", cache_dir=tmp_path / name)[0] for name in "ab"]
     assert parts[0].train.path.read_bytes() == parts[1].train.path.read_bytes()

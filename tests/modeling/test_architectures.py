@@ -2,9 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
 
-import pytest
 import transformers
 from test_backbone_parity import BACKBONES
 
@@ -18,11 +16,7 @@ def test_what_travels_and_what_stays_are_rows_of_the_same_model_types():
     assert set(ARCHITECTURES) == {*BACKBONES, "vit", "modernbert"}  # those two in test_encoders.py
 
 
-def test_the_rows_are_frozen_and_their_heads_exist():
-    with pytest.raises(FrozenInstanceError):
-        ARCHITECTURES["llama"].title = "another"
-    with pytest.raises(FrozenInstanceError):
-        ADAPTERS["llama"].norm = "another"
+def test_the_heads_of_every_row_exist():
     for adapter in ADAPTERS.values():
         assert adapter.is_decoder == ("causal_lm" in adapter.heads)
         assert set(adapter.heads) <= set(HEADS)

@@ -17,7 +17,7 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling.backbones import count_parameters
 from lamina.modeling.initialization import weights
-from lamina.modeling.modeling_lamina import Adapter, LaminaModel
+from lamina.modeling.modeling_lamina import LaminaModel
 
 AS_LLAMA = {
     "backbone.tower.turns": "layers",
@@ -131,10 +131,6 @@ def test_an_adapter_that_is_none_is_refused_by_a_command_in_one_line(tmp_path, c
     backbone = ["--backbone", str(tmp_path / "talk"), "--output", str(tmp_path / "out")]
     assert main(["pretrain", *backbone, "--steps", "2"]) == 2
     assert "adapter: ['talk'] (allowed: a mapping" in capsys.readouterr().err
-
-
-def test_the_defaults_of_the_fields_are_a_llamas():
-    assert Adapter.of({}) == Adapter()
 
 
 def test_an_installed_package_registers_its_model_type(tmp_path):

@@ -29,15 +29,11 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("order", "body"),
-    [
-        pytest.param("lamina first", "model"),
-        pytest.param("transformers first", "model", marks=pytest.mark.slow),  # each a process that imports torch
-        pytest.param("lamina first", "config", marks=pytest.mark.slow),
-        pytest.param("transformers first", "config", marks=pytest.mark.slow),
-    ],
-)
+SLOW = [pytest.mark.slow]  # each a process that imports torch
+
+
+@pytest.mark.parametrize("order", ["lamina first", pytest.param("transformers first", marks=SLOW)])
+@pytest.mark.parametrize("body", ["model", pytest.param("config", marks=SLOW)])
 def test_a_saved_model_is_loaded_without_asking(saved, order, body):
     text, made = BODIES[body]
     code = f"import sys; order = {order!r}\n{ORDERS[order]}\n{LOAD.format(body=text, made=made)}"

@@ -43,23 +43,6 @@ def test_the_model_of_the_page_runs_with_every_placement(page, placement):
     assert isinstance(model.ln_f, nn.LayerNorm) == (plan.final_norm is not None)
 
 
-def test_pre_ln_of_the_page_is_nanogpts_block(page):
-    model = page["GPT"]("pre_ln", n_layer=1)
-    x = torch.randn(2, 5, 64)
-    attention, feed_forward = model.h[0].attention.module, model.h[0].feed_forward.module
-    y = x + attention(nn.functional.layer_norm(x, (64,), eps=1e-6))
-    expected = y + feed_forward(nn.functional.layer_norm(y, (64,), eps=1e-6))
-    assert torch.allclose(model.h[0](x), expected, atol=1e-6)
-
-
-def test_the_model_of_the_page_is_causal(page):
-    model = page["GPT"]("fusenorm").eval()
-    ids = torch.randint(256, (1, 9))
-    changed = ids.clone()
-    changed[0, -1] = (ids[0, -1] + 1) % 256
-    assert torch.equal(model(ids)[0][:, :-1], model(changed)[0][:, :-1])
-
-
 @pytest.mark.parametrize("placement", ["keel", "admin", "peri_ln"])
 def test_reset_wiring_gives_the_values_of_a_block_that_was_never_on_meta(page, placement):
     def make():

@@ -57,12 +57,6 @@ def test_profiling_keeps_the_weights_that_the_seed_gives():
     assert all(torch.equal(model[key], plain[key]) for key in matrices)
 
 
-def test_an_omega_is_a_learned_vector_a_sublayer():
-    parameters = dict(profiled().named_parameters())
-    assert sum(key.endswith("skip_scale") for key in parameters) == 6
-    assert all(p.requires_grad for p in parameters.values())
-
-
 @pytest.mark.parametrize("num_layers", [1, 12, 1024])
 @pytest.mark.parametrize(
     ("omega", "value"),

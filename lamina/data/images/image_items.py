@@ -132,34 +132,36 @@ class ImageItem(TypedDict):
     draw: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
 class ImageItems(ItemSource[ImageItem]):
     """Some images of a set, resized and normalized by an image processor of transformers.
 
-    Args:
-        images: the set.
+    Attributes:
         numbers: of the images to take, [items].
         processor: resizes, crops and normalizes.
         augmentation: how ``for_run`` changes the images of a training.
     """
 
-    def __init__(
-        self,
-        images: LabeledImages,
-        numbers: np.ndarray,
-        processor: BaseImageProcessor,
-        augmentation: Augmentation,
-    ):
-        self.images, self.numbers, self.processor, self.augmentation = images, numbers, processor, augmentation
+    images: LabeledImages
+    numbers: np.ndarray
+    processor: BaseImageProcessor
+    augmentation: Augmentation
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> ImageItem:
-        return self._item(index, pixels_of(self.picture(index), self.processor))
+        return self.item(index, index)
 
-    def _item(self, index: int, pixels: torch.Tensor) -> ImageItem:
+    def item(self, index: int, draw: int, generator: torch.Generator | None = None) -> ImageItem:
+        """Return an item as it is, or changed as the augmentation says with the numbers of ``generator``."""
+        picture, processor = self.picture(index), self.processor
+        crop = None if generator is None else self.augmentation.crop(picture, generator)
+        pixels = pixels_of(picture, processor) if crop is None else normalized(crop, processor)
+        if generator is not None:
+            pixels = self.augmentation.change(pixels, generator, *statistics_of(processor))
         label = torch.tensor(int(self.images.labels[self.numbers[index]]))
-        return {"pixel_values": pixels, "labels": label, "draw": torch.tensor(index)}
+        return {"pixel_values": pixels, "labels": label, "draw": torch.tensor(draw)}
 
     def picture(self, index: int) -> Image:
         """Return the image itself."""
@@ -170,7 +172,7 @@ class ImageItems(ItemSource[ImageItem]):
         return torch.stack([self[index]["pixel_values"] for index in spread(len(self), count)])
 
     def for_run(self, seed: int) -> AugmentedImages:
-        return AugmentedImages(self, seed)
+        return AugmentedImages(self, seed, training=True, repeats=self.augmentation.repeats)
 
 
 class AugmentedImages(DrawnItems[ImageItem]):
@@ -178,24 +180,8 @@ class AugmentedImages(DrawnItems[ImageItem]):
 
     source: ImageItems
 
-    def __init__(self, source: ImageItems, seed: int):
-        super().__init__(source, seed, training=True, repeats=source.augmentation.repeats)
-
     def __getitem__(self, index: int) -> ImageItem:
-        number, augmentation = self.number(index), self.source.augmentation
-        picture, processor = self.source.picture(number), self.source.processor
-        generator = self.generator(index)
-        cropped = augmentation.crop(picture, generator)
-        pixels = pixels_of(picture, processor) if cropped is None else normalized(cropped, processor)
-        item = self.source._item(number, pixels)
-        item["draw"] = torch.tensor(index)
-        return self.change(item, generator)
-
-    def change(self, item: ImageItem, generator: torch.Generator) -> ImageItem:
-        """Flip, distort and erase."""
-        processor = self.source.processor
-        pixels = self.source.augmentation.change(item["pixel_values"], generator, *statistics_of(processor))
-        return {**item, "pixel_values": pixels}
+        return self.source.item(self.number(index), index, self.generator(index))
 
 
 def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
