@@ -141,7 +141,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    from lamina.modeling.backbones.conversion_job import convert
+    from lamina.modeling.backbones.conversion import convert
 
     rows = []
     with tempfile.TemporaryDirectory() as place:

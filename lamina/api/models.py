@@ -15,7 +15,7 @@ from lamina.errors import UserError, shortened
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lamina.modeling.backbones.conversion_job import ConversionRecord
+    from lamina.modeling.backbones.conversion import ConversionRecord
     from lamina.modeling.generation import Speaker
 
 
@@ -96,7 +96,7 @@ def convert(
         one_of("to", to, get_args(Target))
     one_of("dtype", dtype, DTYPES)
     from lamina.core.hub_access import local_when_unreachable
-    from lamina.modeling.backbones.conversion_job import convert as run
+    from lamina.modeling.backbones.conversion import convert as run
 
     with local_when_unreachable():
         return run(place, Path(folder), to=to, dtype=dtype, overwrite=overwrite, verify=verify)

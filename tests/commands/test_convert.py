@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 import lamina
 from lamina.cli import main
-from lamina.modeling.backbones import conversion_job
+from lamina.modeling.backbones import conversion
 
 
 @pytest.fixture
@@ -81,9 +81,9 @@ def test_a_folder_in_use_is_refused(source, refused, tmp_path):
 
 
 def test_logits_that_differ_are_refused(source, refused, tmp_path, monkeypatch):
-    monkeypatch.setattr(conversion_job, "largest_difference", lambda one, other: (0.5, 1.0))
+    monkeypatch.setattr(conversion, "largest_difference", lambda one, other: (0.5, 1.0))
     assert "verify: the logits differ by up to 0.5" in refused(source, tmp_path / "out")
-    monkeypatch.setattr(conversion_job, "largest_difference", lambda one, other: (float("nan"), float("nan")))
+    monkeypatch.setattr(conversion, "largest_difference", lambda one, other: (float("nan"), float("nan")))
     assert "not finite" in refused(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -107,4 +107,4 @@ SMALL = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidd
 
 
 def test_the_tolerance_is_far_below_what_a_mistake_changes():
-    assert conversion_job.TOLERANCE < 1e-3
+    assert conversion.TOLERANCE < 1e-3

@@ -94,32 +94,21 @@ def pair(request):
     return theirs, ours
 
 
+@pytest.mark.parametrize("padding", [0, 3])
 @torch.no_grad()
-def test_logits_are_those_of_transformers(pair):
-    theirs, ours = pair
-    difference = ours(input_ids=token_ids()).logits - theirs(input_ids=token_ids()).logits
-    assert difference.abs().max().item() == 0.0
-
-
-@torch.no_grad()
-def test_every_hidden_state_is_that_of_transformers(pair):
-    theirs, ours = (model(input_ids=token_ids(), output_hidden_states=True).hidden_states for model in pair)
-    assert len(theirs) == len(ours) == NUM_LAYERS + 1
-    for one, other in zip(theirs[:-1], ours[:-1], strict=True):
-        assert torch.equal(one, other)
-    assert torch.equal(theirs[-1], pair[1].model.norm(ours[-1]))  # theirs is the normed one
-
-
-@torch.no_grad()
-def test_the_loss_and_padded_logits_are_those_of_transformers(pair):
-    theirs, ours = pair
+def test_logits_loss_and_every_state_are_those_of_transformers(pair, padding):
     ids = token_ids()
     mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    one, other = (m(input_ids=ids, attention_mask=mask, labels=labels) for m in (theirs, ours))
-    assert torch.equal(one.logits[mask == 1], other.logits[mask == 1])
-    assert one.loss.item() == other.loss.item()
+    mask[0, :padding] = 0
+    given = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "output_hidden_states": True}
+    theirs, ours = (model(**given, attention_mask=mask if padding else None) for model in pair)
+    kept = mask == 1
+    assert torch.equal(theirs.logits[kept], ours.logits[kept])
+    assert theirs.loss.item() == ours.loss.item()
+    assert len(theirs.hidden_states) == len(ours.hidden_states) == NUM_LAYERS + 1
+    last = pair[1].model.norm(ours.hidden_states[-1])  # theirs is the normed one
+    for one, other in zip(theirs.hidden_states, (*ours.hidden_states[:-1], last), strict=True):
+        assert torch.equal(one[kept], other[kept])
 
 
 @torch.no_grad()

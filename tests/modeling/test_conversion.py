@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 from lamina.core.architectures import conversions
 from lamina.errors import UserError
 from lamina.modeling import LaminaForCausalLM
-from lamina.modeling.backbones.conversion import from_transformers, load, to_transformers
-from lamina.modeling.backbones.conversion_job import largest_difference
+from lamina.modeling.backbones.conversion import from_transformers, largest_difference, load, to_transformers
 
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "attn_logit_softcapping": None}
 MORE = {
