@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +16,17 @@ import plotly.graph_objects as go
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_yaml
-from lamina.jobs.names import ALARMS, CONFIG
+from lamina.jobs.names import CONFIG
+from lamina.jobs.run_folder import RunFolder
+from lamina.jobs.status import Status
 from lamina.reports import charts
 from lamina.reports.charts import Line
 from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, figure, sentence, write_page
 from lamina.reports.records import Frame, Trial, read_run
 from lamina.reports.style import polish
-from lamina.training.monitor.alarms import FACTORS, Alarm, describe, read_alarms
+from lamina.training.monitor.alarms import AFTER, FACTORS, NOTABLE, Alarm, describe, events, read_alarms, risen
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.writers import read_about
 
 logger = logging.getLogger(__name__)
@@ -83,10 +84,8 @@ def jump_around(rows: Frame, step: int) -> Jump | None:
     return max(found, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
-_BEFORE, _AFTER = 16, 3  # steps that a loss is compared with, and over which it must stay up
-_NATS, _DEVIATIONS = 0.15, 6.0
+_SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
 _LASTS = 8  # steps for which a series must stay up to be more than a batch
-_ORDER = ("not_finite", "dead", "apart", "fp16", "rewritten", "logit", "rise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +95,7 @@ class Evidence:
     Attributes:
         trial: the run's records.
         alarms: oldest first; of one step the one that explains most first.
+        notable: batches whose gradient stood out, and that nothing followed.
         rose: the first step at which the loss had risen; None if it never did.
         status: from result.json.
         steps: the last recorded step.
@@ -106,6 +106,7 @@ class Evidence:
 
     trial: Trial
     alarms: tuple[Alarm, ...]
+    notable: tuple[Alarm, ...]
     rose: int | None
     status: str
     steps: int
@@ -115,14 +116,13 @@ class Evidence:
 
     @property
     def first(self) -> Alarm | None:
-        """The first alarm that concerns the loss: before it rose, or any if it did not rise."""
-        if not self.alarms:
-            return None
-        if self.rose is None:
-            return self.alarms[0]
-        # an alarm long before that was followed by calm steps belongs to something else
-        near = [a for a in self.alarms if a.step <= self.rose and (self.rose - a.step <= 200 or a.rule != "rise")]
-        return near[0] if near else self.alarms[0]
+        """Return the first alarm of the last event before the loss rose: an earlier event belongs to something else.
+
+        Of the first event, where the loss did not rise or nothing left before it did.
+        """
+        groups = events(self.alarms)
+        before = [group for group in groups if self.rose is not None and group[0].step <= self.rose]
+        return before[-1][0] if before else groups[0][0] if groups else None
 
     def lasts(self, alarm: Alarm) -> bool:
         """Whether a series that rose was still up in all records of the next 8 steps, and the first one after them,
@@ -164,27 +164,21 @@ def gather(folder: Path) -> Evidence:
         settings = read_yaml(folder / CONFIG)
     except UserError:
         settings = {}
-    alarms = _readable(read_alarms(folder))
+    told = sorted(read_alarms(folder), key=lambda alarm: alarm.order)
+    status, rose = str(result.get("status") or "unfinished"), loss_rise(losses_of(trial))
+    if rose is None and status == Status.DIVERGED:  # as the guard saw it
+        rose = next((record["step"] for record in RunFolder(folder).metrics if "diverged" in record), None)
     return Evidence(
         trial=trial,
-        alarms=tuple(sorted(alarms, key=lambda a: (a.step, _ORDER.index(a.rule), -a.excess))),
-        rose=loss_rise(losses_of(trial)),
-        status=str(result.get("status") or "unfinished"),
+        alarms=tuple(alarm for alarm in told if alarm.rule != NOTABLE),
+        notable=tuple(alarm for alarm in told if alarm.rule == NOTABLE),
+        rose=rose,
+        status=status,
         steps=int(rows["step"].max()),
         names={index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()))},
         half=bool(about.get("half")) or settings.get("precision") == "fp16",
         settings={**(seen if isinstance(seen := about.get("settings"), dict) else {}), **settings},
     )
-
-
-def _readable(lines: Sequence[Json]) -> list[Alarm]:
-    """Return the alarms of known rules; other and damaged ones are left out with one warning."""
-    names = {each.name for each in fields(Alarm)}
-    known = [line for line in lines if line.get("rule") in _ORDER and line.keys() == names]
-    if others := [str(line.get("rule")) for line in lines if line not in known]:
-        words = ", ".join(repr(rule) for rule in sorted(set(others)))
-        logger.warning("%s: alarms left out that this version does not know: %d (%s)", ALARMS, len(others), words)
-    return [Alarm(**line) for line in known]
 
 
 def losses_of(trial: Trial) -> dict[int, float]:
@@ -200,33 +194,24 @@ def losses_of(trial: Trial) -> dict[int, float]:
 def loss_rise(losses: Mapping[int, float]) -> int | None:
     """Return the first step at which a loss rose and stayed up, or was not finite; None if it never did.
 
-    It has risen where the lowest of the next 3 losses lies above the losses before (the lower of the medians of 16 and
-    of 5) by 0.15 nats and by 6 robust deviations of their noise.
+    It has risen at once where the next 3 losses lie above those before (``risen``), and slowly where it stays for 20
+    steps above its best by 0.5 nats and its noise, as the guard judges it.
     """
-    steps = sorted(losses)
+    steps, guard = sorted(losses), DivergenceGuard(margin=_SLOW, patience=_PATIENCE)
     values = [losses[step] for step in steps]
     for place, step in enumerate(steps):
-        if not math.isfinite(values[place]):
-            return step
-        before, after = values[max(0, place - _BEFORE) : place], values[place : place + _AFTER]
-        if len(before) >= _BEFORE // 2 and min(after) > _limit(before):
-            return step
+        if not math.isfinite(values[place]) or risen(values[:place], values[place : place + AFTER]):
+            return step if guard.above_since is None else guard.above_since
+        try:
+            guard.see_loss(step, values[place])
+        except Diverged:
+            return guard.above_since
     return None
-
-
-def _limit(before: Sequence[float]) -> float:
-    finite = [value for value in before if math.isfinite(value)]
-    if not finite:
-        return math.inf
-    usual = min(statistics.median(finite), statistics.median(finite[-5:]))  # a falling loss is below its median
-    moved = [abs(later - earlier) for earlier, later in pairwise(finite)] or [0.0]
-    spread = 1.4826 * statistics.median(moved) / math.sqrt(2)  # of the noise, whatever the trend
-    return usual + max(_NATS, _DEVIATIONS * spread)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that a run may already have: ``setting`` is one of ``values``, or at most ``most``."""
+    """A change that a run may already have: its ``setting`` is ``made``, or above 0 and at most this number."""
 
     text: str
     setting: str = ""
@@ -398,9 +383,7 @@ def _cause_of_first(evidence: Evidence) -> Cause | None:
         rows = evidence.trial.layers
         grown = first.step > rows[rows["metric"] == "weight_norm"]["step"].min()
         return CAUSES[("number range" if evidence.half else "learning rate too high") if grown else "initialization"]
-    if first.rule == "apart" and first.step > _START:
-        return CAUSES["bad batch"]
-    if first.rule in _RULES:
+    if first.rule in _RULES and not (first.rule == "apart" and first.step > _START):
         return CAUSES[_RULES[first.rule]]
     at_once = {a.layer for a in evidence.alarms if a.step == first.step and a.metric == "gradient_norm"}
     if first.metric.endswith("gradient_norm") and len(at_once) != 1:
@@ -440,6 +423,9 @@ def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
         texts = [f"The loss did not rise and stay up in {evidence.steps} steps {status}."]
     else:
         texts = [f"The loss rose at step {rose} of {evidence.steps} {status}."]
+    if evidence.notable:
+        steps = ", ".join(str(alarm.step) for alarm in evidence.notable[:_SHOWN])
+        texts.append(f"Notable batches, whose gradient stood out and that nothing followed: at steps {steps}.")
     if first is None or cause is None:
         texts.append("No layer left its usual range in the records.")
         if rose is not None:
@@ -476,13 +462,17 @@ def write(folder: Path, evidence: Evidence, cause: Cause | None) -> Path:
         quantity = sentence(METRICS[first.metric].quantity)
         caption = f"{quantity} of the sub-layer that left first, and of the same sub-layers of the other layers (gray)."
         html += figure(_series_figure(evidence, first), escape(caption))
-    listed = "".join(f"<li>{escape(describe(alarm))}</li>" for alarm in evidence.alarms[:_SHOWN])
-    more = len(evidence.alarms) - _SHOWN
+    groups = events(evidence.alarms)
+    listed = "".join(
+        f"<li>{escape(describe(group[0]))}{f' (and {len(group) - 1} more series)' * (len(group) > 1)}</li>"
+        for group in groups[:_SHOWN]
+    )
+    more = len(groups) - _SHOWN
     listed += f"<li>and {more} more</li>" if more > 0 else ""
     return write_page(
         folder / PAGE,
         title=f"Diagnosis of {folder.resolve().name}",
-        facts=[f"status: {evidence.status}", f"{len(evidence.alarms)} alarms"],
+        facts=[f"status: {evidence.status}", f"{len(groups)} alarm{'s' * (len(groups) != 1)}"],
         command=f"lamina diagnose {folder}",
         sections=[
             Section(name="Diagnosis", title="What happened, and what to change", html=texts),

@@ -264,7 +264,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
             step = self.state.global_step + 1
             whole = self.processes.gathered(inputs[self.bare_model().main_input_name])
             self.layer_rows = hidden_state_rows(self.bare_model(), whole, step)
-            self.guard.see_layers(self.layer_rows)
+            self.guard.alarms.see(self.layer_rows)
             self.guard.see_loss(step, value)
         return loss
 

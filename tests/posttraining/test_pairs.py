@@ -1,15 +1,19 @@
 """`lamina reward` and `lamina dpo`: their formulas, every held-out pair once, whatever the batches and processes."""
 
 import json
+import math
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
-from posttraining.tiny import common, preferences, same_weights, write_rows
+from posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
 from training.test_distributed import torchrun
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
+from lamina.jobs.run_folder import RunFolder
 from lamina.posttraining.pairs import dpo, reward
+from lamina.posttraining.sft import sft
 from lamina.training.execution.processes import Processes
 
 JOBS = {"reward": reward, "dpo": dpo}
@@ -157,3 +161,17 @@ def test_the_adapter_of_a_reward_model_has_its_score_as_peft_reads_it(base, tmp_
         scores = wrapped(input_ids=ids).logits
         torch.testing.assert_close(scores, merged(input_ids=ids).logits, atol=1e-6, rtol=1e-5)
     assert wrapped.peft_config["default"].task_type == "SEQ_CLS"
+
+
+@pytest.mark.parametrize(("train", "rows"), [(sft, sorting(24)), (dpo, preferences(24)), (reward, preferences(24))])
+def test_every_steps_recorded_loss_is_the_one_that_is_trained(tmp_path, train, rows):
+    base = write_model(tmp_path / "base", positions=512)
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    more = {"batch_size": 2, "gradient_accumulation": 2, "logging_steps": 2}
+    train({**common(base, data, tmp_path / "run"), **more}, bar=False)
+    layers = pd.concat(map(pd.read_parquet, sorted((tmp_path / "run" / "layers").glob("*.parquet"))))
+    losses = layers[layers["metric"] == "step_loss"].set_index("step")["value"]
+    logged = {line["step"]: line["loss"] for line in RunFolder(tmp_path / "run").metrics if "loss" in line}
+    assert logged == pytest.approx({1: losses[1], 2: losses[2], 4: (losses[3] + losses[4]) / 2}, rel=1e-5)
+    if train is dpo:
+        assert losses[1] == pytest.approx(math.log(2), rel=1e-4)  # the policy is the reference

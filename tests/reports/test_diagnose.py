@@ -128,6 +128,25 @@ def test_where_a_loss_rises():
     assert loss_rise({**falling, 30: 9.0}) is None  # a single step is a spike, not a rise
     assert loss_rise({step: value + (2.0 if step >= 40 else 0.0) for step, value in falling.items()}) == 40
     assert loss_rise({**falling, 25: float("nan")}) == 25
+    slow = {step: 3.0 + max(0, step - 100) * 0.02 + 0.05 * (-1) ** step for step in range(1, 201)}
+    assert 120 <= loss_rise(slow) <= 135  # no three losses lie above those right before them
+
+
+def test_a_run_that_diverged_has_risen(tmp_path, broken):
+    folder = tmp_path / "other"
+    shutil.copytree(broken, folder)
+    (folder / "alarms.jsonl").unlink()
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "status": "diverged"}))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 38, "tokens": None, "loss": None, "diverged": "a reason"}) + "\n")
+    for part in (folder / "layers").glob("*.parquet"):
+        rows = pd.read_parquet(part)
+        rows.loc[rows["metric"] == "step_loss", "value"] = 2.0
+        rows.to_parquet(part)
+    evidence = gather(folder)
+    assert evidence.rose == 38
+    assert "The loss rose at step 38 of 40 (status: diverged)." in " ".join(diagnose(folder)[0])
 
 
 def test_what_a_run_has_already_is_not_advised():

@@ -1,14 +1,18 @@
 """The alarms: what leaves is named once, and what changes as healthy training does is not."""
 
+import json
 import math
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from lamina.reports.diagnosis import gather
-from lamina.training.monitor.alarms import Alarms, describe
+import lamina
+from lamina.data.corpus import single_corpus
+from lamina.reports.diagnosis import cause_of, gather, sentences
+from lamina.training.monitor.alarms import Alarms, describe, events
 
 
 def row(step, value, *, layer=1, sublayer="attention", metric="gradient_norm", role="all"):
@@ -26,7 +30,7 @@ def noise(count, spread=0.3):
 
 
 def test_a_rise_is_told_once_until_it_is_over():
-    found = run([*noise(40), 50.0, 60.0, *noise(10), 55.0])
+    found = run([*noise(40), 50.0, 60.0, *noise(10), 55.0], metric="hidden_abs_max")
     assert [(alarm.step, alarm.rule) for alarm in found] == [(41, "rise"), (53, "rise")]
     assert found[0].usual == pytest.approx(1.0, rel=0.4)
 
@@ -52,12 +56,18 @@ def test_what_is_not_finite_a_saturated_attention_and_the_end_of_float16():
     assert run([10.0, 2e4], metric="hidden_abs_max") == []
 
 
-def test_a_dead_sublayer_and_one_apart_from_its_peers_are_named():
+def test_a_dead_sublayer_is_named():
     dead = [row(1, 0.0 if layer == 2 else 1.0, layer=layer) for layer in range(4)]
     assert [(a.rule, a.layer) for a in Alarms().see(dead)] == [("dead", 2)]
-    apart = [row(1, 100.0 if layer == 3 else 1.0, layer=layer) for layer in range(4)]
-    assert [(a.rule, a.layer) for a in Alarms().see(apart)] == [("apart", 3)]
-    assert Alarms().see([row(1, 10.0**layer, layer=layer) for layer in range(2)]) == []
+
+
+@pytest.mark.parametrize(("layer", "said"), [(3, [("apart", 3)]), (0, [])])
+def test_a_gradient_that_stays_apart_is_named_unless_it_is_the_first_layers(layer, said):
+    alarms, found = Alarms(), []
+    for step in (1, 2, 3):
+        found += alarms.see([row(step, 100.0 if at == layer else 1.0, layer=at) for at in range(5)])
+    assert [(alarm.rule, alarm.layer) for alarm in found] == said
+    assert Alarms().see([row(1, 10.0**at, layer=at) for at in range(2)]) == []
 
 
 @pytest.mark.parametrize("value", [30.0, 1 / 30])
@@ -70,22 +80,88 @@ def test_weights_apart_from_their_peers_are_named(value):
     assert Alarms().see(kinds) == []  # experts in every other layer
 
 
-def test_a_small_part_of_the_models_gradient_is_told_where_it_stays_up():
-    def step(number, part):
-        whole = row(number, math.hypot(1.0, part), sublayer="block")
-        return [row(number, part), row(number, 1.0, sublayer="feed_forward"), whole]
+def followed(high, losses=lambda step: 2.0, part=1.0, steps=60):
+    """A run whose gradient is tenfold at the steps ``high``, in one sub-layer that has a ``part`` of the model's."""
+    alarms, found = Alarms(), []
+    for step in range(1, steps):
+        value = part * (10.0 if step in high else 1.0)
+        rows = [row(step, value), row(step, math.hypot(1.0, value), sublayer="block")]
+        found += alarms.see([*rows, row(step, losses(step), layer=-1, sublayer="model", metric="step_loss")])
+    alarms.close()
+    return [(alarm.step, alarm.sublayer) for alarm in found], [
+        (alarm.step, alarm.sublayer) for alarm in alarms.told if alarm.rule == "notable"
+    ]
 
-    alarms = Alarms()
-    values = [*[0.1] * 20, 1.0, *[0.1] * 20, 1.0, 1.1]  # ten times its usual, which the model does not notice
-    found = [alarm for number, part in enumerate(values, 1) for alarm in alarms.see(step(number, part))]
-    assert [(alarm.step, alarm.sublayer) for alarm in found] == [(43, "attention")]
-    found = [*alarms.see(step(44, 0.1)), *alarms.see(step(45, 30.0))]
-    assert {(alarm.step, alarm.sublayer) for alarm in found} == {(45, "attention"), (45, "block")}
+
+def test_a_gradient_that_nothing_follows_is_a_notable_batch_and_no_alarm():
+    assert followed({31}) == ([], [(31, "attention")])
+    assert followed({31, 32}) == ([], [(31, "attention"), (32, "attention")])
+    assert followed({59}) == ([], [(59, "attention")])  # the last step
+    assert followed({31, 32, 33})[0] == [(31, "attention"), (31, "block")]
+    assert followed({31}, part=0.05) == ([], [])  # the model's gradient does not show it
+
+
+@pytest.mark.parametrize(("rises", "said"), [(range(33, 60), True), (range(33, 34), False), (range(45, 60), False)])
+def test_a_gradient_that_the_loss_follows_is_an_alarm_of_its_own_step(rises, said):
+    found, notable = followed({31}, lambda step: 3.0 if step in rises else 2.0)
+    assert ((31, "attention") in found) == said
+    assert bool(notable) != said
+
+
+def test_an_event_is_told_once_by_the_series_that_left_first():
+    alarms, news = Alarms(), []
+    for step in range(1, 80):
+        high = {10: step >= 31, 11: step in (33, 70)}
+        rows = [row(step, 50.0 if up else 1.0, layer=layer, metric="hidden_abs_max") for layer, up in high.items()]
+        alarms.see(rows)
+        news += [alarms.news] if alarms.news else []
+    assert [text.partition(" (")[0] for text in news] == ["step 31, layer 10", "step 70, layer 11"]
+    assert [len(event) for event in events(alarms.told)] == [2, 1]
 
 
 def test_an_alarm_says_where_and_how_much():
-    (alarm,) = run([*[1.0] * 20, 12.0], sublayer="feed_forward")
+    (alarm,) = run([*[1.0] * 20, *[12.0] * 3], sublayer="feed_forward")
     assert describe(alarm) == "step 21, layer 1 (feed-forward): gradient norm is 12 times its recent median"
+
+
+def train_on_text(folder, spoil, steps=70):
+    """Watch a tiny Llama on the embedded corpus, with ``spoil(step)`` times the usual gradient before clipping."""
+    text = torch.tensor(list(next(iter(single_corpus("embedded").documents())).text.encode()[:200_000]))
+    draw = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=4, tie_word_embeddings=True, **sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with lamina.watch(model, optimizer, output=str(folder)) as monitor:
+        for step in range(1, steps + 1):
+            starts = torch.randint(0, len(text) - 24, (2,), generator=draw).tolist()
+            ids = torch.stack([text[start : start + 24] for start in starts])
+            loss = model(input_ids=ids, labels=ids).loss
+            (spoil(step) * loss).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    return gather(folder)
+
+
+def test_on_real_text_a_batch_that_stands_out_is_no_alarm_and_the_diagnosis_says_so(tmp_path):
+    evidence = train_on_text(tmp_path / "run", lambda step: 40.0 if step == 50 else 1.0)
+    assert (evidence.alarms, evidence.rose) == ((), None)
+    assert 50 in [alarm.step for alarm in evidence.notable]
+    said = " ".join(sentences(evidence, cause_of(evidence)))
+    assert "The loss did not rise and stay up in 70 steps (status: finished)." in said
+    assert "that nothing followed: at steps" in said
+    assert "No layer left its usual range" in said
+    assert "Likely cause" not in said
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["alarms"] == 0
+
+
+def test_on_real_text_gradients_that_stay_up_are_one_event(tmp_path):
+    evidence = train_on_text(tmp_path / "run", lambda step: 40.0 if step >= 50 else 1.0)
+    assert [event[0].step for event in events(evidence.alarms)] == [50]
+    assert evidence.first.step == 50
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["alarms"] == 1
 
 
 def test_a_run_of_laminas_own_raises_alarms_which_a_resumed_one_continues(trained, tiny, before_step):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 
 import pytest
@@ -13,7 +14,7 @@ from lamina.training.monitor.guard import Diverged, DivergenceGuard
 
 def named(layer, sublayer) -> str:
     """A pattern for the clause that blames a sub-layer, as one indexes it."""
-    return rf"layers\[{layer}\].*\({sublayer}\)"
+    return rf"layers\[{layer}\] left first: .*\({sublayer.replace('_', '-')}\)"
 
 
 def guard(**changed) -> DivergenceGuard:
@@ -36,6 +37,21 @@ def test_a_loss_above_its_best_by_the_margin_for_patience_steps_has_diverged():
         watch.see_loss(6, 3.5)
 
 
+@pytest.mark.parametrize("patience", [5, 20])
+def test_a_noisy_loss_with_a_lucky_step_has_not_diverged_but_one_that_climbs_has(patience):
+    """A batch of 1: losses of 2.7, give or take 0.7, and one of 1.2."""
+    draw, watch = random.Random(0), guard(patience=patience)
+    for step in range(1, 400):
+        watch.see_loss(step, 1.2 if step == 150 else 2.7 + 0.7 * draw.gauss(0.0, 1.0))
+    climbing = ((step, 6.5 + 0.7 * draw.gauss(0.0, 1.0)) for step in range(400, 500))
+    with pytest.raises(Diverged, match="more than 1 nats above its best"):
+        all(watch.see_loss(*pair) is None for pair in climbing)
+    resumed = guard(patience=patience)
+    resumed.load_state_dict(json.loads(json.dumps(watch.state_dict())))
+    assert resumed.state_dict() == {"guard": {**watch.state_dict()["guard"]}}
+    resumed.load_state_dict({"guard": {"best": 2.0, "above_since": None, "recent": [], "left": []}})  # an older one
+
+
 def test_a_spike_that_is_over_before_patience_is_forgiven():
     watch = guard()
     for step in range(1, 60):
@@ -53,13 +69,15 @@ def test_a_gradient_that_is_not_finite_names_the_layer_where_it_arose(norm):
     """Backward, everything below the layer is broken, too."""
     rows = [(9, i, s, "all", 0, "gradient_norm", norm if (i, s) <= (2, "attention") else 1.0) for i in range(4)
             for s in ("attention", "feed_forward")]  # fmt: skip
+    watch = guard()
+    watch.alarms.see(rows)
     with pytest.raises(Diverged, match=rf"at step 9; .*{named(2, 'attention')}"):
-        guard().see_gradient(9, norm, rows)
+        watch.see_gradient(9, norm)
 
 
 def test_states_that_are_not_finite_name_the_lowest_layer():
     watch = guard()
-    watch.see_layers(
+    watch.alarms.see(
         (9, i, s, "all", 0, "hidden_variance", math.nan if (i, s) >= (1, "feed_forward") else 1.0)
         for i in range(4)
         for s in ("attention", "feed_forward")
@@ -72,11 +90,11 @@ def test_a_layer_that_broke_is_named_although_another_one_grew_harmlessly_long_b
     """Variances of Pre-LN grow by ten early in every healthy run."""
     watch = guard()
     for step in range(1, 5):
-        watch.see_layers([(step, 0, "attention", "all", 0, "hidden_variance", 0.001)])
+        watch.alarms.see([(step, 0, "attention", "all", 0, "hidden_variance", 0.001)])
     for step in range(5, 100):
-        watch.see_layers([(step, 0, "attention", "all", 0, "hidden_variance", 0.02)])
+        watch.alarms.see([(step, 0, "attention", "all", 0, "hidden_variance", 0.02)])
         watch.see_loss(step, 2.0)
-    watch.see_layers([(100, 3, "feed_forward", "all", 0, "hidden_variance", math.nan)])
+    watch.alarms.see([(100, 3, "feed_forward", "all", 0, "hidden_variance", math.nan)])
     with pytest.raises(Diverged, match=named(3, "feed_forward")):
         watch.see_loss(100, math.nan)
 

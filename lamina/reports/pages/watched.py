@@ -12,7 +12,7 @@ from lamina.reports import layers, scheduled_probes, sections
 from lamina.reports.page import Section, callouts, write_page
 from lamina.reports.records import read_run
 from lamina.reports.registry import report_of
-from lamina.training.monitor.alarms import read_alarms
+from lamina.training.monitor.alarms import events, read_alarms
 from lamina.training.monitor.writers import read_about
 
 
@@ -44,13 +44,12 @@ def watched_report(folder: Path) -> Path:
 
 
 def _summary(folder: Path, about: Json) -> str:
-    result, alarms = read_result(folder) or {}, read_alarms(folder)
+    result, alarms = read_result(folder) or {}, events(read_alarms(folder))
     texts = [str(result["reason"])] if result.get("reason") else []
     if alarms:
-        steps = [int(alarm["step"]) for alarm in alarms]
         texts.append(
-            f"{len(alarms)} alarm{'s' * (len(alarms) > 1)}, the first at step {min(steps)}: lamina diagnose {folder} "
-            "says which layer left first."
+            f"{len(alarms)} alarm{'s' * (len(alarms) > 1)}, the first at step {alarms[0][0].step}: lamina diagnose "
+            f"{folder} says which layer left first."
         )
     if result.get("skipped"):
         texts.append(f"{result['skipped']} steps were skipped as outliers.")

@@ -5,11 +5,13 @@ Each rule names one sub-layer and one step. Loads no torch: the pages read alarm
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,10 +20,14 @@ from lamina.jobs.files import write_lines
 from lamina.jobs.names import ALARMS
 from lamina.jobs.run_folder import parse_lines
 from lamina.training.checkpointing.checkpoints import RunState
-from lamina.training.monitor.writers import Row
+from lamina.training.monitor.writers import LOSS, Row
+
+logger = logging.getLogger(__name__)
 
 Series: TypeAlias = tuple[int, str, str, str]
 """layer, sub-layer, role, metric"""
+Key: TypeAlias = tuple[str, Series]
+"""rule, series"""
 
 # By metric: how many times its recent median a value must be. Healthy training changes each of them too, so the factor
 # stands beside a robust deviation, and both must be exceeded.
@@ -46,8 +52,17 @@ FP16_MAX = 65504.0
 PEERS = 30.0  # times the median of the same sub-layers of other layers
 WEIGHTS = 6.0  # the same for weights, either way; DeepSeek-V3's experts beside its dense feed-forwards reach 5.3
 FEW = 0.25  # of the layers that may be apart in their weights: more of them are another kind, not an exception
-SHARE = 1.0  # of the layers' usual gradient, which a sub-layer's must reach to be told at its first step
 RATIO = 0.06  # of an update to its weights; around 0.001 is usual, and tiny models in warm-up reach 0.02
+STAYS = 3  # values in a row at which a gradient must stand out
+HELD = 8  # steps for which a gradient that stood out once waits for what follows it
+EVENT = 20  # steps without an alarm, after which the next one is another event
+BEFORE, AFTER = 16, 3  # losses with which others are compared, and how many must lie above them
+NATS, NOISES = 0.15, 6.0  # by how much: at least this, and this many times their noise
+NOTABLE = "notable"  # no alarm: a batch whose gradient stood out, and that nothing followed
+ORDER = ("not_finite", "dead", "apart", "fp16", "rewritten", "logit", "rise", NOTABLE)
+"""Rules; of one step the one that explains most first."""
+_LOSSES = BEFORE + HELD + AFTER
+_GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +71,7 @@ class Alarm:
 
     Attributes:
         step: of the value.
-        rule: not_finite | rise | logit | fp16 | dead | apart | rewritten.
+        rule: one of ``ORDER``.
         layer, sublayer, role, metric: the series.
         value, usual: the value, and what it is compared with.
     """
@@ -75,62 +90,138 @@ class Alarm:
         """Return how many times the usual value; infinite if one of the two is not a positive number."""
         return self.value / self.usual if self.usual > 0 and math.isfinite(self.value) else math.inf
 
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Sorts alarms: oldest first; of one step the one that explains most first.
+
+        Of values that are not finite, the one where they arose: states spread to later layers, gradients to earlier
+        ones.
+        """
+        place = 2 * self.layer + (self.sublayer == "feed_forward")
+        arose = [self.layer < 0, self.sublayer == "block", place if self.metric.startswith("hidden") else -place]
+        return self.step, ORDER.index(self.rule), *(arose if self.rule == "not_finite" else ()), -self.excess
+
+
+def noise_of(losses: Sequence[float]) -> float:
+    """Return the standard deviation of losses around their course, whatever it is; 0 for fewer than two."""
+    moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
+    return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
+
+
+def risen(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Return whether all losses ``after`` lie above the lower of the medians of 16 and of 5 losses ``before``."""
+    finite = [loss for loss in before[-BEFORE:] if math.isfinite(loss)]
+    if len(finite) < BEFORE // 2 or len(after) < AFTER:
+        return False
+    usual = min(statistics.median(finite), statistics.median(finite[-5:]))  # a falling loss is below its median
+    return min(after) > usual + max(NATS, NOISES * noise_of(finite))
+
 
 @dataclass(kw_only=True)
 class Alarms:
     """Reads the rows of one step after the other and tells what leaves; each series alarms once until it is back.
 
+    A gradient that stands out is told once it has done so three times in a row, or once the loss or another series
+    follows it; else the step is a notable batch.
+
     Args:
         half: whether the model computes in float16, whose largest number is 65504.
         folder: of the run, whose alarms.jsonl gets a line for each alarm, oldest first; None: there is not a file.
+
+    Attributes:
+        told: alarms and notable batches so far, oldest first.
+        marked: the steps at which something stood out in the last call.
+        news: what the last call has to tell: the first alarm of an event, as a sentence without its end.
     """
 
     half: bool = False
     folder: Path | None = None
     window: int = WINDOW
-    lines: list[Json] = field(default_factory=list)
+    told: list[Alarm] = field(default_factory=list)
+    marked: set[int] = field(default_factory=set)
+    news: str = ""
     _recent: dict[Series, deque[float]] = field(default_factory=dict)
-    _out: set[tuple[str, Series]] = field(default_factory=set)
-    _high: set[Series] = field(default_factory=set)  # gradients that were high at the step before
+    _out: dict[Key, Alarm] = field(default_factory=dict)
+    _high: dict[Key, list[Alarm]] = field(default_factory=dict)  # gradients that stood out where they were last seen
+    _single: list[Alarm] = field(default_factory=list)  # those that are back
+    _losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
-        """Return the alarms of new rows, and write them; ``rate``: the learning rate by which updates are divided."""
-        alarms: list[Alarm] = []
+        """Return and write the alarms of new rows; ``rate``: the learning rate by which updates are divided."""
         by_step: dict[int, list[Row]] = {}
         for row in rows:
             by_step.setdefault(row[0], []).append(row)
-        for _, group in sorted(by_step.items()):
-            alarms += [alarm for row in group if row[5] in _JUDGED for alarm in self._judge(row, rate)]
-            alarms += self._compare(group)
-        self.lines += [asdict(alarm) for alarm in alarms]
-        if alarms:
+        alarms: list[Alarm] = []
+        self.marked = set()
+        for step, group in sorted(by_step.items()):
+            found = [alarm for row in group if row[5] in _JUDGED for alarm in self._judge(row, rate)]
+            found += self._compare(group)
+            self._losses += [(step, row[6]) for row in group if row[5] == LOSS]
+            followed = self._followed(step, found=any(alarm.step == step for alarm in found))  # by what did not wait
+            alarms += [*followed, *found]
+        return self._tell(alarms)
+
+    def first(self) -> Alarm | None:
+        """Return what left first of all that is not back; values that are not finite come first."""
+        left = [*self._out.values(), *chain(*self._high.values()), *self._single]
+        broken = [alarm for alarm in left if alarm.rule == "not_finite"]
+        return min(broken or left, key=lambda alarm: alarm.order, default=None)
+
+    def close(self) -> None:
+        """Write what stood out and waits for what follows it: nothing comes any more."""
+        self._single += chain(*self._high.values())
+        self._high = {}
+        self._tell(self._followed(math.inf, found=False))
+
+    def _tell(self, alarms: Sequence[Alarm]) -> list[Alarm]:
+        """Write alarms and notable batches; return the alarms."""
+        alarms = sorted(alarms, key=lambda alarm: alarm.order)
+        told = [alarm for alarm in alarms if alarm.rule != NOTABLE]
+        last = max((alarm.step for alarm in self.told if alarm.rule != NOTABLE), default=-math.inf)
+        self.news = describe(told[0]) if told and told[0].step > last + EVENT else ""
+        self.marked |= {alarm.step for alarm in told}
+        known = {(alarm.step, _key(alarm)) for alarm in self.told}  # a resumed run tells what it had told
+        if new := [alarm for alarm in alarms if (alarm.step, _key(alarm)) not in known]:
+            self.told = sorted([*self.told, *new], key=lambda alarm: alarm.step)
             self._write()
-        return alarms
+        return told
 
     def _write(self) -> None:
-        if self.folder is not None and (self.lines or (self.folder / ALARMS).exists()):
-            write_lines(self.folder / ALARMS, self.lines)
+        if self.folder is not None and (self.told or (self.folder / ALARMS).exists()):
+            write_lines(self.folder / ALARMS, list(map(asdict, self.told)))
 
     def state_dict(self) -> Json:
         """Return the history of the series, for a checkpoint."""
+        high = [(key, alarm) for key, values in self._high.items() for alarm in values]
+        parts = (self._out.items(), high, [(_key(alarm), alarm) for alarm in self._single])
         state = {
             "recent": [[*series, list(values)] for series, values in self._recent.items()],
-            "out": sorted([rule, *series] for rule, series in self._out),
-            "high": sorted(map(list, self._high)),
+            "left": [[[*series, asdict(alarm)] for (_, series), alarm in part] for part in parts],
+            "losses": list(self._losses),
         }
         return {"alarms": state}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with the history from a checkpoint."""
-        seen = state.get("alarms", {"recent": [], "out": [], "high": []})
+        """Resume with the history from a checkpoint, and with what the folder holds up to its step."""
+        seen = {"recent": [], "left": [[], [], []], "losses": [], **state.get("alarms", {})}
         self._recent = {
             (layer, sublayer, role, metric): deque(values, maxlen=1 if metric == "update_ratio" else self.window)
             for layer, sublayer, role, metric, values in seen["recent"]
         }
-        self._out = {(rule, (layer, *names)) for rule, layer, *names in seen["out"]}
-        self._high = {(layer, *names) for layer, *names in seen["high"]}
+        left, high, single = (
+            [((alarm["rule"], tuple(series)), Alarm(**alarm)) for *series, alarm in part] for part in seen["left"]
+        )
+        self._out, self._high, self._single = dict(left), {}, [alarm for _, alarm in single]
+        for key, alarm in high:
+            self._high.setdefault(key, []).append(alarm)
+        self._losses = deque(map(tuple, seen["losses"]), maxlen=_LOSSES)
         if self.folder is not None and "step" in state:
-            self.lines = [line for line in read_alarms(self.folder) if line["step"] <= state["step"]]
+            waiting = {alarm.step for _, alarm in (*high, *single)}
+            self.told = [
+                alarm
+                for alarm in read_alarms(self.folder)
+                if alarm.step <= state["step"] and not (alarm.rule == NOTABLE and alarm.step in waiting)
+            ]
             self._write()
 
     def _judge(self, row: Row, rate: float | None) -> Iterable[Alarm]:
@@ -152,33 +243,28 @@ class Alarms:
             scaled = value / rate if metric == "update_norm" and rate else value
             recent = self._recent.setdefault(series, deque(maxlen=self.window))
             usual, left = _leaves(scaled, recent, FACTORS[metric], FEWEST.get(metric, RECORDS))
-            left = left and value > CALM.get(metric, 0.0)
-            if metric in ("gradient_norm", "first_moment"):
-                left = self._counts(series, value, left)
+            left = left and value > CALM.get(
+                metric, self._share(metric) if metric in _GRADIENTS and layer >= 0 else 0.0
+            )
             yield from self._once("rise", row, usual * (value / scaled if scaled else 1.0), left=left)
             recent.append(scaled)
 
-    def _counts(self, series: Series, value: float, left: bool) -> bool:
-        """Return whether to raise an alarm for a gradient: at once if the model's gradient would show it, or once it
-        stays up.
+    def _share(self, metric: str) -> float:
+        """Return the model's usual gradient, or moment: a sub-layer's of less changes nothing of the model's.
 
-        In healthy training a sub-layer with a small part of the model's gradient has a tenfold one for a single step,
-        once in some hundred steps, and the model does not notice.
+        In healthy training, a sub-layer with a small part of it can go up tenfold, for a step or for good.
         """
-        layer, _, _, metric = series
-        stays = series in self._high
-        (self._high.add if left else self._high.discard)(series)
-        if not left or stays or layer < 0:
-            return left
-        blocks = [
-            recent for key, recent in self._recent.items() if (key[1], key[3]) == ("block", metric) and key[0] >= 0
+        parts = [
+            statistics.median(recent)
+            for (layer, sublayer, role, name), recent in self._recent.items()
+            if name == metric and sublayer == "block" and (layer < 0 or role == "all") and recent
         ]
-        return not blocks or value > SHARE * math.hypot(*(statistics.median(recent) for recent in blocks))
+        return math.hypot(*parts)
 
     def _compare(self, rows: Sequence[Row]) -> list[Alarm]:
         """Name sub-layers whose gradient is zero, or whose gradient or weights are far from their peers'.
 
-        Peers are the same sub-layers of other layers.
+        Peers are the same sub-layers of other layers; the first layer's gradient is of its own kind in most models.
         """
         alarms: list[Alarm] = []
         for members in _peers(rows, "weight_norm"):
@@ -187,29 +273,54 @@ class Alarms:
             if len(members) >= 3 and usual > 0 and len(apart) <= max(1, FEW * len(members)):
                 for row in members:
                     alarms += self._once("apart", row, usual, left=row[1] in apart)
-        for members in _peers(rows, "gradient_norm"):
-            usual = statistics.median(row[6] for row in members)
+        groups = list(_peers(rows, "gradient_norm"))
+        lowest = min((row[1] for members in groups for row in members), default=0)
+        for members in groups:
             for row in members:
                 others = [other[6] for other in members if other is not row]
-                alarms += self._once("dead", row, usual, left=row[6] == 0.0 and max(others, default=1.0) > 0.0)
-                if len(members) >= 3 and usual > 0:
-                    limit = PEERS * max(statistics.median(others), usual)
-                    alarms += self._once("apart", row, usual, left=row[6] > limit)
+                alarms += self._once("dead", row, 0.0, left=row[6] == 0.0 and max(others, default=1.0) > 0.0)
+            peers = [row for row in members if row[1] > lowest]
+            usual = statistics.median([row[6] for row in peers] or [0.0])
+            for row in peers if len(peers) >= 3 and usual > 0 else ():
+                others = statistics.median(other[6] for other in peers if other is not row)
+                alarms += self._once("apart", row, usual, left=row[6] > PEERS * max(others, usual))
         return alarms
 
+    def _followed(self, step: float, found: bool) -> list[Alarm]:
+        """Return what stood out and the loss or another series (``found``) follows; what nothing follows is notable."""
+        told: list[Alarm] = []
+        high = [(key, values[0]) for key, values in self._high.items()]
+        for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
+            before = [loss for at, loss in self._losses if at < alarm.step]
+            after = [loss for at, loss in self._losses if alarm.step < at <= alarm.step + HELD]
+            if (found and alarm.step <= step <= alarm.step + HELD) or risen(before, after[-AFTER:]):
+                told.append(alarm)
+                if key is not None:
+                    self._out[key] = self._high.pop(key)[0]
+        self._single = [alarm for alarm in self._single if alarm not in told]
+        over = [alarm for alarm in self._single if alarm.step + HELD < step]
+        self._single = [alarm for alarm in self._single if alarm not in over]
+        for at in sorted({alarm.step for alarm in over} - {alarm.step for alarm in self.told}):
+            largest = max((alarm for alarm in over if alarm.step == at), key=lambda alarm: alarm.excess)
+            told.append(replace(largest, rule=NOTABLE))
+        return told
+
     def _once(self, rule: str, row: Row, usual: float, *, left: bool) -> list[Alarm]:
+        """Return the alarm of a series that has left and was not out; a gradient's waits for its next two values."""
         step, layer, sublayer, role, _, metric, value = row
         key = (rule, _series(row))
         if not left:
-            self._out.discard(key)
-            return []
-        if key in self._out:
-            return []
-        self._out.add(key)
-        alarm = Alarm(
-            step=step, rule=rule, layer=layer, sublayer=sublayer, role=role, metric=metric, value=value, usual=usual
-        )
-        return [alarm]
+            self._out.pop(key, None)
+            self._single += self._high.pop(key, [])
+        elif key not in self._out:
+            self.marked.add(step)
+            place = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
+            high = self._high.setdefault(key, [])
+            high.append(Alarm(step=step, rule=rule, **place, value=value, usual=usual))
+            if rule not in ("rise", "apart") or metric not in _GRADIENTS or len(high) == STAYS:
+                self._out[key] = self._high.pop(key)[0]
+                return [self._out[key]]
+        return []
 
 
 _JUDGED = {*FACTORS, "update_ratio"}
@@ -222,6 +333,10 @@ def _peers(rows: Sequence[Row], metric: str) -> Iterable[list[Row]]:
         if row[5] == metric and row[1] >= 0 and row[2] != "block" and row[3] == "all":
             groups.setdefault(row[2], []).append(row)
     return groups.values()
+
+
+def _key(alarm: Alarm) -> Key:
+    return alarm.rule, (alarm.layer, alarm.sublayer, alarm.role, alarm.metric)
 
 
 def _series(row: Row) -> Series:
@@ -249,6 +364,7 @@ _NAMES = {
     "hidden_variance": "variance of the stream",
     "hidden_abs_max": "largest |x| of the stream",
     "attention_logit": "largest attention logit",
+    "step_gradient_norm": "gradient norm",
 }
 
 
@@ -264,20 +380,32 @@ def describe(alarm: Alarm) -> str:
         "fp16": f"the largest |x| is {alarm.value:.3g}, and float16 ends at {alarm.usual:g}",
         "dead": "its gradient is zero",
         "apart": f"{name} is {alarm.excess:.3g} times the other layers' median",
+        NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, for this step alone",
         "rewritten": f"one step changes {alarm.value:.0%} of its weights' norm",
     }
     return f"step {alarm.step}, {where}: {words[alarm.rule]}"
 
 
-def describe_worst(alarms: Sequence[Alarm]) -> str:
-    """Describe the alarm that exceeds its usual value most, without a final period, and count the alarms."""
-    worst = max(alarms, key=lambda alarm: alarm.excess)
-    return describe(worst) + (f" ({len(alarms)} alarms)" if len(alarms) > 1 else "")
+def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
+    """Group alarms by event, first one first: the alarms of an event follow one another within 20 steps."""
+    groups: list[list[Alarm]] = []
+    for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
+        if not groups or alarm.step > groups[-1][-1].step + EVENT:
+            groups.append([])
+        groups[-1].append(alarm)
+    return groups
 
 
-def read_alarms(folder: Path) -> list[Json]:
-    """Read the alarms of a run, oldest first; none if the file is missing."""
-    alarms = parse_lines(folder / ALARMS)[0]
-    for alarm in alarms:
-        alarm |= {name: math.nan for name in ("value", "usual") if alarm.get(name, 0.0) is None}  # JSON has no NaN
-    return alarms
+def read_alarms(folder: Path) -> list[Alarm]:
+    """Read the alarms and the notable batches of a run, oldest first; none if the file is missing.
+
+    Another version's, or damaged ones, are left out with one warning.
+    """
+    lines, names = parse_lines(folder / ALARMS)[0], {each.name for each in fields(Alarm)}
+    for line in lines:
+        line |= {name: math.nan for name in ("value", "usual") if line.get(name, 0.0) is None}  # JSON has no NaN
+    known = [line for line in lines if line.get("rule") in ORDER and line.keys() == names]
+    if others := [str(line.get("rule")) for line in lines if line not in known]:
+        words = ", ".join(repr(rule) for rule in sorted(set(others)))
+        logger.warning("%s: alarms left out that this version does not know: %d (%s)", ALARMS, len(others), words)
+    return [Alarm(**line) for line in known]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lamina.core.json_types import Json
 from lamina.jobs.status import Status
 from lamina.training.checkpointing.checkpoints import RunState
+from lamina.training.monitor.alarms import Alarms, describe, noise_of
 from lamina.training.monitor.writers import Row
 from lamina.training.setting_groups import GuardSettings
 
-Key = tuple[int, str, str]  # layer, sub-layer, metric
-WATCHED = ("gradient_norm", "hidden_variance", "hidden_abs_max")
+_NOISES, _CALM = 3.0, 64  # standard deviations of the noise, and the number of losses that show it
 
 
 class Diverged(Exception):
@@ -29,48 +29,37 @@ class Diverged(Exception):
 
 @dataclass(kw_only=True)
 class DivergenceGuard:
-    """Watches losses and layer statistics.
+    """Watches losses and gradient norms, and says what left first where they end a run.
 
-    A run has diverged when a loss or gradient is not finite, or when the loss stays more than ``margin`` nats above
-    its best for ``patience`` steps. A layer has left when one of its watched statistics is not finite or exceeds
-    ``factor`` times its median over the last ``window`` records; it is back when the statistic is in range again.
+    A run has diverged when a loss or gradient is not finite, or when its loss stays for ``patience`` steps above its
+    best by more than ``margin`` nats and more than 3 standard deviations of its noise. A loss is the median of those
+    of the last ``patience`` / 4 steps, the best the lowest median of ``patience`` steps: neither is a lucky batch's.
+
+    Attributes:
+        alarms: gets the run's rows, and knows which series have left.
+        above_since: the step from which on the loss has been above its best.
+        paths: of the layers of a model that isn't Lamina's.
     """
 
     margin: float
     patience: int
-    factor: float = 10.0
-    window: int = 20
+    alarms: Alarms = field(default_factory=Alarms)
     best: float = math.inf
     above_since: int | None = None
-    recent: dict[Key, deque[float]] = field(default_factory=dict)
-    departed: dict[Key, tuple[int, float]] = field(default_factory=dict)
-    paths: Mapping[int, str] = field(default_factory=dict)  # of the layers of a model that isn't Lamina's
-
-    def see_layers(self, rows: Iterable[Row]) -> None:
-        """Read the monitor's rows of one step and note the layers that left at it, or came back."""
-        for step, layer, sublayer, _, _, metric, value in rows:
-            if metric not in WATCHED or layer < 0 or sublayer == "block":
-                continue
-            key = (layer, sublayer, metric)
-            recent = self.recent.setdefault(key, deque(maxlen=self.window))
-            usual = statistics.median(recent) if len(recent) >= 3 else math.inf
-            ratio = value / usual if math.isfinite(value) and usual > 0 else 0.0
-            if not math.isfinite(value):
-                self.departed[key] = (step, math.inf)
-            elif ratio > self.factor:
-                self.departed[key] = (self.departed.get(key, (step, 0.0))[0], ratio)
-            else:
-                self.departed.pop(key, None)
-            if math.isfinite(value):
-                recent.append(value)
+    paths: Mapping[int, str] = field(default_factory=dict)
+    _recent: list[tuple[int, float]] = field(default_factory=list)  # steps and losses of the last ``patience`` steps
+    _calm: deque[float] = field(default_factory=lambda: deque(maxlen=_CALM))  # the last losses that were not above
 
     def see_loss(self, step: int, loss: float) -> None:
         """Check a step's loss. Raises Diverged."""
         if not math.isfinite(loss):
             raise Diverged(step, f"the loss is {loss} at step {step}; {self.first_to_leave()}")
-        self.best = min(self.best, loss)
-        if loss <= self.best + self.margin:
+        self._recent = [(at, value) for at, value in self._recent if at > step - self.patience] + [(step, loss)]
+        level = statistics.median(value for at, value in self._recent if at > step - max(1, self.patience // 4))
+        self.best = min(self.best, statistics.median_high(value for _, value in self._recent))
+        if level <= self.best + max(self.margin, _NOISES * noise_of(list(self._calm))):
             self.above_since = None
+            self._calm.append(loss)
             return
         self.above_since = step if self.above_since is None else self.above_since
         if step - self.above_since + 1 >= self.patience:
@@ -80,53 +69,40 @@ class DivergenceGuard:
                 f"{self.above_since} to {step} (now {loss:.3f}); {self.first_to_leave()}",
             )
 
+    def accept(self) -> None:
+        """Forget the losses so far: a divergence was noted, and a new level may follow."""
+        self.above_since, self.best, self._recent = None, math.inf, []
+
     def see_steps(self, rows: Iterable[Row]) -> None:
         """Read the loss and the gradient norm of every step since the last record; here only ``see_loss`` decides."""
 
-    def see_gradient(self, step: int, norm: float, rows: Sequence[Row]) -> None:
-        """Check the total gradient norm before clipping and, if it isn't finite, its layers. Raises Diverged."""
-        if math.isfinite(norm):
-            return
-        self.see_layers(rows)
-        raise Diverged(step, f"the gradient's norm is {norm} at step {step}; {self.first_to_leave()}")
+    def see_gradient(self, step: int, norm: float) -> None:
+        """Check the total gradient norm before clipping. Raises Diverged."""
+        if not math.isfinite(norm):
+            raise Diverged(step, f"the gradient's norm is {norm} at step {step}; {self.first_to_leave()}")
 
     def state_dict(self) -> Json:
         """Its observations so far, for a checkpoint."""
-        seen = {
-            "best": self.best,
-            "above_since": self.above_since,
-            "recent": [[*key, list(values)] for key, values in self.recent.items()],
-            "left": [[*key, *where] for key, where in self.departed.items()],
-        }
+        seen = {"best": self.best, "above_since": self.above_since, "losses": self._recent, "calm": list(self._calm)}
         return {"guard": seen}
 
     def load_state_dict(self, state: RunState) -> None:
         """Resume with the observations of a checkpoint."""
-        if (seen := state.get("guard")) is None:
-            return
-        self.best, self.above_since = seen["best"], seen["above_since"]
-        self.recent = {(a, b, c): deque(values, maxlen=self.window) for a, b, c, values in seen["recent"]}
-        self.departed = {(a, b, c): (step, ratio) for a, b, c, step, ratio in seen["left"]}
+        seen = state.get("guard", {})
+        self.best, self.above_since = seen.get("best", math.inf), seen.get("above_since")
+        self._recent = [(step, loss) for step, loss in seen.get("losses", [])]
+        self._calm = deque(seen.get("calm", []), maxlen=_CALM)
 
     def outcome(self, status: Status) -> Json:
         """Return the guard's columns of result.json for a run that ended with ``status``: none here."""
         return {}
 
     def first_to_leave(self) -> str:
-        """Name the layer that left first, and when, in a clause; values that are not finite come first."""
-        if not self.departed:
+        """Name what left first and is not back, and when, in a clause; values that are not finite come first."""
+        if (first := self.alarms.first()) is None:
             return "no layer's recorded statistics left before it"
-        broken = {key: where for key, where in self.departed.items() if math.isinf(where[1])} or self.departed
-        first = min(step for step, _ in broken.values())
-        key = max(
-            (key for key, where in broken.items() if where[0] == first), key=lambda key: _blame(key, broken[key][1])
-        )
-        layer, sublayer, metric = key
-        ratio = broken[key][1]
-        excess = f"{ratio:.0f} times its recent median" if math.isfinite(ratio) else "not finite"
-        name = self.paths.get(layer, f"model.model.layers[{layer}]")
-        where = f"{name}, block {layer + 1} ({sublayer})"
-        return f"{where}, left first: its {metric} was {excess} at step {first}"
+        name = "the model" if first.layer < 0 else self.paths.get(first.layer, f"model.model.layers[{first.layer}]")
+        return f"{name} left first: {describe(first)}"
 
 
 MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]
@@ -137,15 +113,6 @@ def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGu
     """The guard of a run that is meant to reach its last step."""
     del unigram_entropy
     return DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
-
-
-def _blame(key: Key, ratio: float) -> tuple[float, int, int]:
-    """Rank layers by excess; for values that are not finite, by origin: states spread to later layers, gradients to
-    earlier.
-    """
-    layer, sublayer, metric = key
-    order = 2 * layer + (sublayer == "feed_forward")
-    return (ratio, 0, order) if metric == "gradient_norm" else (ratio, 1, -order)
 
 
 @dataclass(kw_only=True)

@@ -22,7 +22,7 @@ from lamina.jobs.names import CONFIG, ENVIRONMENT, RESULT
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
-from lamina.training.monitor.alarms import Alarms, describe_worst
+from lamina.training.monitor.alarms import Alarms, events
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.training_hooks import Instruments
@@ -83,7 +83,9 @@ class WatchedRecords:
         try:
             self.layers.flush()
             self.metrics.sync()
-            result = {**result, "loss": self.last_loss, "alarms": len(self.alarms.lines), **spike_columns(self.folder)}
+            self.alarms.close()
+            alarms = len(events(self.alarms.told))
+            result = {**result, "loss": self.last_loss, "alarms": alarms, **spike_columns(self.folder)}
             write_json(self.folder / RESULT, result)
             self.trackers.close()
         finally:
@@ -111,8 +113,10 @@ class Monitor:
         settings = instruments.settings
         self.instruments, self.settings = instruments, settings
         self.records, self.processes, self.step = records, processes, step
-        self.guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
         self.alarms = Alarms() if records is None else records.alarms
+        self.guard = DivergenceGuard(
+            margin=settings.divergence_margin, patience=settings.divergence_patience, alarms=self.alarms
+        )
         self.series = StepSeries(processes)
         self.outliers = None if settings.skip_outliers is None else OutlierRule(sigmas=settings.skip_outliers)
         self.diverged: Diverged | None = None
@@ -207,12 +211,11 @@ class Monitor:
             self._describe()
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
         self.alarms.half = self.instruments.half  # autocast may have been seen
-        alarms = self.alarms.see([*gradients, *new], rate)
-        self.guard.see_layers([*gradients, *new])
-        recorded = {alarm.step for alarm in alarms} | ({self.step} if due else set())
+        self.alarms.see([*series, *gradients, *new], rate)
+        recorded = self.alarms.marked | ({self.step} if due else set())
         self._add([*series, *(row for row in gradients if row[0] in recorded), *new])
-        if self.records is not None and alarms:
-            logger.warning("lamina.watch: %s", describe_worst(alarms))
+        if self.records is not None and self.alarms.news:
+            logger.warning("lamina.watch: %s", self.alarms.news)
         self._losses += [row[6] for row in series if row[5] == LOSS]
         if due:
             self._write(rate)
@@ -226,7 +229,7 @@ class Monitor:
             if metric == LOSS:
                 self.guard.see_loss(step, value)
             else:
-                self.guard.see_gradient(step, value, [])
+                self.guard.see_gradient(step, value)
 
     def _series_rows(self) -> list[Row]:
         """Loss and gradient norm of the steps since the last call; a step that a loss scaler left out has no norm."""
@@ -259,7 +262,7 @@ class Monitor:
         self.diverged = self.diverged or diverged
         if self.settings.on_divergence == "stop":
             raise diverged
-        self.guard.above_since, self.guard.best = None, math.inf  # noted once; a new level may follow
+        self.guard.accept()
 
     def close(self, status: Status, reason: str = "") -> None:
         """Detach, and write what was collected; may be called twice."""

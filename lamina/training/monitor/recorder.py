@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled, orphaned
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.execution.processes import Processes
-from lamina.training.monitor.alarms import Alarms, describe_worst
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows, is_recorded
@@ -105,8 +104,8 @@ class MonitoredTrainer(_Trainer):
         if not math.isfinite(value) and self.scaler() is not None and self.overflows_in_a_row < self.guard.patience:
             self.layer_rows = []  # the scaler skips the step and halves its scale: nothing has diverged yet
             return
-        self.guard.see_gradient(step, value, self.layer_rows)
-        self.guard.see_layers(self.layer_rows)
+        self.guard.alarms.see(self.layer_rows)
+        self.guard.see_gradient(step, value)
 
     def continue_records(self) -> None:
         """Restore, when training begins, what the resumed trainer had collected since its last record."""
@@ -153,7 +152,8 @@ class RunRecorder(TrainerCallback):
         self.metrics, self.layers, self.guard = metrics, layers, guard
         self.monitor_inputs, self.tokens_per_step, self.derived = monitor_inputs, tokens_per_step, derived
         self.trackers, self.show_bar, self.bar = trackers, bar, None
-        self.alarms = Alarms(folder=metrics.path.parent if isinstance(metrics, MetricsWriter) else None)
+        self.alarms = guard.alarms
+        self.alarms.folder = metrics.path.parent if isinstance(metrics, MetricsWriter) else None
         self.lines: ProgressLines | None = None
         self.realized = realized  # by step: each corpus's share of a mix so far
         self.updates = updates
@@ -296,7 +296,8 @@ class RunRecorder(TrainerCallback):
         """Record each step's loss and gradient norm since the last call; all processes call it at the same step."""
         rows = self.trainer.series.rows()
         self.layers.add(rows)
-        self._raise_alarms(rows)
+        self.alarms.see(rows)
+        self._log_news()
         self.guard.see_steps(rows)
 
     def record_divergence(self, diverged: Diverged) -> None:
@@ -304,12 +305,12 @@ class RunRecorder(TrainerCallback):
         self.trainer.series.end_step(diverged.step)  # the step that diverged was not ended
         self._take_series()
         self.layers.add(self.trainer.layer_rows)
-        self._raise_alarms(self.trainer.layer_rows)
         tokens = self.tokens_at(diverged.step)
         self.metrics.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
     def close(self) -> None:
         """Write the collected rows and close the progress bar; may be called twice."""
+        self.alarms.close()
         try:
             self.layers.flush()
             if self.trackers is not None:
@@ -322,22 +323,22 @@ class RunRecorder(TrainerCallback):
         model = self.trainer.bare_model()
         device = next(model.parameters()).device
         states = hidden_state_rows(model, self.monitor_inputs.to(device), step)
-        self.guard.see_layers(states)
-        rows = [*gradients, *states, *gain_rows(model, step)]
+        rows = [*states, *gain_rows(model, step)]
         rows += self.updates.rows(step) if self.updates is not None else []
         rows += self.trainer.experts.rows(step) if self.trainer.experts is not None else []
+        self.alarms.see(rows, None if self.updates is None else self.updates.rate)
+        self._log_news()
+        rows = [*gradients, *rows]  # the alarms have seen the gradients
         self.layers.add(rows)
-        self._raise_alarms(rows, None if self.updates is None else self.updates.rate)
         if time.monotonic() - self._flushed > 30:
             self.layers.flush()
             self._flushed = time.monotonic()
         if self.trackers is not None:
             self.trackers.log(step, rows)
 
-    def _raise_alarms(self, rows: Sequence[Row], rate: float | None = None) -> None:
-        """Write the alarms that new rows raise; ``rate``: the learning rate of the step whose updates they hold."""
-        if self.alarms.folder is not None and (alarms := self.alarms.see(rows, rate)):
-            logger.info("%s", describe_worst(alarms))
+    def _log_news(self) -> None:
+        if self.processes.first and self.alarms.news:
+            logger.info("%s", self.alarms.news)
 
 
 @contextmanager

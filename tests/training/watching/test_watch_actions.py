@@ -72,12 +72,13 @@ def test_layers_given_by_hand_and_a_wrong_path(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss_of"), [(Wrapper, None), (Batched, lambda m, ids: m(idx=ids[:, :-1], targets=ids[:, 1:]))]
+    ("kind", "prefix", "loss_of"),
+    [(Wrapper, "", None), (Batched, "anything.", lambda m, ids: m(idx=ids[:, :-1], targets=ids[:, 1:]))],
 )
-def test_an_unknown_wrapper_is_looked_through(tmp_path, kind, loss_of):
+def test_an_unknown_wrapper_is_looked_through(tmp_path, kind, prefix, loss_of):
     loop(kind(), tmp_path / "run", steps=1, loss_of=loss_of)
     about = json.loads((tmp_path / "run" / "watched.json").read_text())
-    assert [layer["path"] for layer in about["layers"]] == ["anything.h.0", "anything.h.1"]
+    assert [layer["path"] for layer in about["layers"]] == [f"{prefix}h.0", f"{prefix}h.1"]
     assert about["layers"][0]["sublayers"] == ["attention", "feed_forward"]
 
 
