@@ -105,10 +105,7 @@ def _single(path: str) -> Candidate:
 
 
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
-    """Return a checkpoint's configuration. Raises UserError without weights or a needed tokenizer; reads no weights.
-
-    Raises UserError if it has not; the weights are not read.
-    """
+    """Return a checkpoint's configuration. Raises UserError without weights or a needed tokenizer; reads no weights."""
     with _about_models():
         config, tokenizer = config_of(_source(path)), tokenizer_of(_source(path))
     tokenizer = _tokenizer(tokenizer, path, settings)
