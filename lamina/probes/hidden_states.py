@@ -284,7 +284,7 @@ def _average(totals: Totals, name: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of each token, over its channels, in float64, [sequences, tokens]; variance is the population's.
+    """The moments of each token over its channels, float64 [sequences, tokens]; variance is the population's.
 
     ``valid`` as in TokenStates.
     """
