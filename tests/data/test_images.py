@@ -178,7 +178,7 @@ def test_hidden_files_are_left_out_and_files_that_are_no_images_are_named(folder
     ("rows", "words"),
     [
         ("1,2,3\n", "rows of 3 numbers"),
-        ("a,b\n", "no file of pixels"),
+        ("a,b\n", "not a file of pixels"),
         ("1,2,3,400,0\n", "out of range"),
         ("", "has no rows"),
         ("1,2,3,4,0\n1,2,3,4,2\n1,2,3,4,0\n", "no image of the class '1' to train on"),

@@ -304,7 +304,7 @@ def test_a_mix_keeps_its_shares_and_every_part_is_taken_up(tmp_path):
         (b"\x00\x01\x02" * 900, "binary.txt", {}, "is binary"),
         (b'{"body": "x"}\n' * 9, "rows.jsonl", {}, "line 1: no field 'text'"),
         (b"{\n", "rows.jsonl", {}, "line 1: not JSON"),
-        (b"no parquet", "rows.parquet", {}, "no parquet file"),
+        (b"no parquet", "rows.parquet", {}, "not a readable parquet file"),
         (b"text " * 900, "fine.txt", {"tokenizer_spec": "bpe:300"}, "tokenizer: 'bpe:300' is trained on the whole"),
         (b"text " * 900, "fine.txt", {"eval_fraction": 0.7}, "eval_fraction"),
     ],

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 import lamina
 from lamina.errors import UserError
+from lamina.jobs.manifest import seal
 from lamina.modeling.checkpoint import load
 
 
@@ -42,6 +43,7 @@ def test_the_class_that_saved_it_is_the_one_that_loads(tmp_path, name):
 def test_a_lamina_checkpoint_and_the_folder_of_its_run(tmp_path):
     model = lamina.build(LlamaConfig(**{**_sizes(), "vocab_size": 40}), "keel")
     model.save_pretrained(tmp_path / "model")
+    seal(tmp_path / "model")
     (tmp_path / "result.json").write_text("{}")
     for path in (tmp_path / "model", tmp_path):
         assert torch.equal(load(path).model.lm_head.weight, model.lm_head.weight)
