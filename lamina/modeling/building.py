@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,7 +18,6 @@ from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.modeling.backbones.loading import check_adapter
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
-from lamina.modeling.memory import fewest_weights, refuse_beyond_memory
 from lamina.modeling.modeling_lamina import (
     ADAPTERS,
     HEADS,
@@ -29,6 +29,8 @@ from lamina.modeling.modeling_lamina import (
 )
 from lamina.modeling.width import WidthScaling, scaled_weights
 from lamina.placements import Layer, Plan, resolve
+
+_CGROUP = Path("/sys/fs/cgroup")  # a container's own limit
 
 
 def build(
@@ -102,8 +104,10 @@ def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[s
         config.lamina_adapter = adapter
     check_adapter(config, "")
     if torch.get_default_device().type != "meta":
-        fields = "hidden_size, num_layers, vocab_size"
-        refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest_weights(config))
+        fields, width = "hidden_size, num_layers, vocab_size", config.hidden_size
+        # at least one square matrix per block, and the embedding
+        fewest = config.num_hidden_layers * width * width + getattr(config, "vocab_size", 0) * width
+        refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest)
     head = str(head or adapter_of(config).heads[0])
     if head not in HEADS:
         raise unknown("head", head, HEADS)
@@ -205,4 +209,29 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
     return Block(
         Residual(attention, wiring["attention"], hidden_size, style),
         Residual(feed_forward, wiring["feed_forward"], hidden_size, style),
+    )
+
+
+def available_memory(device: str = "cpu") -> int:
+    """Return the bytes that can still be allocated on the GPU, or on the machine with swap and a container's limit."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such limit
+        return free
+    return min(free, limit - used + int(stat.get("inactive_file", 0)))
+
+
+def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "cpu") -> None:
+    """Raise UserError, naming the fields, if fewer than ``needed`` bytes are free."""
+    if needed <= (free := available_memory(device)):
+        return
+    owner = "the GPU" if device == "cuda" else "this machine"
+    raise UserError(
+        f"{fields}: {what} at least {needed / 2**30:,.1f} GiB of memory, and {owner} has {free / 2**30:,.1f} GiB free "
+        "(allowed: lower values)"
     )

@@ -16,9 +16,8 @@ from lamina.errors import UserError
 from lamina.jobs.job import ResumePolicy
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.backbones.presets import used_by_a_token
-from lamina.modeling.building import build, recommended
+from lamina.modeling.building import build, recommended, refuse_beyond_memory
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.modeling.memory import refuse_beyond_memory
 from lamina.modeling.width import WidthScaling
 from lamina.placements import Plan
 from lamina.probes.engine import registry

@@ -5,7 +5,7 @@ import torch
 
 import lamina
 from lamina.errors import UserError
-from lamina.modeling import memory
+from lamina.modeling import building
 from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
 
@@ -14,7 +14,7 @@ TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 1
 
 @pytest.fixture
 def a_gigabyte(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda device="cpu": 2**30)
+    monkeypatch.setattr(building, "available_memory", lambda device="cpu": 2**30)
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_a_model_that_does_not_fit_is_refused_unless_it_has_no_memory(a_gigabyte
 def test_what_is_available_is_no_more_than_the_machine_has():
     import psutil
 
-    assert 0 < memory.available() <= psutil.virtual_memory().total + psutil.swap_memory().total
+    assert 0 < building.available_memory() <= psutil.virtual_memory().total + psutil.swap_memory().total
