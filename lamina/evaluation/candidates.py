@@ -107,8 +107,9 @@ def _single(path: str) -> Candidate:
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
     """Return a checkpoint's configuration. Raises UserError without weights or a needed tokenizer; reads no weights."""
     with _about_models():
-        config, tokenizer = config_of(_source(path)), tokenizer_of(_source(path))
-    tokenizer = _tokenizer(tokenizer, path, settings)
+        folder = str(model_folder(path))
+        config, own = config_of(folder), tokenizer_of(folder)
+    tokenizer = _tokenizer(own, path, settings)
     if settings.chat_template and settings.tasks and not tokenizer.chat_template:
         raise UserError(f"chat_template: the tokenizer of {path!r} has none (allowed: a model or --tokenizer with one)")
     return config
@@ -122,20 +123,20 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
             than the model.
     """
     with _about_models():
-        loaded = load(_source(path), dtype=settings.dtype, device=device)
+        loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)
     model = loaded.model
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
         raise UserError(f"models: {path!r} is a {type(model).__name__}, which predicts no next token")
     if loaded.notes:
         raise UserError(f"models: {path!r}: {loaded.notes[0]} (allowed: a checkpoint with all its weights)")
     tokenizer = _tokenizer(loaded.tokenizer, path, settings)
-    check_vocabulary(model, tokenizer, path)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    size = model.get_input_embeddings().num_embeddings
+    if isinstance(size, int | torch.Tensor) and largest >= int(size):
+        raise UserError(
+            f"tokenizer: it has {largest + 1} tokens, the model {path!r} has {int(size)} (allowed: the model's own)"
+        )
     return model, tokenizer
-
-
-def _source(path: str) -> str | Path:
-    folder = model_folder(path)
-    return path if folder == Path(path) else folder
 
 
 def _tokenizer(own: PreTrainedTokenizerBase | None, path: str, settings: EvalSettings) -> PreTrainedTokenizerBase:
@@ -152,13 +153,3 @@ def _about_models() -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"models: {str(error).removeprefix('checkpoint: ')}") from error
-
-
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raise UserError if the tokenizer has ids that the model has no embedding for."""
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    size = model.get_input_embeddings().num_embeddings
-    if isinstance(size, int | torch.Tensor) and largest >= int(size):
-        raise UserError(
-            f"tokenizer: it has {largest + 1} tokens, the model {path!r} has {int(size)} (allowed: the model's own)"
-        )

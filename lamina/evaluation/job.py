@@ -83,14 +83,10 @@ def evaluate(
         # None if no evaluation has begun, as in the folder of a study's trial
         stored=lambda folder: read_yaml(folder / CONFIG) if (folder / CONFIG).is_file() else None,
     )
-    complete = job.settings
-    complete.require()
-    columns, tasks = what_to_run(complete)
-    candidates = candidates_of(complete.model_list(), expand)
-    evaluation = Evaluation(complete, candidates, columns, tasks, device=checked_device(complete.device), bar=bar)
+    evaluation = Evaluation(job.settings, expand, bar=bar)
     evaluation.check()  # before the folder is touched: the data may not be there
     with job:
-        job.write_yaml(CONFIG, complete.to_dict())
+        job.write_yaml(CONFIG, job.settings.to_dict())
         return evaluation.run(job.folder)
 
 
@@ -121,26 +117,16 @@ class Evaluation:
 
     Args:
         settings: of the job.
-        candidates: the models.
-        columns: the numbers that the table prints.
-        tasks: what the columns need; None for a perplexity alone.
-        device: where the models run.
+        expand: finds the runs in a study's folder.
         bar: whether to show progress.
     """
 
-    def __init__(
-        self,
-        settings: EvalSettings,
-        candidates: Sequence[Candidate],
-        columns: Sequence[Wanted],
-        tasks: Tasks | None,
-        *,
-        device: str,
-        bar: bool,
-    ):
-        self.settings, self.candidates, self.columns, self.tasks = settings, candidates, columns, tasks
-        self.device, self.bar = device, bar
-        self.units = {column.unit: column for column in columns}
+    def __init__(self, settings: EvalSettings, expand: Expand, *, bar: bool):
+        settings.require()
+        self.settings, self.bar, self.device = settings, bar, checked_device(settings.device)
+        self.columns, self.tasks = what_to_run(settings)
+        self.candidates = candidates_of(settings.model_list(), expand)
+        self.units = {column.unit: column for column in self.columns}
         self.records: dict[tuple[str, str], Json] = {}
 
     def check(self) -> None:

@@ -101,7 +101,8 @@ def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
 
     Of a group without a number of its own: the mean over its tasks.
     """
-    metric = wanted.metric or main_metric(scores, wanted.task)
+    names = [one.metric for one in scores if one.task == wanted.task] or [one.metric for one in scores]
+    metric = wanted.metric or next((name for name in _MAIN if name in names), names[0] if names else None)
     own = [score for score in scores if score.task == wanted.task and score.metric == metric]
     if own:
         return own[0]
@@ -111,12 +112,6 @@ def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
     items = [score.items or 0 for score in members.values()]
     mean = statistics.fmean(score.value for score in members.values())
     return Score(task=wanted.task, metric=str(metric), value=mean, items=sum(items), higher_is_better=True)
-
-
-def main_metric(scores: Sequence[Score], task: str) -> str | None:
-    """The main metric of a task, or of a group's tasks."""
-    own = [score.metric for score in scores if score.task == task] or [score.metric for score in scores]
-    return next((metric for metric in _MAIN if metric in own), own[0] if own else None)
 
 
 def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
@@ -261,7 +256,8 @@ def table(
     for arm in dict.fromkeys(candidate.arm for candidate in candidates):
         runs = [candidate for candidate in candidates if candidate.arm == arm]
         evaluated = [run for run in runs if not run.left_out]
-        by_run = [[_printed(numbers.get((run.name, column))) for column in columns] for run in evaluated]
+        listed = [[numbers.get((run.name, column)) for column in columns] for run in evaluated]
+        by_run = [[s.value * (100.0 if s.metric in SHARES else 1.0) if s else math.nan for s in row] for row in listed]
         if len(averaged) > 1:  # NaN for a run without every number: else the averages are of different tasks
             by_run = [[*row, statistics.fmean(row[at] for at in averaged)] for row in by_run]
         finite = [[row[at] for row in by_run if math.isfinite(row[at])] for at in range(len(titles))]
@@ -271,12 +267,6 @@ def table(
         lines.append(ScoreLine(arm=arm, means=means, stds=stds, runs=len(evaluated), left_out=left_out))
     best = tuple(_best([line.means[at] for line in lines], up) for at, up in enumerate(higher))
     return ScoreTable(headings=tuple(titles), lines=tuple(lines), best=best, shares=tuple(shares))
-
-
-def _printed(score: Score | None) -> float:
-    if score is None:
-        return math.nan
-    return 100.0 * score.value if score.metric in SHARES else score.value
 
 
 def _best(values: Sequence[float], higher: bool) -> tuple[int, ...]:

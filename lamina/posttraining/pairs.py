@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -19,11 +18,8 @@ from lamina.jobs.kinds import Kind
 from lamina.posttraining.examples import IGNORED, Fields, preference_of
 from lamina.posttraining.settings import DpoSettings, RewardSettings
 from lamina.posttraining.trainer import Passed, TunedTrainer
-from lamina.posttraining.tuning import Row, S, TuningStage, tune
+from lamina.posttraining.tuning import S, TuningStage, tune
 from lamina.training.run import TrainingRun
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 # TRL's metrics of a batch that are no mean over its pairs
 _EXTREMES = {"min_reward": min, "max_reward": max}
@@ -126,14 +122,9 @@ def _on_its_own(accelerator: Accelerator) -> Iterator[None]:
 
 
 class PairStage(TuningStage[S]):
-    """A stage that trains on preferences.
-
-    Attributes:
-        columns: of the data set for TRL, each with the field of an encoded row that it takes.
-    """
+    """A stage that trains on preferences."""
 
     monitored = "chosen_whole"
-    columns: ClassVar[Sequence[tuple[str, str]]]
 
     def encoded(self, row: Fields) -> Json:
         """Encode a preference: whole texts, and the prompt (what both begin with) and the answers apart."""
@@ -149,11 +140,6 @@ class PairStage(TuningStage[S]):
             "rejected_ids": others[first:],
             "truncated": better["truncated"] or worse["truncated"],
         }
-
-    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
-        from datasets import Dataset
-
-        return Dataset.from_dict({name: [row[field] for row in encoded_rows] for name, field in self.columns})
 
 
 class RewardModeling(PairStage[RewardSettings]):
@@ -185,7 +171,7 @@ class DirectPreferences(PairStage[DpoSettings]):
     kind = Kind.DPO
     record = DpoSettings
     part, theirs = DpoTrainer, "DPO"
-    columns = (("prompt_ids", "prompt_ids"), ("chosen_ids", "chosen_ids"), ("rejected_ids", "rejected_ids"))
+    columns = tuple((name, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
 
     def fields(self, run: TrainingRun) -> Json:
         return {"max_length": None, "beta": self.settings.beta, "disable_dropout": False}

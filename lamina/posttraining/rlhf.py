@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -44,9 +43,6 @@ from lamina.posttraining.trainer import Passed, TunedTrainer
 from lamina.posttraining.tuning import Row, TuningStage, tune
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.run import TrainingRun
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _Online: Passed = object  # one of TRL's online trainers, in the classes below
 
@@ -415,6 +411,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
     kind = Kind.RLHF
     record = RlhfSettings
     part, theirs = ReMaxTrainer, "RLOO"
+    columns = tuple((name, name) for name in ("prompt", "prompt_ids", "row"))
     guarded = False
     measure = "eval_reward"
     monitored = "prompt_ids"
@@ -435,11 +432,6 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         prompt = prompt_of(row)
         ids = self.encoder.prompt(prompt, room=self.settings.max_answer)
         return {"prompt": self.encoder.prompt_text(prompt), "prompt_ids": ids, "row": json.dumps(row, default=str)}
-
-    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
-        from datasets import Dataset
-
-        return Dataset.from_list(list(map(dict, encoded_rows)))
 
     def trainer(self, run: TrainingRun) -> TunedTrainer:
         if self.settings.algorithm != "remax":

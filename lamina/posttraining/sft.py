@@ -46,6 +46,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
     kind = Kind.SFT
     record = SftSettings
     part, theirs = SftTrainer, "SFT"
+    columns = (("input_ids", "input_ids"), ("labels", "labels"))
 
     def template(self) -> str | None:
         return None  # with ``auto``, the first conversation decides
@@ -60,9 +61,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         return encoder.example(example)
 
     def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
-        from datasets import Dataset
-
-        data = Dataset.from_dict({name: [row[name] for row in encoded_rows] for name in ("input_ids", "labels")})
+        data = super().dataset(encoded_rows, train=train)
         return trl("pack_dataset")(data, self.start.longest, "bfd") if train and self.settings.packing else data
 
     def counts(self, train: Sequence[Row]) -> Json:

@@ -37,8 +37,12 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
     Args:
         run: that the trainer is made for.
         schedule: the share of the peak learning rate by steps done; None for the arguments' own.
+
+    Attributes:
+        tokens_before: the tokens trained on before the run resumed.
     """
 
+    tokens_before: int = 0
     _metrics: dict[str, dict[str, list[float]]]
     _total_train_tokens: int = 0
 
@@ -69,7 +73,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     def load_state_dict(self, state: RunState) -> None:
         super().load_state_dict(state)
-        self._total_train_tokens = int(state.get("train_tokens", 0))
+        self._total_train_tokens = self.tokens_before = int(state.get("train_tokens", 0))
         for name, values in state.get("measured", {}).items():
             self._metrics["train"][name] = list(values)
 

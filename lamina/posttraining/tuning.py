@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.data.blocks import spread
@@ -79,18 +79,6 @@ class TuningRecorder(RunRecorder):
 
     _evaluation: Mapping[str, object] = MappingProxyType({})
     last_measured: Mapping[str, object] = MappingProxyType({})
-    _began: int | None = None
-
-    @property
-    def tokens_here(self) -> int:
-        """The tokens that this process and its siblings have trained on since the run began or resumed."""
-        return self.tokens_at(0) - (self._began or 0)
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self._began = self.tokens_at(0)
-        super().on_train_begin(args, state, control, **kwargs)
 
     def has_evaluated(self, step: int) -> bool:
         return super().has_evaluated(step) and bool(self.last_measured)
@@ -100,14 +88,7 @@ class TuningRecorder(RunRecorder):
         assert isinstance(self.trainer, TunedTrainer)
         return self.trainer.tokens_seen
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Json | None = None,
-        **kwargs: Passed,
-    ) -> None:
+    def on_log(self, args: Passed, state: Passed, control: Passed, logs: Json | None = None, **kwargs: Passed) -> None:
         if logs and any(name.startswith("eval_") for name in logs):
             self._evaluation = dict(logs)  # Trainer tells the callbacks of an evaluation only what it measured itself
         super().on_log(args, state, control, logs, **kwargs)
@@ -168,22 +149,13 @@ class BestWeights(TrainerCallback):
         self.step, self.loss = int(best.get("step", -1)), float(best.get("loss", math.inf))
         self.metrics: Json = dict(best.get("metrics", {}))
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Json | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_evaluate(self, args: Passed, state: Passed, control: Passed, metrics: Json, **kwargs: Passed) -> None:
         """Keep the weights if none were better."""
-        loss = float((metrics or {}).get("eval_loss", math.nan))
-        if not loss < self.loss:
+        if not metrics["eval_loss"] < self.loss:
             return
-        self.step, self.loss = state.global_step, loss
+        self.step, self.loss = state.global_step, metrics["eval_loss"]
         # Trainer's epoch is among them, and is not that of Lamina's order
-        own = {name: value for name, value in (metrics or {}).items() if name.startswith("eval_")}
-        self.metrics = {name: v for name, v in own.items() if isinstance(v, int | float) and math.isfinite(v)}
+        self.metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         self.processes.by_first(self._write)
 
     def _write(self) -> None:
@@ -221,6 +193,7 @@ class TuningStage(TrainingStage[S]):
         head: the name of the trained model's head.
         guarded: whether its loss, in nats, is watched for divergence; else only whether it is finite.
         measure: the metric of an evaluation by which the run is judged.
+        columns: of the data set for TRL, each with the field of an encoded row that it takes.
         ordered: makes the training order.
         monitored: the field of an encoded row that the layer monitor takes.
         start: the model that it starts from.
@@ -237,6 +210,7 @@ class TuningStage(TrainingStage[S]):
     head: ClassVar[str] = "causal_lm"
     guarded: ClassVar[bool] = True
     measure: ClassVar[str] = "eval_loss"
+    columns: ClassVar[Sequence[tuple[str, str]]]
     ordered: Callable[..., TrainOrder] = TrainOrder
     part: type[TunedTrainer]
     theirs: str
@@ -253,9 +227,11 @@ class TuningStage(TrainingStage[S]):
     def encoded(self, row: Fields) -> Json:
         """Encode a row; ValueError says why it can't be used."""
 
-    @abstractmethod
     def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
         """Return encoded rows as TRL's trainer takes them; ``train``: to train on, not to evaluate."""
+        from datasets import Dataset
+
+        return Dataset.from_dict({name: [row[field] for row in encoded_rows] for name, field in self.columns})
 
     def template(self) -> str | None:
         """Choose the template before the first row is read."""
@@ -398,13 +374,13 @@ class TuningStage(TrainingStage[S]):
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
         recorder, parameters = run.recorder, list(run.model.parameters())
         assert isinstance(recorder, TuningRecorder)
-        seconds = recorder.training_seconds
+        seconds, tokens = recorder.training_seconds, run.trainer.tokens_seen - run.trainer.tokens_before
         return {
             "status": str(status),
             **recorder.last_measured,
             "steps": run.trainer.state.global_step,
             "tokens": run.trainer.tokens_seen,
-            "tokens_per_second": recorder.tokens_here / seconds if seconds else None,
+            "tokens_per_second": tokens / seconds if seconds else None,
             "parameters": sum(p.numel() for p in parameters),
             "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
             "from": self.settings.from_model,
