@@ -28,6 +28,8 @@ def generate(
     *,
     max_new_tokens: int = 120,
     temperature: float = 0.8,
+    top_p: float | None = None,
+    stop: Sequence[str] = (),
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> str:
@@ -38,6 +40,8 @@ def generate(
         prompt: the text to continue; or turns, mappings with ``role`` and ``content``, to answer the last of.
         max_new_tokens: the maximum number of new tokens; fewer where a model with learned positions has no more.
         temperature: 0 always takes the likeliest token.
+        top_p: the share of the likeliest tokens that is sampled from, above 0 and at most 1; None for the model's own.
+        stop: texts that end the answer, of which they are no part.
         seed: of the sampling.
         trust_remote_code: run the model's own Python code, if it has any.
 
@@ -46,25 +50,38 @@ def generate(
     """
     if not isinstance(prompt, str | list | tuple):
         raise UserError(f"prompt: {shortened(repr(prompt), 80)} (allowed: a text, or a list of turns)")
-    speaker = speaker_of(model, max_new_tokens, temperature, seed, trust_remote_code=trust_remote_code)
+    sampling = {"temperature": temperature, "top_p": top_p, "stop": stop}
+    speaker = speaker_of(model, max_new_tokens, seed=seed, trust_remote_code=trust_remote_code, **sampling)
     return speaker.continuation(prompt) if isinstance(prompt, str) else speaker.answer([dict(turn) for turn in prompt])
 
 
 def speaker_of(
-    model: str | PathLike[str], max_new_tokens: int, temperature: float, seed: int, *, trust_remote_code: bool = False
+    model: str | PathLike[str],
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    top_p: float | None,
+    stop: Sequence[str],
+    seed: int,
+    trust_remote_code: bool,
 ) -> Speaker:
     """Load the model that continues texts, and seed torch. Raises UserError as ``generate`` does."""
     source = path("model", model)
     whole_number("max_new_tokens", max_new_tokens)
     number("temperature", temperature, 0.0)
     seed_number("seed", seed)
+    if top_p is not None:
+        number("top_p", top_p, 0.0, 1.0, open_low=True)
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        raise UserError(f"stop: {stop!r} (allowed: a list of texts)")
     if not Path(source).exists():
         raise UserError(f"model: {source!r} holds no saved model (config.json is missing)")
     import torch
 
     from lamina.modeling.generation import Speaker
 
-    speaker = Speaker(source, max_new_tokens, temperature, trust_remote_code=trust_remote_code)
+    more = {"top_p": top_p, "stop": stop, "trust_remote_code": trust_remote_code}
+    speaker = Speaker(source, max_new_tokens, temperature, **more)
     torch.manual_seed(seed)
     return speaker
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lamina.api.models import generate, speaker_of
-from lamina.commands.arguments import Parser
+from lamina.commands.arguments import Parser, Reader
 from lamina.core.terminal import show
+from lamina.errors import UserError
 
 EXAMPLES = """
   lamina generate runs/keel-64/model --prompt "It was a truth"
   lamina generate runs/keel-64/model --prompt "Call me" --temperature 0 --max-new-tokens 200
-  lamina generate runs/keel-64-sft --chat --prompt "Sort the letters: d, b, a"
+  lamina generate runs/keel-64-sft --chat --prompt "Sort the letters: d, b, a" --top-p 0.9
   lamina generate runs/keel-64-sft --chat            a conversation; an empty line or Ctrl-D ends it
 """
 
@@ -22,6 +25,9 @@ def parser() -> Parser:
     flags.add_flag("--chat", "take the prompt as a turn, and answer it; without a prompt, converse", False)
     flags.add_flag("--max-new-tokens", "maximum number of new tokens", 120)
     flags.add_flag("--temperature", "0 always takes the likeliest token", 0.8)
+    flags.add_argument("--top-p", type=Reader(float), default=None, help="share of the likeliest tokens to sample from")
+    flags.add_argument("--stop", action="append", default=[], help="a text that ends the answer (may be repeated)")
+    flags.add_flag("--system", "with --chat, the system's turn before the first")
     flags.add_flag("--seed", "seed of the sampling", 0)
     flags.add_flag("--trust-remote-code", "run the model's own Python code, if it has any", False)
     return flags
@@ -30,21 +36,24 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Load, generate, print."""
     options = parser().parse(argv)
-    sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed", "trust_remote_code")}
+    names = ("max_new_tokens", "temperature", "top_p", "stop", "seed", "trust_remote_code")
+    sampling = {name: getattr(options, name) for name in names}
+    if options.system is not None and not options.chat:
+        raise UserError(f"system: {options.system!r} has no effect here (allowed: with --chat)")
+    turns = [] if options.system is None else [{"role": "system", "content": options.system}]
     if options.chat and options.prompt is None:
-        _converse(options.model, **sampling)
+        _converse(options.model, turns, **sampling)
     elif options.chat:
-        show(generate(options.model, [{"role": "user", "content": options.prompt}], **sampling))
+        show(generate(options.model, [*turns, {"role": "user", "content": options.prompt}], **sampling))
     else:
         show(generate(options.model, "The" if options.prompt is None else options.prompt, **sampling))
     return 0
 
 
-def _converse(model: str, max_new_tokens: int, temperature: float, seed: int, trust_remote_code: bool) -> None:
+def _converse(model: str, turns: list[dict[str, str]], **sampling: Any) -> None:
     """Answer the lines of the standard input, one turn each, until an empty line or its end."""
-    speaker = speaker_of(model, max_new_tokens, temperature, seed, trust_remote_code=trust_remote_code)
+    speaker = speaker_of(model, **sampling)
     speaker.check_chat()
-    turns: list[dict[str, str]] = []
     while True:
         try:
             said = input("> ").strip()

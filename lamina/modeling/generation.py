@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,27 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 class Speaker:
     """A saved model that continues texts, or answers turns in its chat template.
 
+    Args:
+        path: a folder with a saved model, or a run's folder.
+        max_new_tokens: the most that are added.
+        temperature: 0 always takes the likeliest token.
+        top_p: the share of the likeliest tokens that is sampled from; None for the model's own.
+        stop: texts that end an answer, of which they are no part.
+        trust_remote_code: run the model's own Python code, if it has any.
+
     Raises UserError if the folder has no such model, and for a text that fills the model's context.
     """
 
-    def __init__(self, path: str, max_new_tokens: int, temperature: float, *, trust_remote_code: bool = False):
+    def __init__(
+        self,
+        path: str,
+        max_new_tokens: int,
+        temperature: float,
+        *,
+        top_p: float | None = None,
+        stop: Sequence[str] = (),
+        trust_remote_code: bool = False,
+    ):
         folder = model_folder(path)
         if not folder.exists():
             raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
@@ -33,14 +51,19 @@ class Speaker:
         self.tokenizer = load_tokenizer(folder, config, "model", **code)
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.longest = longest if isinstance(longest, int) else None
-        self.sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        self.stop = tuple(stop)
+        self.sampling: dict[str, Any] = {"do_sample": temperature > 0}
+        if temperature > 0:
+            self.sampling |= {"temperature": temperature} | ({} if top_p is None else {"top_p": top_p})
+        if stop:
+            self.sampling |= {"stop_strings": [*stop], "tokenizer": self.tokenizer}
 
     def continuation(self, prompt: str) -> str:
         """Return the prompt and its continuation."""
         inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if not inputs["input_ids"].numel():
             raise UserError(f"prompt: {prompt!r} has no tokens (allowed: a text to continue)")
-        return str(self.tokenizer.decode(self._generated(dict(inputs))[0], skip_special_tokens=True))
+        return self._text(self._generated(dict(inputs))[0])
 
     def check_chat(self) -> None:
         """Raise UserError if the model's tokenizer has no chat template."""
@@ -59,7 +82,12 @@ class Speaker:
             raise UserError(f"chat: the template does not take these turns ({one_line(error)})") from None
         inputs = self.tokenizer(str(text), return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
         ids = self._generated(dict(inputs))[0, inputs["input_ids"].shape[1] :]
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+        return self._text(ids).strip()
+
+    def _text(self, ids: torch.Tensor) -> str:
+        """Decode tokens, without the text that stopped them."""
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return next((text.removesuffix(stop) for stop in self.stop if text.endswith(stop)), text)
 
     def _generated(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens = inputs["input_ids"].shape[1]

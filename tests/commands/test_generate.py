@@ -1,7 +1,8 @@
 """`lamina generate`: what it says, and what it never does."""
 
 import pytest
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+import torch
+from transformers import AutoModelForCausalLM, GenerationMixin, GPT2Config, LlamaConfig, OPTConfig
 
 import lamina
 from lamina.cli import main
@@ -55,3 +56,40 @@ def test_rotary_positions_go_on_beyond_the_context(tmp_path):
 def test_a_reward_model_is_refused_as_such(tmp_path, capsys):
     assert main(["generate", saved(tmp_path, head="sequence_classification")]) == 2
     assert "is a LaminaForSequenceClassification, which gives scores" in capsys.readouterr().err
+
+
+def test_an_answer_ends_at_a_stop_after_the_system_s_turn(tmp_path, monkeypatch, capsys):
+    folder, asked = saved(tmp_path), []
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+    def generated(self, input_ids, **sampling):
+        asked.append((tokenizer.decode(input_ids[0]), sampling["stop_strings"], sampling["top_p"]))
+        return torch.cat([input_ids, torch.tensor([list(b"It is. END")])], 1)
+
+    monkeypatch.setattr(GenerationMixin, "generate", generated)
+    chat = ["generate", folder, "--chat", "--prompt", "Is it?", "--system", "Be brief.", "--top-p", "0.9"]
+    assert main([*chat, "--stop", "\n\n", "--stop", "END"]) == 0
+    assert capsys.readouterr().out == "It is.\n"
+    assert asked == [("sBe brief.uIs it?", ["\n\n", "END"], 0.9)]
+    assert lamina.generate(folder, "So: ", top_p=0.9, stop=["END"]) == "So: It is. "
+
+
+def test_a_small_top_p_leaves_the_likeliest_token_only(tmp_path):
+    folder = saved(tmp_path)
+    likeliest = lamina.generate(folder, "U", max_new_tokens=8, temperature=0)
+    assert lamina.generate(folder, "U", max_new_tokens=8, temperature=1.0, top_p=1e-6) == likeliest
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--top-p", "0"], "top_p: 0.0 (allowed: a number above 0 and at most 1)"),
+        (["--stop", ""], "stop: [''] (allowed: a list of texts)"),
+        (["--system", "S"], "system: 'S' has no effect here (allowed: with --chat)"),
+    ],
+)
+def test_what_cannot_be_sampled_is_one_line(tmp_path, capsys, words, said):
+    assert main(["generate", saved(tmp_path), *words]) == 2
+    assert said in capsys.readouterr().err
