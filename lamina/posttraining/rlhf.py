@@ -33,6 +33,7 @@ from lamina.data.encoding import TextEncoder
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line
 from lamina.jobs.files import write_text
+from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.manifest import content_hash, model_folder, refuse_damaged, sha256
 from lamina.modeling.backbones.loading import read_config
@@ -41,11 +42,13 @@ from lamina.posttraining.settings import RlhfSettings
 from lamina.posttraining.starting import Start
 from lamina.posttraining.trainer import Passed, TunedTrainer
 from lamina.posttraining.tuning import Row, TuningStage, tune
+from lamina.training.execution.processes import Processes
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.run import TrainingRun
 
 _Online: Passed = object  # one of TRL's online trainers, in the classes below
 
+SAMPLING = {"top_p", "top_k", "min_p", "repetition_penalty"}  # TRL's arguments for sampled answers
 MEASURED = ("reward", "kl", "length", "ended")
 HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-out prompt, by evaluation
 Score = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
@@ -433,10 +436,12 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         ids = self.encoder.prompt(prompt, room=self.settings.max_answer)
         return {"prompt": self.encoder.prompt_text(prompt), "prompt_ids": ids, "row": json.dumps(row, default=str)}
 
-    def trainer(self, run: TrainingRun) -> TunedTrainer:
-        if self.settings.algorithm != "remax":
-            self.part, self.theirs = PolicyTrainer, self.settings.algorithm.upper()
-        return super().trainer(run)
+    def check(self, job: Job[RlhfSettings], processes: Processes) -> None:
+        if job.settings.algorithm != "remax":
+            self.part, self.theirs = PolicyTrainer, job.settings.algorithm.upper()
+        elif others := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers are transformers'
+            raise UserError(f"trl.{min(others)}: no effect on remax (allowed: {', '.join(sorted(SAMPLING))})")
+        super().check(job, processes)
 
     def fields(self, run: TrainingRun) -> Json:
         settings = self.settings

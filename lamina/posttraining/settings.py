@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from lamina.core.json_types import Json
-from lamina.core.values import comma_separated, examples_name, existing_file, place
+from lamina.core.values import comma_separated, examples_name, existing_file, mapping, place
 from lamina.errors import UserError, unknown
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
@@ -143,6 +143,7 @@ class TuningSettings(
     )
     steps: int = changed(0, help="optimizer steps (0: as many as the epochs take)", check=at_least(0))
     epochs: float = setting(1.0, "passes over the examples, unless steps are given", above(0.0))
+    trl: Json = setting({}, "any other argument of TRL's own configuration, e.g. --trl.loss_type dft", mapping)
     batch_size: int = changed(8, help="examples per micro-batch, over all processes")
     warmup: float = changed(0.03)
     weight_decay: float = changed(0.0)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from lamina.core.json_types import Json
+from lamina.errors import UserError, one_line, unknown
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.writers import StepSeries
@@ -19,6 +22,12 @@ from lamina.training.run import TrainingRun
 from lamina.training.trainer import CheckpointedTrainer, OrderedTrainer
 
 T = TypeVar("T")
+# Of TRL's arguments: what Lamina has flags for, makes itself, or could not resume to the byte.
+_DECIDED = re.compile(
+    r"(model_init|trust_remote|chat_template|dataset|shuffle|packing|eval_packing|precompute|sync_ref|ref_model)\w*|"
+    r"(reward|log|num_generations|num_iterations|generation_batch|steps_per)\w*|(eos|pad)_token|truncation_mode|"
+    r"max_(completion_)?length|padding_free|(completion|assistant)_only_loss|temperature|beta"
+)
 _Trainer = Trainer if TYPE_CHECKING else object
 Passed: TypeAlias = Any
 """An argument that goes to TRL's trainer, or comes from it, unchanged."""
@@ -29,6 +38,21 @@ def trl(name: str) -> Passed:
     import trl as library
 
     return getattr(library, name)
+
+
+def check_trl(options: Json, theirs: str) -> None:
+    """Raise UserError for an option that the configuration of TRL's trainer does not have, or that Lamina decides."""
+    kind, own = trl(f"{theirs}Config"), {entry.name for entry in fields(TrainingArguments)}
+    free = {name for entry in fields(kind) if not _DECIDED.fullmatch(name := entry.name)} - own
+    for name in options:
+        if name in own or _DECIDED.fullmatch(name):
+            raise UserError(f"trl.{name}: Lamina decides it (allowed: {', '.join(sorted(free))})")
+        if name not in free:
+            raise unknown("trl argument", name, free)
+    try:
+        kind(output_dir="none", use_cpu=True, bf16=False, report_to="none", **options)
+    except Exception as error:  # its checks raise any type
+        raise UserError(f"trl: {one_line(error)}") from None
 
 
 class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Trainer):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.data.blocks import spread
-from lamina.errors import UserError
+from lamina.errors import UserError, one_line
 from lamina.jobs.files import write_json, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, ResumePolicy
@@ -27,7 +27,7 @@ from lamina.jobs.status import Status
 from lamina.posttraining.examples import ExampleEncoder, Fields, read, read_template
 from lamina.posttraining.settings import TuningSettings, with_preset
 from lamina.posttraining.starting import Start, add_lora, find_start, merged, require_libraries
-from lamina.posttraining.trainer import Passed, TunedTrainer, trainer_class, trl
+from lamina.posttraining.trainer import Passed, TunedTrainer, check_trl, trainer_class, trl
 from lamina.training.arguments import arguments_of, check_arguments
 from lamina.training.checkpointing.checkpoints import Checkpoints, RunState
 from lamina.training.checkpointing.resuming import DATA, known_of, noted
@@ -262,6 +262,7 @@ class TuningStage(TrainingStage[S]):
         if settings.push_to_hub is not None:
             processes.by_first(lambda: check_repository(str(settings.push_to_hub)))
         check_arguments(settings.trainer, settings.schedule, type(settings))
+        check_trl(settings.trl, self.theirs)
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         processes.first_per_host(self.read_examples)
@@ -348,19 +349,25 @@ class TuningStage(TrainingStage[S]):
     def trainer(self, run: TrainingRun) -> TunedTrainer:
         settings = self.settings.as_run()
         # TRL turns checkpointing on by default, under the name that transformers had for it before 5.23
-        fields = {"gradient_checkpointing": self.settings.gradient_checkpointing, **self.fields(run)}
+        fields = {"gradient_checkpointing": self.settings.gradient_checkpointing, **self.settings.trl}
+        fields |= self.fields(run)
         arguments = arguments_of(trl(f"{self.theirs}Config"), settings, run.processes.size, **fields)
-        return trainer_class(self.part, self.theirs)(
-            model=run.model,
-            args=arguments,
-            train_dataset=self.train,
-            eval_dataset=self.held_out,
-            processing_class=self.start.tokenizer,
-            callbacks=run.callbacks,
-            run=run,
-            schedule=schedule_of(settings),
-            **self.options(arguments),
-        )
+        try:
+            return trainer_class(self.part, self.theirs)(
+                model=run.model,
+                args=arguments,
+                train_dataset=self.train,
+                eval_dataset=self.held_out,
+                processing_class=self.start.tokenizer,
+                callbacks=run.callbacks,
+                run=run,
+                schedule=schedule_of(settings),
+                **self.options(arguments),
+            )
+        except (ValueError, TypeError, ImportError) as error:
+            if isinstance(error, UserError) or not self.settings.trl:
+                raise
+            raise UserError(f"trl: {one_line(error)}") from error
 
     def verdict(self, run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
         recorder, step = run.recorder, run.trainer.state.global_step

@@ -201,6 +201,9 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"lora_rank": 2, "lora_targets": "no_proj"}, "unknown lora_targets 'no_proj'"),
         ({"lora_rank": 2, "lora_targets": "q_proj,vproj"}, "lora_targets 'vproj'; did you mean 'v_proj'"),
         ({"preset": "limo"}, "preset 'limo'; did you mean 'lima'"),
+        ({"trl": {"los_type": "dft"}}, "unknown trl argument 'los_type'; did you mean 'loss_type'"),
+        ({"trl": {"max_length": 9}}, "trl.max_length: Lamina decides it (allowed: "),
+        ({"trl": {"learning_rate": 9}}, "trl.learning_rate: Lamina decides it (allowed: "),
     ],
 )
 def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
@@ -209,6 +212,15 @@ def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_argument_of_trl_s_own_reaches_its_trainer(tuned):
+    """Dynamic fine-tuning weighs each token's loss by its probability, which is below one."""
+    folders = [tuned("usual", steps=1)[0], tuned("dynamic", steps=1, trl={"loss_type": "dft"})[0]]
+    usual, dynamic = (next(r["loss"] for r in records(folder) if "loss" in r) for folder in folders)
+    assert 0 < dynamic < usual / 2
+    with pytest.raises(UserError, match=r"^trl: ValueError: Invalid `loss_type` dtf"):
+        tuned("none", trl={"loss_type": "dtf"})
 
 
 def test_a_template_that_is_no_jinja_is_named_whatever_the_rows(tuned, tmp_path):

@@ -47,6 +47,7 @@ YOUNGER: Json = {
     "eval_corpus": None,
     "eval_tasks": None,
     "eval_task_limit": 100,
+    "trl": {},
     **{name: group.default(name) for group in _YOUNGER_GROUPS for name in group.names()},
 }
 
