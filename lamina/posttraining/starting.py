@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import shutil
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
@@ -44,14 +44,12 @@ class Start:
         path: as the user gave it.
         tokenizer: the model's, with an end-of-text and a padding token.
         plan: where the norms sit.
-        positions: the longest sequence that the model takes.
         longest: the longest that the job uses.
     """
 
     path: str
     tokenizer: PreTrainedTokenizerBase
     plan: Plan
-    positions: int
     longest: int
 
     @cached_property
@@ -84,7 +82,6 @@ class Start:
 
 def find_start(settings: TuningSettings) -> Start:
     """Look at the model of ``from_model``. Raises UserError if it can't be read or its tokenizer does not fit."""
-    settings.require("from_model")
     path = str(settings.from_model)
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
@@ -108,7 +105,7 @@ def find_start(settings: TuningSettings) -> Start:
     plan = source.stored_plan(path)
     if settings.lora_rank and settings.lora_targets != ALL_LINEAR:
         _check_targets(settings.lora_targets, config, plan)
-    return Start(path=path, tokenizer=tokenizer, plan=plan, positions=positions, longest=longest)
+    return Start(path=path, tokenizer=tokenizer, plan=plan, longest=longest)
 
 
 def _check_targets(named: str, config: PreTrainedConfig, plan: Plan) -> None:
@@ -125,13 +122,6 @@ def _check_targets(named: str, config: PreTrainedConfig, plan: Plan) -> None:
 
 def _names(named: str) -> list[str]:
     return [name.strip() for name in named.split(",")]
-
-
-def require_libraries(job: str) -> None:
-    """Raise UserError that says what to install, where TRL or peft is missing."""
-    for library in ("trl", "peft", "datasets"):
-        if importlib.util.find_spec(library) is None:
-            raise UserError(f"{job}: needs {library} (to install it: pip install 'lamina[posttrain]')")
 
 
 def add_lora(model: torch.nn.Module, settings: TuningSettings) -> LoraModel | None:
@@ -170,17 +160,15 @@ def merged(model: PreTrainedModel, tuner: LoraModel | None, adapter: Path | None
 
 def _save_adapter(model: PreTrainedModel, tuner: LoraModel, folder: Path) -> None:
     """Write the LoRA matrices, and a reward model's score, which is trained whole, as peft reads them."""
-    from safetensors.torch import save_file
-
     config, whole = copy.deepcopy(tuner.peft_config["default"]), ()
     if isinstance(model, LaminaForSequenceClassification):
         whole = ("score.weight",)
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]  # pyright: ignore[reportAttributeAccessIssue]
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value for name, value in model.named_parameters() if ".lora_" in name or name in whole}
-    named = {f"base_model.model.{name.replace('.default.', '.')}": value for name, value in tensors.items()}
+    stored = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with writing(folder / "adapter_model.safetensors") as temporary:
-        save_file({k: v.detach().cpu().contiguous() for k, v in named.items()}, temporary)
+        save_file({f"base_model.model.{k.replace('.default.', '.')}": value for k, value in stored.items()}, temporary)
     with writing(folder / "adapter_config.json") as temporary, TemporaryDirectory() as apart:
         config.save_pretrained(apart)
         shutil.copyfile(Path(apart, "adapter_config.json"), temporary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import math
 import warnings
@@ -26,7 +27,7 @@ from lamina.jobs.job import Job, ResumePolicy
 from lamina.jobs.status import Status
 from lamina.posttraining.examples import ExampleEncoder, Fields, read, read_template
 from lamina.posttraining.settings import TuningSettings, with_preset
-from lamina.posttraining.starting import Start, add_lora, find_start, merged, require_libraries
+from lamina.posttraining.starting import Start, add_lora, find_start, merged
 from lamina.posttraining.trainer import Passed, TunedTrainer, check_trl, trainer_class, trl
 from lamina.training.arguments import arguments_of, check_arguments
 from lamina.training.checkpointing.checkpoints import Checkpoints, RunState
@@ -60,7 +61,9 @@ def tune(
     bar: bool = True,
 ) -> Json:
     """Train after pretraining; see ``lamina.training.run.train``. Raises UserError if TRL or peft is missing."""
-    require_libraries(str(kind.kind))
+    for library in ("trl", "peft", "datasets"):
+        if importlib.util.find_spec(library) is None:
+            raise UserError(f"{kind.kind}: needs {library} (to install it: pip install 'lamina[posttrain]')")
     with warnings.catch_warnings():
         # TRL reads the name that transformers had for it before 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
