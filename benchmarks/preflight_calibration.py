@@ -16,6 +16,7 @@ initializers and shapes. held_out: another draw with other depths, rates and ano
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -249,7 +250,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         blocks, _ = prepare_blocks(settings.corpus, settings.tokenizer, settings.sequence_length, progress=False)
         seen = burn_in_of(settings, settings.runs()[0], blocks, open_question)
     ends = range(min(1, len(seen.snapshots) - 1), len(seen.snapshots))
-    courses = [features(seen, end).to_dict() for end in ends]
+    courses = [dataclasses.asdict(features(seen, end)) for end in ends]
     rounded = [{name: float(f"{v:.5g}") if isinstance(v, float) else v for name, v in c.items()} for c in courses]
     return finite({"stopped": seen.stopped, "features": rounded})
 

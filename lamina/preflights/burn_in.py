@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lamina.data.blocks import Blocks
 from lamina.errors import UserError
@@ -35,6 +35,8 @@ from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun
 
 NARROWEST, FEWEST_TOKENS = 64, 256
+MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencies from
+FP16_MAX = 65504.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +87,15 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
         affordable = min(blocks, max(fewest, int(min(flops / cost, blocks))))
         batch, micro_batches = min(planned.batch_size, affordable), max(1, affordable // planned.batch_size)
         width = int(config.hidden_size)
-        narrower = None if cost * batch * micro_batches <= flops else _narrower(planned, width, vocab_size)
-        if narrower is None:
+        if cost * batch * micro_batches <= flops or width % 2 or width // 2 < NARROWEST:
             break
         # a tied tensor could not have both the rate of an embedding and that of a readout
-        settings, config = narrower
+        narrower = replace(planned, hidden_size=width // 2, num_heads=None, untie_embeddings=True)
+        try:
+            config = backbone_config(narrower, vocab_size)
+        except UserError:
+            break
+        settings = narrower
         scaling = width_scaling_of(planned) or WidthScaling(scheme="standard", base_width=wide)
     return Proxy(
         settings=replace(settings, batch_size=batch, gradient_accumulation=micro_batches),
@@ -99,18 +105,6 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
         planned_blocks=blocks,
         scaling=scaling,
     )
-
-
-def _narrower(
-    planned: PretrainSettings, width: int, vocab_size: int
-) -> tuple[PretrainSettings, PreTrainedConfig] | None:
-    if width % 2 or width // 2 < NARROWEST:
-        return None
-    settings = replace(planned, hidden_size=width // 2, num_heads=None, untie_embeddings=True)
-    try:
-        return settings, backbone_config(settings, vocab_size)
-    except UserError:
-        return None
 
 
 def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrainedModel:
@@ -129,29 +123,17 @@ def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrai
     )
 
 
-FP16_MAX = 65504.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A model at one step of the burn-in.
-
-    Attributes:
-        loss: nats per token on the held-out sequences.
-        unigram: the loss of a constant prediction with the corpus's token frequencies on the same sequences.
-        error: the standard error of their difference over the sequences (infinite for a single one).
-        context: by how many nats the model's predictions beat their own mean over all positions.
-        variation: their mean Kullback-Leibler divergence from that mean; 0 if the output ignores the input.
-        rows: tidy: (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output.
-    """
+    """A model at one step of the burn-in, measured on the held-out sequences."""
 
     step: int
-    loss: float
-    unigram: float
-    error: float
-    context: float
-    variation: float
-    rows: list[Row]
+    loss: float  # nats per token
+    unigram: float  # the loss of a constant prediction with the corpus's token frequencies
+    error: float  # the standard error of their difference over the sequences (infinite for a single one)
+    context: float  # by how many nats the model's predictions beat their own mean over all positions
+    variation: float  # their mean Kullback-Leibler divergence from that mean; 0 if the output ignores the input
+    rows: list[Row]  # (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output
 
     def series(self, metric: str, sublayer: str = "block") -> dict[int, float]:
         """A metric by layer."""
@@ -246,11 +228,11 @@ class _LayerNumbers:
         if layer < 0:
             self.first = state
         self.last = state
-        state.register_hook(partial(self._gradient, layer))
 
-    def _gradient(self, layer: int, gradient: torch.Tensor) -> None:
-        # double: the squares of a vanishing gradient would underflow
-        self.values[layer, "block", self.metric] = gradient.double().norm() * self.factor
+        def note(gradient: torch.Tensor) -> None:  # double: the squares of a vanishing gradient would underflow
+            self.values[layer, "block", self.metric] = gradient.double().norm() * self.factor
+
+        state.register_hook(note)
 
     def _terms(self, layer: int, name: str, residual: Residual, terms: Terms) -> None:
         # double before the scale: a large or small one would cost the variance its digits
@@ -263,9 +245,6 @@ class _LayerNumbers:
         """The measurements as tidy rows, layer by layer."""
         order = sorted(self.values, key=lambda key: key[0])
         return [(step, layer, sub, "all", 0, name, float(self.values[layer, sub, name])) for layer, sub, name in order]
-
-
-MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencies from
 
 
 @dataclass(frozen=True, kw_only=True)

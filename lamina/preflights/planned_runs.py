@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas as pd
@@ -30,6 +30,7 @@ from lamina.training.objectives.text import CausalLM, read_text
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
+ROWS = "preflight.csv"
 FLOPS = {"cpu": 1e12, "cuda": 1e14}
 
 
@@ -47,7 +48,6 @@ class Preflight:
     def row(self) -> Json:
         """The run's row of the table: the plan, the verdict, and the numbers behind it."""
         proxy, first = self.burn_in.proxy, self.burn_in.snapshots[0]
-        share = ffn_share(first)
         return {
             "placement": self.run.placement,
             "num_layers": proxy.plan.num_layers,
@@ -65,10 +65,10 @@ class Preflight:
             "advice": self.advice,
             "fp16_headroom": self.features.headroom,
             "fp16_headroom_bits": math.log2(self.features.headroom),
-            "ffn_variance_share": share,
+            "ffn_variance_share": ffn_share(first),
             "loss": self.burn_in.snapshots[-1].loss,
             "unigram_loss": first.unigram,
-            **self.features.to_dict(),
+            **asdict(self.features),
             "burn_in_steps": len(self.burn_in.losses),
             "burn_in_warmup": self.burn_in.warmup,
             "measured_hidden_size": proxy.hidden_size,
@@ -123,7 +123,6 @@ def _measured(
         plan=proxy.plan,
         init=init,
         learning_rate=run.learning_rate,
-        warmup=burn_in.warmup,
         steps=run.steps,
         burn_in=len(burn_in.losses),
         step_at=burn_in.step_at,
@@ -200,25 +199,6 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def table(preflights: list[Preflight]) -> pd.DataFrame:
-    """One row per planned run."""
-    return pd.DataFrame([item.row() for item in preflights])
-
-
-def layer_table(preflights: list[Preflight]) -> pd.DataFrame:
-    """Every measurement by layer, tidy: the planned run's placement and learning rate, then the monitor's columns."""
-    rows = [
-        (item.run.placement, item.run.learning_rate, *row)
-        for item in preflights
-        for shot in item.burn_in.snapshots
-        for row in shot.rows
-    ]
-    return pd.DataFrame(rows, columns=["placement", "learning_rate", *LAYER_COLUMNS])
-
-
-ROWS = "preflight.csv"
-
-
 def preflight(
     settings: PreflightSettings | Mapping[str, Any], *, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
@@ -229,15 +209,24 @@ def preflight(
         OSError: the disk is full.
     """
     complete = settings if isinstance(settings, PreflightSettings) else PreflightSettings.from_dict(settings)
-    if complete.output is None:
-        return table(run_preflight(complete, bar=bar))
-    job = open_job(Kind.PREFLIGHT, PreflightSettings, complete, overwrite=overwrite)
+    job = None
+    if complete.output is not None:
+        job = open_job(Kind.PREFLIGHT, PreflightSettings, complete, overwrite=overwrite)
     results = run_preflight(complete, bar=bar)
-    rows = table(results)
+    rows = pd.DataFrame([result.row() for result in results])
+    if job is None:
+        return rows
     with job:
         job.write_text(ROWS, rows.to_csv(index=False))
+        layers = [  # the planned run's placement and learning rate, then the monitor's columns
+            (result.run.placement, result.run.learning_rate, *row)
+            for result in results
+            for shot in result.burn_in.snapshots
+            for row in shot.rows
+        ]
         with writing(job.folder / LAYERS) as temporary:
-            layer_table(results).to_parquet(temporary.absolute(), index=False)
+            table = pd.DataFrame(layers, columns=["placement", "learning_rate", *LAYER_COLUMNS])
+            table.to_parquet(temporary.absolute(), index=False)
         losses = [result.burn_in.losses for result in results]
         command = complete.command()
         job.write_json(PREFLIGHT, {"command": command, "rows": rows.to_dict("records"), "losses": losses})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -26,67 +26,44 @@ class Features:
     """The numbers of a burn-in; "end" is its last snapshot, "middle" the one halfway.
 
     Layers are 1-based blocks, 0 for the embedding's output.
-
-    Attributes:
-        excess: the loss in nats per token above that of a constant prediction with the tokens' frequencies.
-        excess_error: its standard error over the held-out sequences.
-        context: nats by which the predictions beat their own mean.
-        variation: the predictions' mean divergence from their mean, in nats.
-        similarity: mean cosine between tokens in x^N.
-        jacobian: log10 of the smallest gain of the Jacobian from any x^l to x^N.
-        jacobian_layer: the l of that gain.
-        jacobian_largest: log10 of the largest gain.
-        weight_gradient: log10 of the smallest over the largest gradient norm of a block's weights.
-        weight_gradient_layer: the block with the smallest.
-        spike: largest rise of the training loss above its best so far, in nats.
-        magnitude: the largest |x| of any state.
-        magnitude_layer: the layer of that state.
-        growth: log10 of Var(x^N) / Var(x^0).
-        spent: the sum of the learning rates of the steps taken, divided by that of all planned steps.
-        pace: nats by which the held-out loss fell from the middle to the end, divided by ``spent`` in between.
-        finite: 0.0 if the loss or the gradient was not finite, else 1.0.
     """
 
     step: int
-    finite: float
-    excess: float
-    excess_error: float
+    finite: float  # 0.0 if the loss or the gradient was not finite, else 1.0
+    excess: float  # the loss in nats per token above that of a constant prediction with the tokens' frequencies
+    excess_error: float  # its standard error over the held-out sequences
     excess_middle: float
-    context: float
+    context: float  # nats by which the predictions beat their own mean
     context_middle: float
-    variation: float
-    similarity: float
+    variation: float  # the predictions' mean divergence from their mean, in nats
+    similarity: float  # mean cosine between tokens in x^N
     similarity_middle: float
-    jacobian: float
-    jacobian_layer: int
+    jacobian: float  # log10 of the smallest gain of the Jacobian from any x^l to x^N
+    jacobian_layer: int  # the l of that gain
     jacobian_middle: float
     jacobian_start: float
-    jacobian_largest: float
-    weight_gradient: float
-    weight_gradient_layer: int
+    jacobian_largest: float  # log10 of the largest gain
+    weight_gradient: float  # log10 of the smallest over the largest gradient norm of a block's weights
+    weight_gradient_layer: int  # the block with the smallest
     weight_gradient_start: float
-    spike: float
-    magnitude: float
-    magnitude_layer: int
-    growth: float
-    spent: float
-    pace: float
+    spike: float  # largest rise of the training loss above its best so far, in nats
+    magnitude: float  # the largest |x| of any state
+    magnitude_layer: int  # the layer of that state
+    growth: float  # log10 of Var(x^N) / Var(x^0)
+    spent: float  # the sum of the learning rates of the steps taken, divided by that of all planned steps
+    pace: float  # nats by which the held-out loss fell from the middle to the end, divided by ``spent`` in between
 
     @property
     def headroom(self) -> float:
         """FP16's largest number, 65504, divided by the largest magnitude of a state."""
         return FP16_MAX / max(self.magnitude, TINY)
 
-    def to_dict(self) -> dict[str, float]:
-        """The numbers by name."""
-        return asdict(self)
 
-
-def features(burn_in: BurnIn, end: int = -1, middle: int | None = None) -> Features:
+def features(burn_in: BurnIn, end: int = -1) -> Features:
     """The features of a burn-in at its last snapshot (or at the one with index ``end``)."""
     shots = burn_in.snapshots
     last = shots[end]
-    half = shots[middle] if middle is not None else min(shots, key=lambda shot: abs(shot.step - last.step / 2))
+    half = min(shots, key=lambda shot: abs(shot.step - last.step / 2))
     first = shots[0]
     jacobian, where = _smallest_gain(last)
     weights, block = _imbalance(last)
@@ -94,6 +71,10 @@ def features(burn_in: BurnIn, end: int = -1, middle: int | None = None) -> Featu
     top = max(largest, key=lambda layer: largest[layer])
     variance = last.series("hidden_variance")
     spent = burn_in.spent(last.step)
+    best, spike = math.inf, 0.0
+    for loss in burn_in.losses[: last.step]:
+        spike = max(spike, loss - best) if math.isfinite(loss) else math.inf
+        best = min(best, loss)
     return Features(
         step=last.step,
         finite=0.0 if burn_in.stopped and last is shots[-1] else 1.0,
@@ -113,7 +94,7 @@ def features(burn_in: BurnIn, end: int = -1, middle: int | None = None) -> Featu
         weight_gradient=weights,
         weight_gradient_layer=block,
         weight_gradient_start=_imbalance(first)[0],
-        spike=_spike(burn_in.losses[: last.step]),
+        spike=spike,
         magnitude=largest[top],
         magnitude_layer=top + 1,
         growth=_log(variance[max(variance)]) - _log(variance[-1]),
@@ -136,15 +117,6 @@ def _imbalance(shot: Snapshot) -> tuple[float, int]:
     norms = {layer: norm for layer, norm in shot.series("gradient_norm").items() if layer >= 0}
     layer = min(norms, key=lambda layer: norms[layer])
     return _log(norms[layer]) - _log(max(norms.values())), layer + 1
-
-
-def _spike(losses: list[float]) -> float:
-    best, rise = math.inf, 0.0
-    for loss in losses:
-        if not math.isfinite(loss):
-            return math.inf
-        rise, best = max(rise, loss - best), min(best, loss)
-    return rise
 
 
 Kind = Literal["fine", "risky", "undecided", "will not train"]
@@ -237,7 +209,7 @@ FP16_LITTLE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The facts of the planned run behind a verdict: wiring, initializer, rate, warm-up, steps (planned, taken).
+    """The facts of the planned run behind a verdict: wiring, initializer, rate, steps (planned, taken).
 
     ``step_at`` returns the planned step by which a share of the run's summed learning rates is spent.
     """
@@ -245,17 +217,9 @@ class Case:
     plan: Plan
     init: str
     learning_rate: float
-    warmup: int
     steps: int
     burn_in: int
     step_at: Callable[[float], int]
-
-    @property
-    def norms_on_skip(self) -> int:
-        """Count the sub-layers with a norm on their sum, which divides the gradient by the sum's standard deviation."""
-        return sum(
-            sub.post_norm is not None for layer in self.plan.layers for sub in (layer.attention, layer.feed_forward)
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,14 +247,9 @@ def judge(numbers: Features, case: Case, stopped: str = "") -> PreflightVerdict:
         change = f"a lower learning rate ({case.learning_rate / 10:.1g}), gradient clipping, a longer warm-up"
     elif collapsed(numbers, fitted):
         reason, change = _collapse(numbers, case), _reconnect(case)
-    elif kind == "fine":
-        reason, change = _well(numbers, case), ""
-    elif kind == "risky":
-        reason, change = _doubtful(numbers, case, sure), _faster(numbers, case)
-    elif kind == "undecided":
-        reason, change = _open(numbers, case), _longer(numbers, case, deciding)
     else:
-        reason, change = _slow(numbers, case, sure), _faster(numbers, case)
+        reason = _reason(numbers, case, kind, sure)
+        change = _longer(numbers, case, deciding) if deciding else "" if kind == "fine" else _faster(numbers, case)
     if numbers.headroom < FP16_LITTLE:
         change = f"{change}; " if change else ""
         change += (
@@ -313,80 +272,62 @@ def _collapse(numbers: Features, case: Case) -> str:
     )
 
 
-def _against_constant(numbers: Features) -> str:
-    side = "below" if numbers.excess < 0 else "above"
-    return (
-        f"the held-out loss is {abs(numbers.excess):.2f} ± {CLEAR * numbers.excess_error:.2f} nats {side} that of a "
-        "constant prediction"
+def _reason(numbers: Features, case: Case, kind: Kind, sure: float) -> str:
+    constant = (
+        f"the held-out loss is {abs(numbers.excess):.2f} ± {CLEAR * numbers.excess_error:.2f} nats "
+        f"{'below' if numbers.excess < 0 else 'above'} that of a constant prediction"
     )
-
-
-def _well(numbers: Features, case: Case) -> str:
+    worth = f"{max(numbers.context, 0.0):.3f} nats"
+    after = f"after {case.burn_in} of {case.steps}"
+    gain, place = 10**numbers.jacobian, _place(numbers.jacobian_layer)
+    weak = f"; the gain from {place} to the last layer is down to {gain:.1e}" if numbers.jacobian < -1 else ""
+    if kind == "fine":
+        return (
+            f"after {case.burn_in} steps {constant}, the predictions use the input (worth {numbers.context:.2f} nats) "
+            f"and every layer is connected: the smallest gain to the last layer is {gain:.2g}, from {place}"
+        )
+    if kind == "risky":
+        return (
+            f"{after} steps {constant}, but the rule on progress gives it a chance of only {100 * sure:.0f} % to get "
+            f"clearly below{weak}"
+        )
+    if kind == "undecided":
+        return (
+            f"not decided by these steps: {after} {constant} and the input is worth {worth} to the predictions: "
+            f"nothing shows yet that the run gets below{weak}"
+        )
     return (
-        f"after {case.burn_in} steps {_against_constant(numbers)}, the predictions use the input (worth "
-        f"{numbers.context:.2f} nats) and every layer is connected: the smallest gain to the last layer is "
-        f"{10**numbers.jacobian:.2g}, from {_place(numbers.jacobian_layer)}"
+        f"{after} steps the input is worth only {worth} to the predictions and {constant}{weak}: the rule on progress "
+        f"gives it a chance of {100 * sure:.0f} % to get clearly below"
     )
-
-
-def _doubtful(numbers: Features, case: Case, sure: float) -> str:
-    return (
-        f"after {case.burn_in} of {case.steps} steps {_against_constant(numbers)}, but the rule on progress gives it a "
-        f"chance of only {100 * sure:.0f} % to get clearly below{_weak(numbers)}"
-    )
-
-
-def _open(numbers: Features, case: Case) -> str:
-    return (
-        f"not decided by these steps: after {case.burn_in} of {case.steps} {_against_constant(numbers)} and the input "
-        f"is worth {max(numbers.context, 0.0):.3f} nats to the predictions: nothing shows yet that the run gets below"
-        f"{_weak(numbers)}"
-    )
-
-
-def _slow(numbers: Features, case: Case, sure: float) -> str:
-    return (
-        f"after {case.burn_in} of {case.steps} steps the input is worth only {max(numbers.context, 0.0):.3f} nats to "
-        f"the predictions and {_against_constant(numbers)}{_weak(numbers)}: the rule on progress gives it a chance of "
-        f"{100 * sure:.0f} % to get clearly below"
-    )
-
-
-def _weak(numbers: Features) -> str:
-    if numbers.jacobian >= -1:
-        return ""
-    return f"; the gain from {_place(numbers.jacobian_layer)} to the last layer is down to {10**numbers.jacobian:.1e}"
 
 
 def _longer(numbers: Features, case: Case, deciding: int) -> str:
+    by = f"by step {deciding}" if deciding < case.steps else "only toward the end or not at all"
     if still_falling(numbers):
         estimate = (
-            "at the pace of these steps, as it slows down, the loss is clearly below a constant prediction's "
-            f"{_by(deciding, case)}"
+            f"at the pace of these steps, as it slows down, the loss is clearly below a constant prediction's {by}"
         )
     else:
         times = calibration()["deciding"]["times"]
         estimate = (
             "the loss has come close to a constant prediction's; of the runs that left it four in five had done so "
-            f"at {times:g} times the learning rates spent, {_by(deciding, case)}"
+            f"at {times:g} times the learning rates spent, {by}"
         )
     if deciding >= case.steps:
         return f"only the whole run decides it: {estimate}; or {_faster(numbers, case)}"
     return f"look longer, with --burn-in {deciding}: {estimate}"
 
 
-def _by(deciding: int, case: Case) -> str:
-    return f"by step {deciding}" if deciding < case.steps else "only toward the end or not at all"
-
-
 def _reconnect(case: Case) -> str:
     parts = [f"a lower learning rate ({case.learning_rate / 3:.1g}) with a longer warm-up"]
-    if case.init != "scaled":
-        parts.append("--init scaled")
-    norms, all_of_them = case.norms_on_skip, 2 * case.plan.num_layers
-    if norms:
+    parts += ["--init scaled"] if case.init != "scaled" else []
+    # each norm on a sub-layer's sum divides the gradient by the sum's standard deviation
+    sublayers = [sub for layer in case.plan.layers for sub in (layer.attention, layer.feed_forward)]
+    if norms := sum(sub.post_norm is not None for sub in sublayers):
         parts.append(
-            f"a placement with fewer norms on the skip path ({norms} of {all_of_them} sub-layers here) or fewer layers"
+            f"a placement with fewer norms on the skip path ({norms} of {len(sublayers)} sub-layers here) or fewer "
+            "layers"
         )
     return "; or ".join(parts)
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-import torch
 
 from lamina.core.frames import Frame
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.directions import Directions, DirectionsProbe, note_streams
+from lamina.probes.engine.directions import DirectionsProbe
 from lamina.probes.engine.figures import Figure, heat_map
 from lamina.probes.engine.registry import probe
 
@@ -56,20 +55,16 @@ class AngularDistance(DirectionsProbe):
     def __init__(self, tokens: str | None = None, tokens_per_batch: int | None = None):
         super().__init__(tokens, tokens_per_batch)
 
+    compare = DirectionsProbe.angles
+
     def begin(self, context: Context) -> None:
         super().begin(context)
-        self._whose = WHOSE[self._directions.tokens]
+        self._whose = WHOSE[str(self.tokens)]
         context.note(f"The angles are those of {self._whose}.")
-        note_streams(context)
-
-    def compare(self, directions: Directions) -> tuple[torch.Tensor, torch.Tensor]:
-        return directions.angles()
+        self.note_streams(context)
 
     def standard_error(self) -> float | None:
-        mean, error = self.by_pair.mean, self.by_pair.standard_error
-        if self.by_pair.samples < 2:
-            return math.inf
-        return float(error.max() / mean.max().clamp(min=1e-12))
+        return float(self.by_pair.standard_error.max() / self.by_pair.mean.max().clamp(min=1e-12))
 
     def finish(self, context: Context) -> pd.DataFrame:
         frame = self.pair_rows("angular_distance")
@@ -77,25 +72,21 @@ class AngularDistance(DirectionsProbe):
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         distances = frame[frame["metric"] == "angular_distance"]
-        captions = (
-            "Angular distance d(l, l + n) of the streams before and behind the block of n layers that starts at layer "
-            "l, each block size scaled to its own range (1st to 99th percentile), as Mix-LN's Figure 5: the lightest "
-            "block of a row is the one whose layers turn the stream least.",
-            "The distances themselves: 0 is the same direction, 0.5 a right angle.",
-        )
-        titles = ("Angular distance, each block size by itself", "Angular distance")
-        drawn, tokens = [], getattr(self, "_whose", "")
-        for table, title, caption in zip((scaled_rows(distances), distances), titles, captions, strict=True):
-            figure = heat_map(
-                table,
-                x="start",
-                y="size",
-                value="value",
-                title=title,
-                x_title="first layer l of the block",
-                y_title="layers n in the block",
-                scale="Viridis_r",  # light is small, as in the papers
-            )
+        tokens = getattr(self, "_whose", "")
+        axes = {"x_title": "first layer l of the block", "y_title": "layers n in the block"}
+        axes["scale"] = "Viridis_r"  # light is small, as in the papers
+        drawn = []
+        for table, title, caption in (
+            (
+                scaled_rows(distances),
+                "Angular distance, each block size by itself",
+                "Angular distance d(l, l + n) of the streams before and behind the block of n layers that starts at "
+                "layer l, each block size scaled to its own range (1st to 99th percentile), as Mix-LN's Figure 5: the "
+                "lightest block of a row is the one whose layers turn the stream least.",
+            ),
+            (distances, "Angular distance", "The distances themselves: 0 is the same direction, 0.5 a right angle."),
+        ):
+            figure = heat_map(table, "start", "size", "value", title=title, **axes)
             drawn.append((figure, f"{caption} Angles of {tokens}." if tokens else caption))
         return drawn
 

@@ -15,10 +15,10 @@ from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.modeling.parts import temporary_hooks
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure, heat_map, lines
+from lamina.probes.engine.figures import Figure, chart, heat_map
 from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running
-from lamina.probes.structure.hooks import Args, Kwargs, Output
+from lamina.probes.structure.hooks import Args, Kwargs, Output, eager_attention
 from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("entropy", "entropy_share", "first_token_share")
@@ -93,7 +93,7 @@ class Attention(Probe):
             if by_batch is not None:
                 pairs.setdefault(layer, []).append(of_heads(*by_batch, mask))
 
-        with torch.no_grad(), context.eager_attention(), softmaxes(context.structure.layers, see):
+        with torch.no_grad(), eager_attention(context.model), softmaxes(context.structure.layers, see):
             context.forward(inputs, head=False)
         for layer, parts in pairs.items():
             samples = torch.cat([samples for samples, _ in parts], dim=1)  # of every softmax that the layer takes
@@ -104,49 +104,40 @@ class Attention(Probe):
 
     def _rows(self, layer: int) -> Iterator[tuple]:
         running, largest = self._samples[layer], self._largest[layer]
-        heads = len(largest)
         for column, metric in enumerate(METRICS):
-            means, errors = running.mean[:, column].tolist(), running.standard_error[:, column].tolist()
             # The mean over the heads is one more column: heads of one sequence are not independent.
-            value, error = float(running.mean[heads, column]), float(running.standard_error[heads, column])
-            yield layer, "attention", "all", 0, metric, value, error
-            for head in range(heads):
-                yield layer, "attention", "head", head, metric, means[head], errors[head]
+            *heads, whole = zip(
+                running.mean[:, column].tolist(), running.standard_error[:, column].tolist(), strict=True
+            )
+            yield layer, "attention", "all", 0, metric, *whole
+            yield from ((layer, "attention", "head", head, metric, *each) for head, each in enumerate(heads))
         yield layer, "attention", "all", 0, "max_logit", float(largest.max()), math.nan
-        for head in range(heads):
-            yield layer, "attention", "head", head, "max_logit", float(largest[head]), math.nan
+        for head, logit in enumerate(largest.tolist()):
+            yield layer, "attention", "head", head, "max_logit", logit, math.nan
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         every = frame[frame["role"] == "all"]
-        shares = every[every["metric"].isin(["entropy_share", "first_token_share"])]
-        drawn = [
-            (
-                lines(
-                    shares,
-                    color="metric",
-                    title="How spread out attention is, and the weight on the first token",
-                    y_title="share",
-                    band="standard_error",
-                ),
+        heads = frame[(frame["role"] == "head") & (frame["metric"] == "entropy_share")]
+        axes = {"x_title": "layer", "y_title": "head", "value_title": "share"}
+        return [
+            *chart(
+                every[every["metric"].isin(["entropy_share", "first_token_share"])],
+                *("How spread out attention is, and the weight on the first token", "share"),
                 "Entropy of the attention weights over the largest possible, and the weight on the first token; means "
                 "over the heads.",
+                color="metric",
+                band="standard_error",
             ),
-            (
-                lines(every[every["metric"] == "max_logit"], title="Largest attention logit", y_title="logit"),
+            *chart(
+                every[every["metric"] == "max_logit"],
+                *("Largest attention logit", "logit"),
                 "The largest value that goes into the softmax in a layer, over all heads and the whole sample.",
             ),
+            (
+                heat_map(heads, "layer", "index", "value", title="Entropy of each head", **axes),
+                "Each head's entropy over the largest possible: 0 looks at one key, 1 at all equally.",
+            ),
         ]
-        heads = frame[(frame["role"] == "head") & (frame["metric"] == "entropy_share")]
-        figure = heat_map(
-            heads,
-            *("layer", "index", "value"),
-            title="Entropy of each head",
-            x_title="layer",
-            y_title="head",
-            value_title="share",
-        )
-        drawn.append((figure, "Each head's entropy over the largest possible: 0 looks at one key, 1 at all equally."))
-        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         every = frame[frame["role"] == "all"].set_index(["metric", "layer"])["value"]
@@ -210,10 +201,11 @@ def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tup
         return logits, weights
     if len(logits) % batch:
         return None
-    if logits.ndim == 4:  # windows of an image: more queries of the same head
-        return tuple(t.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3) for t in (logits, weights))  # type: ignore[return-value]
-    if logits.ndim == 3 and len(logits) > batch and logits.shape[1] == logits.shape[2]:  # batch and heads in one
-        return logits.unflatten(0, (batch, -1)), weights.unflatten(0, (batch, -1))
+    logits, weights = logits.unflatten(0, (batch, -1)), weights.unflatten(0, (batch, -1))
+    if logits.ndim == 5:  # windows of an image: more queries of the same head
+        return logits.transpose(1, 2).flatten(2, 3), weights.transpose(1, 2).flatten(2, 3)
+    if logits.ndim == 4 and logits.shape[1] > 1 and logits.shape[2] == logits.shape[3]:  # batch and heads in one
+        return logits, weights
     return None
 
 

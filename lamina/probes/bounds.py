@@ -5,31 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
 from lamina.core.frames import Frame
+from lamina.core.values import number
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.jacobians import (
-    Wiring,
+    Jacobian,
     largest_gain,
     largest_singular_value,
     norm_scale,
-    spectral_norm,
     wirings_of,
 )
-from lamina.probes.engine.layer_calls import Extent, LayerCall, frozen, record_layer_calls
-from lamina.probes.engine.registry import COLUMNS, Probe, Sample, probe, sample_of
-from lamina.probes.structure.hooks import intercept
+from lamina.probes.engine.layer_calls import LayerCall, ShortProbe, frozen, record_layer_calls, rows_of
+from lamina.probes.engine.registry import COLUMNS, probe
+from lamina.probes.engine.statistics import mean_and_error
+from lamina.probes.structure.hooks import eager_attention, intercept
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, SublayerSite
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _TOLD = 0.5  # the largest standard error with which an exponent says something
 _STATEMENTS = {
@@ -82,10 +81,10 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
     return sides
 
 
-def identity_distance(block: LayerCall, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ||J - I||_2 and the standard deviation of the block's input, [sequences]: Eq 9 without its constant."""
-    distance = spectral_norm(block, block.stream, batch_dims=1, identity=1.0, tolerance=tolerance).value
-    return distance, _variance(block.stream).sqrt()
+def identity_sides(block: LayerCall, tolerance: float) -> Sides:
+    """Return ||J - I||_2 and, on the right, the standard deviation of the block's input: Eq 9 without its constant."""
+    distance = Jacobian(block, block.stream).norm(batch_dims=1, identity=1.0, tolerance=tolerance).value
+    return Sides(block.site.index, "block", "fusenorm_eq_9", distance, _variance(block.stream).sqrt())
 
 
 def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
@@ -101,7 +100,7 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
     wirings = wirings_of(block.site)
-    whole = spectral_norm(block, block.stream, batch_dims=1, tolerance=tolerance).value
+    whole = Jacobian(block, block.stream).norm(batch_dims=1, tolerance=tolerance).value
     points = {"after": norms[0].output, 0: norms[0].input, 1: norms[1].input}
     with torch.no_grad():
         _, tensors = block.watch(points, block.stream)
@@ -115,8 +114,8 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
         end = feed_forward.contribution
         return block.between(norms[0].output, end, y) * _factor(end)
 
-    mixing = spectral_norm(branch, block.stream, batch_dims=1, tolerance=tolerance).value
-    measured = spectral_norm(inner, tensors["after"], batch_dims=1, tolerance=tolerance).value
+    mixing = Jacobian(branch, block.stream).norm(batch_dims=1, tolerance=tolerance).value
+    measured = Jacobian(inner, tensors["after"]).norm(batch_dims=1, tolerance=tolerance).value
     scales = [abs(wiring.skip_scale) for wiring in wirings]
 
     def bound(inverse: Sequence[torch.Tensor], jacobian: Any) -> torch.Tensor:
@@ -138,7 +137,7 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
 def fused(block: LayerCall) -> bool:
     """Return whether a block is wired as FuseNorm's: both sums normed, the feed-forward's skip the block's input."""
-    wirings: list[Wiring] = wirings_of(block.site)
+    wirings = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
 
 
@@ -172,8 +171,8 @@ def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]
     points: dict[int | str, Point] = {"pre": feed_forward.pre}
-    for number, (path, module) in enumerate(feed_forward.up):
-        points[number] = Point(module, path, "output", feed_forward.post.call)
+    for index, (path, module) in enumerate(feed_forward.up):
+        points[index] = Point(module, path, "output", feed_forward.post.call)
     with torch.no_grad():
         _, tensors = block.watch(points, block.stream)
     others = [m for n, m in enumerate(modules) if not torch.equal(tensors[n], tensors["pre"])]
@@ -197,7 +196,7 @@ def _factor(point: Point) -> float | torch.Tensor:
 
 
 @probe
-class Bounds(Probe):
+class Bounds(ShortProbe):
     """The papers' statements on this model: one row per side and one of their ratio (metric left, right, ratio; role =
     the statement). Means over ``sequences`` texts of ``tokens`` tokens (0: all; by default all of your own text, 1 text
     of 32 tokens of a corpus), with their standard error.
@@ -233,32 +232,23 @@ class Bounds(Probe):
     def __init__(
         self, sequences: int | None = None, tokens: int | None = None, constant: float = 1.0, tolerance: float = 1e-2
     ):
-        if isinstance(constant, bool) or not isinstance(constant, int | float) or not 0 < constant < math.inf:
-            raise UserError(f"bounds: option 'constant' is {constant!r} (allowed: a number above 0)")
-        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
-            raise UserError(f"bounds: option 'tolerance' is {tolerance!r} (allowed: a number between 0 and 1)")
-        self.extent = Extent(self.name, sequences, tokens)
-        self._inputs: list[dict[str, torch.Tensor]] = []
-        self.constant, self.tolerance = float(constant), float(tolerance)
+        super().__init__(sequences, tokens)
+        self.constant = number("bounds: option 'constant'", constant, 0, open_low=True)
+        self.tolerance = number("bounds: option 'tolerance'", tolerance, 0, 1, open_low=True, open_high=True)
         self._rows: list[tuple[int, str, str, int, str, float, float]] = []
 
     def cost(self, context: Context) -> float:
-        return 150.0 * self.extent.tokens_of(context)
-
-    def measured(self, context: Context) -> Sample:
-        return sample_of(self._inputs)
+        return 150.0 * self.tokens_of(context)
 
     def finish(self, context: Context) -> pd.DataFrame:
         """Measure both sides on the first tokens of the first texts."""
-        import pandas as pd
-
         self._rows = []
-        self._inputs = self.extent.inputs(context)
+        self.take(context)
         try:
             self._last_layer(context)
         except UserError as error:  # no dense feed-forward, or no head with a loss: FuseNorm's statements need neither
             context.notes.append(f"bounds: Proposition 3.1 is left out: {error}")
-        with context.eager_attention(), frozen(context.model):
+        with eager_attention(context.model), frozen(context.model):
             self._blocks(context)
         return pd.DataFrame(self._rows, columns=COLUMNS)
 
@@ -266,9 +256,7 @@ class Bounds(Probe):
         last = LastLayer.of(context)
         role, layer = f"peri_ln_{last.statement}", last.site.index
         left, right, worst = [], [], (0.0, 0.0, -math.inf)
-        rows = ((batch, row) for batch in self._inputs for row in range(sample_of([batch]).sequences))
-        for batch, row in rows:
-            sequence = {name: value[row : row + 1] for name, value in batch.items()}
+        for sequence in (row for batch in self.inputs for row in rows_of(batch)):
             sides = last_layer_sides(context, last, sequence)
             left.append(sides.left)
             right.append(sides.right)
@@ -281,78 +269,71 @@ class Bounds(Probe):
             self._rows.append((layer, "feed_forward", f"{role}_token", 0, metric, value, math.nan))
 
     def _blocks(self, context: Context) -> None:
-        variances: dict[str, list[Sides]] = {}
         measured: list[list[Sides]] = []
-        distances: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
-        for number, inputs in enumerate(self._inputs):
+        for batch, inputs in enumerate(self.inputs):
             measured.append([])
-            distances.append([])
             blocks = record_layer_calls(context, inputs)
             for block in blocks:
                 measured[-1] += variance_sides(block, len(blocks), self.constant)
-                if fused(block):
-                    measured[-1] += jacobian_sides(block, self.tolerance)
-                if unnormed(block):
-                    distances[-1].append((block.site.index, *identity_distance(block, self.tolerance)))
-                done = number * len(blocks) + block.site.index + 1
-                context.progress(done, len(self._inputs) * len(blocks), "bounds")
+                measured[-1] += jacobian_sides(block, self.tolerance) if fused(block) else []
+                measured[-1] += [identity_sides(block, self.tolerance)] if unnormed(block) else []
+                done = batch * len(blocks) + block.site.index + 1
+                context.progress(done, len(self.inputs) * len(blocks), "bounds")
+        by_role: dict[tuple[str, str], list[Sides]] = {}
         for parts in zip(*measured, strict=True):
             left, right = (torch.cat([getattr(part, side) for part in parts]) for side in ("left", "right"))
             sides = replace(parts[0], left=left, right=right)
-            self._add(sides)
-            if sides.role == "fusenorm_eq_21":
-                variances.setdefault(sides.sublayer, []).append(sides)
-        plain = [
-            (parts[0][0], torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts]))
-            for parts in zip(*distances, strict=True)
-        ]
-        for kind, group in variances.items():
-            left = torch.stack([sides.left for sides in group]).mean(0)
-            self._add(Sides(-1, kind, "fusenorm_eq_21", left, group[0].right))
-        if plain:
-            self._near_identity(plain)
+            by_role.setdefault((sides.role, sides.sublayer), []).append(sides)
+            if sides.role != "fusenorm_eq_9":  # whose constant comes from all layers
+                self._add(sides)
+        for (role, kind), group in by_role.items():
+            if role == "fusenorm_eq_21":
+                left = torch.stack([sides.left for sides in group]).mean(0)
+                self._add(Sides(-1, kind, role, left, group[0].right))
+        if ("fusenorm_eq_9", "block") in by_role:
+            self._near_identity(by_role["fusenorm_eq_9", "block"])
 
-    def _near_identity(self, plain: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        logs = torch.stack([(distance * sigma).log() for _, distance, sigma in plain])
-        constant = float(logs.mean().exp())
-        for layer, distance, sigma in plain:
-            self._add(Sides(layer, "block", "fusenorm_eq_9", distance, constant / sigma))
+    def _near_identity(self, plain: Sequence[Sides]) -> None:
+        constant = float(torch.stack([(sides.left * sides.right).log() for sides in plain]).mean().exp())
+        for sides in plain:
+            self._add(replace(sides, right=constant / sides.right))
         if len(plain) < 3:
             return
-        distances = np.log([float(distance.mean()) for _, distance, _ in plain])
-        sigmas = np.log([float(sigma.mean()) for _, _, sigma in plain])
-        depths = np.log([layer + 1 for layer, _, _ in plain])
+        distances = np.log([float(sides.left.mean()) for sides in plain])
+        sigmas = np.log([float(sides.right.mean()) for sides in plain])
+        depths = np.log([sides.layer + 1 for sides in plain])
         for role, x, expected in (("fusenorm_eq_9", sigmas, -1.0), ("fusenorm_eq_9_depth", depths, -0.5)):
             if np.ptp(x) > 0 and np.isfinite(distances).all():
                 slope, error = _slope(x, distances)
-                for metric, value, spread in (("left", slope, error), ("right", expected, math.nan)):
+                for metric, value, spread in (
+                    ("left", slope, error),
+                    ("right", expected, math.nan),
+                    ("ratio", slope / expected, error / abs(expected)),
+                ):
                     self._rows.append((-1, "model", role, 0, metric, value, spread))
-                self._rows.append((-1, "model", role, 0, "ratio", slope / expected, error / abs(expected)))
 
     def _add(self, sides: Sides) -> None:
         """Three rows: the means over sequences of both sides and of their ratio."""
         for metric, values in (("left", sides.left), ("right", sides.right), ("ratio", sides.left / sides.right)):
-            error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else math.nan
-            self._rows.append((sides.layer, sides.sublayer, sides.role, 0, metric, float(values.mean()), error))
+            self._rows.append((sides.layer, sides.sublayer, sides.role, 0, metric, *mean_and_error(values)))
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        """Return both sides by layer, for each statement about layers."""
-        drawn, table = [], frame
-        layers = table[(table.layer >= 0) & table.role.str.startswith("fusenorm") & (table.metric != "ratio")].copy()
-        layers["side"] = np.where(layers.sublayer == "block", layers.metric, layers.sublayer + ", " + layers.metric)
-        for role, part in layers.groupby("role", sort=False):
-            title = _STATEMENTS[str(role)]
-            figure = lines(part, color="side", title=title, y_title="side", log_y=True)
-            drawn.append((figure, f"{title}: left and right side by layer."))
-        return drawn
+        layers = frame[(frame.layer >= 0) & frame.role.str.startswith("fusenorm") & (frame.metric != "ratio")]
+        side = np.where(layers.sublayer == "block", layers.metric, layers.sublayer + ", " + layers.metric)
+        return [
+            drawn
+            for role, part in layers.assign(side=side).groupby("role", sort=False)
+            for title in [_STATEMENTS[str(role)]]
+            for drawn in chart(part, title, "side", f"{title}: left and right side by layer.", color="side", log_y=True)
+        ]
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         """Return one line per statement: the sides, or how the ratio lies over the layers."""
-        text, table = [], frame
-        indexed = table.set_index(["role", "metric", "layer", "sublayer"])
+        text = []
+        indexed = frame.set_index(["role", "metric", "layer", "sublayer"])
         values, errors = indexed.value, indexed.standard_error
-        layers = table[table.role == "fusenorm_eq_9"].layer.max() + 1
-        for role, part in table[table.metric == "ratio"].groupby("role", sort=False):
+        layers = frame[frame.role == "fusenorm_eq_9"].layer.max() + 1
+        for role, part in frame[frame.metric == "ratio"].groupby("role", sort=False):
             ratios = part[part.layer >= 0].value
             if str(role).startswith("peri_ln") and not str(role).endswith("_token"):
                 place = (part.layer.iloc[0], "feed_forward")
@@ -445,7 +426,7 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
         "a": Point(down, down_path, "output", last.feed_forward.post.call),
         "o": last.site.output,
     }
-    points |= {f"norm{number}": norm.input for number, norm in enumerate(last.norms)}
+    points |= {f"norm{index}": norm.input for index, norm in enumerate(last.norms)}
     tensors: dict[str, torch.Tensor] = {}
 
     def change(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -461,8 +442,8 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
     h, by_a, by_o = (t.detach().flatten(0, -2).double().cpu() for t in (tensors["h"], by_a, by_o))
     stretch = torch.as_tensor(_factor(last.sublayer.contribution)).detach().abs().max()
     right = h.norm(dim=-1) * by_o.norm(dim=-1) * float(stretch)
-    for number, norm in enumerate(last.norms):
-        scale = norm_scale(norm.module, tensors[f"norm{number}"]).double().cpu().flatten()
+    for index, norm in enumerate(last.norms):
+        scale = norm_scale(norm.module, tensors[f"norm{index}"]).double().cpu().flatten()
         right = right * 2 * largest_gain(norm) / scale
     left = h.norm(dim=-1) * by_a.norm(dim=-1)
     return LastLayerSides(float((h.T @ by_a).norm()), float(right.sum()), left, right)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import nn
 
 from lamina.core.frames import Frame
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import COLUMNS, Probe, Sample, probe
 from lamina.probes.structure.sites import LayerSite
 
@@ -39,30 +41,27 @@ class Gains(Probe):
     over_steps = ("gain_mean",)
 
     def finish(self, context: Context) -> pd.DataFrame:
-        rows: list[dict[str, object]] = []
-        places: dict[tuple, int] = {}
+        rows: list[tuple] = []
+        places: Counter[tuple[int, str, str]] = Counter()
         for layer, sublayer, role, path, gain in _gains(context):
-            index = places.get((layer, sublayer, role), 0)
-            places[layer, sublayer, role] = index + 1
-            place = {"layer": layer, "sublayer": sublayer, "role": role, "index": index}
+            place = (layer, sublayer, role)
             x = gain.detach().double().flatten()
             values = (x.mean(), x.std(correction=0), x.square().mean().sqrt(), x.min(), x.max())
             for metric, value in zip(METRICS, map(float, values), strict=True):
-                rows.append({**place, "metric": metric, "value": value, "standard_error": math.nan, "path": path})
+                rows.append((*place, places[place], metric, value, math.nan, path))
+            places[place] += 1
         if not rows:
             context.notes.append("gains: the model's norms have no learned gain")
         return pd.DataFrame(rows, columns=[*COLUMNS, "path"])
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
+        layers = frame[frame["layer"] >= 0]
+        number = np.where(layers["index"] > 0, " " + (layers["index"] + 1).astype(str), "")
+        layers = layers.assign(norm=layers["sublayer"] + ", " + layers["role"] + number)
+        caption = "The effective gain's elements, of each norm and learned scale of a layer."
         drawn = []
         for metric, title in (("gain_mean", "Mean gain by depth"), ("gain_max", "Largest gain by depth")):
-            rows = frame[(frame["metric"] == metric) & (frame["layer"] >= 0)].copy()
-            if len(rows):
-                rows["norm"] = rows["sublayer"] + ", " + rows["role"]
-                many = rows["index"] > 0
-                rows.loc[many, "norm"] += " " + (rows.loc[many, "index"] + 1).astype(str)
-                figure = lines(rows, color="norm", title=title, y_title=metric.replace("_", " "))
-                drawn.append((figure, "The effective gain's elements, of each norm and learned scale of a layer."))
+            drawn += chart(layers[layers["metric"] == metric], title, metric.replace("_", " "), caption, color="norm")
         return drawn
 
     def measured(self, context: Context) -> Sample:
@@ -71,9 +70,8 @@ class Gains(Probe):
     def sentences(self, frame: Frame) -> Sequence[str]:
         text = []
         means = frame[frame["metric"] == "gain_mean"]
-        for (sublayer, role, index), part in means[means["layer"] >= 0].groupby(
-            ["sublayer", "role", "index"], sort=False
-        ):
+        layers = means[means["layer"] >= 0]
+        for (sublayer, role, index), part in layers.groupby(["sublayer", "role", "index"], sort=False):
             part = part.set_index("layer")["value"].sort_index()
             number = f" {index + 1}" if index else ""
             if f"{part.min():.3g}" == f"{part.max():.3g}":
@@ -98,22 +96,16 @@ def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]
         gain = norm.gain
         if gain is not None:
             yield layer, sublayer, norm.role, norm.path, gain
-    for site in structure.layers:
-        for path, name, values in _scales(site, modules, structure.hidden_size):
-            yield site.index, _sublayer_of(site, path), name, path, values
-
-
-def _scales(site: LayerSite, norms: set[int], width: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield a layer's own parameters with one value, or one per channel, that are no norm's and no matrix's bias."""
-    for path, module in site.module.named_modules(prefix=site.path):
-        own = dict(module.named_parameters(recurse=False))
-        if id(module) in norms or isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
-            continue
-        if any(p.squeeze().ndim >= 2 for p in own.values()):
-            continue
-        for name, parameter in own.items():
-            if parameter.numel() in (1, width) and "bias" not in name:
-                yield path, name, parameter.detach()
+    for site in structure.layers:  # its own parameters of one value or one per channel: no norm's, no bias of a matrix
+        for path, module in site.module.named_modules(prefix=site.path):
+            own = dict(module.named_parameters(recurse=False))
+            if id(module) in modules or isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+                continue
+            if any(p.squeeze().ndim >= 2 for p in own.values()):
+                continue
+            for name, parameter in own.items():
+                if parameter.numel() in (1, structure.hidden_size) and "bias" not in name:
+                    yield site.index, _sublayer_of(site, path), name, path, parameter.detach()
 
 
 def _sublayer_of(site: LayerSite, path: str) -> str:

@@ -17,7 +17,7 @@ from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.spikes import spike_scores
 from lamina.probes.structure.hooks import watch
@@ -78,7 +78,16 @@ class Gradients(Probe):
         states = [_Moments() for _ in range(context.structure.num_layers + 1)]
         place_by_name = places(context.model, context.structure)
         parameters = dict(context.model.named_parameters())
-        self._note(context)
+        if shared := shared_layers(context.structure):
+            context.notes.append(
+                f"The layers {ranges(shared)} share their parameters, so there is one gradient, their sum, shown "
+                "at the first; the gradients of the states are each layer's own."
+            )
+        weight = getattr(context.structure.head, "weight", None)
+        if weight is not None and weight is getattr(context.structure.embedding, "weight", None):
+            context.notes.append(
+                "The readout is the embedding (tied): one parameter, whose gradient is the embedding's."
+            )
         groups: dict[tuple[int, str, str], _Moments] = {}
         with _fresh_gradients(parameters.values()), torch.enable_grad():
             correction = _accumulate(context, states, context.first(context.most(self.sequences, _SEQUENCES)))
@@ -87,13 +96,9 @@ class Gradients(Probe):
                 moments.add(parameter.grad, parameter.numel())
                 moments.scale(correction)
                 layer, sublayer, role = place_by_name[name]
-                keys = {
-                    (layer, sublayer, role),
-                    (layer, "block" if layer >= 0 else "model", "all"),
-                    (-1, "model", "all"),
-                }
-                keys |= {(layer, sublayer, "all")} if layer >= 0 else set()
-                for key in keys:
+                keys = [(layer, sublayer, role), (-1, "model", "all")]
+                keys += [(layer, "block", "all"), (layer, sublayer, "all")] if layer >= 0 else []
+                for key in set(keys):
                     groups.setdefault(key, _Moments()).join(moments)
         for index, moments in enumerate(states):
             moments.scale(correction)
@@ -102,56 +107,30 @@ class Gradients(Probe):
         rows = []
         for key in sorted(groups, key=lambda key: (key[0], order[key[1]], key[2] == "all", key[2])):
             rows += [(*key, "gradient_norm", groups[key].norm), (*key, "gradient_variance", groups[key].variance)]
-        rows += self._spikes(context)
-        return pd.DataFrame(rows, columns=["layer", "sublayer", "role", "metric", "value"])
-
-    @staticmethod
-    def _note(context: Context) -> None:
-        if shared := shared_layers(context.structure):
-            context.notes.append(
-                f"The layers {ranges(shared)} share their parameters, so there is one gradient, their sum, shown "
-                "at the first; the gradients of the states are each layer's own."
-            )
-        head, embedding = context.structure.head, context.structure.embedding
-        if getattr(head, "weight", None) is not None and getattr(head, "weight", 0) is getattr(embedding, "weight", 1):
-            context.notes.append(
-                "The readout is the embedding (tied): one parameter, whose gradient is the embedding's."
-            )
-
-    @staticmethod
-    def _spikes(context: Context) -> list[tuple]:
         run = context.state.get("run")
-        scores = spike_scores(Path(run)) if run is not None else {}
-        for name, (_, count) in scores.items():
+        for name, (score, count) in (spike_scores(Path(run)) if run is not None else {}).items():
             context.notes.append(f"The spike score of {name} is that of the {count} values that the run logged.")
-        return [(-1, "model", name, "spike_score", score) for name, (score, _) in scores.items()]
+            rows.append((-1, "model", name, "spike_score", score))
+        return pd.DataFrame(rows, columns=["layer", "sublayer", "role", "metric", "value"])
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         layers = frame[frame["layer"] >= 0]
-        by_sublayer = layers[layers["role"] == "all"]
-        states = layers[layers["role"] == "state"]
         drawn = []
-        for metric, word in (("gradient_norm", "norm"), ("gradient_variance", "variance")):
-            rows = by_sublayer[by_sublayer["metric"] == metric]
-            if rows["value"].max() > 0:
-                figure = lines(
-                    rows,
-                    color="sublayer",
-                    title=f"Gradient {word} of the layers' parameters",
-                    y_title=f"gradient {word}",
-                    log_y=True,
-                )
-                drawn.append((figure, f"Gradient {word} of each layer's parameters, at these weights, not clipped."))
-        figure = lines(
-            states[states["metric"] == "gradient_norm"],
-            title="Gradient norm of the states",
-            y_title="norm of d loss / d x",
+        for word in ("norm", "variance"):
+            rows = layers[(layers["role"] == "all") & (layers["metric"] == f"gradient_{word}")]
+            drawn += chart(
+                rows if rows["value"].max() > 0 else rows[:0],
+                *(f"Gradient {word} of the layers' parameters", f"gradient {word}"),
+                f"Gradient {word} of each layer's parameters, at these weights, not clipped.",
+                color="sublayer",
+                log_y=True,
+            )
+        return drawn + chart(
+            layers[(layers["role"] == "state") & (layers["metric"] == "gradient_norm")],
+            *("Gradient norm of the states", "norm of d loss / d x"),
+            "Norm of the loss' gradient with respect to the stream before each layer; the last is behind all layers.",
             log_y=True,
         )
-        caption = (
-            "Norm of the loss' gradient with respect to the stream before each layer; the last is behind all layers."
-        )
-        return [*drawn, (figure, caption)]
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         norms = frame[frame["metric"] == "gradient_norm"].set_index(["sublayer", "role", "layer"])["value"].sort_index()
@@ -258,13 +237,8 @@ def _along_depth(label: str, norms: Frame) -> list[str]:
     if min(first, last) <= 0:
         return [f"{label} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}."]
     ratio = last / first
-    shape = (
-        "about even"
-        if 0.5 <= ratio <= 2
-        else f"{ratio:.3g} times larger"
-        if ratio > 1
-        else f"{1 / ratio:.3g} times smaller"
-    )
+    shape = f"{ratio:.3g} times larger" if ratio > 1 else f"{1 / ratio:.3g} times smaller"
+    shape = "about even" if 0.5 <= ratio <= 2 else shape
     return [f"{label} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}: {shape}."]
 
 
@@ -281,7 +255,16 @@ def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
     for name, _ in model.named_parameters():
         module_path, _, last = name.rpartition(".")
         module = model.get_submodule(module_path)
-        by_name[name] = _place(model, structure, owners, name, module, last)
+        (layer, sublayer, role), path = owners.get(id(module), ((-1, "model", name), ""))
+        if not role:
+            own = last if last not in ("weight", "bias") else path.rpartition(".")[2]
+            known = ROLES.get(f"{sublayer}.{own}") or ROLES.get(own)
+            role = f"{known}_bias" if last == "bias" else known
+            if known is None:
+                role = ".".join(filter(None, (path, last))).removesuffix(".weight")
+        elif last != "weight" and layer >= 0:
+            role = f"{role}_{last}"
+        by_name[name] = layer, sublayer, role
     return by_name
 
 
@@ -297,43 +280,24 @@ def shared_layers(structure: Structure) -> list[int]:
 
 
 def _owners(structure: Structure) -> dict[int, tuple[Place, str]]:
-    """Return by module its place without the role, and the role: a norm's, or the path inside the sub-layer."""
+    """Return by module its place (without a role if the path tells it) and its path inside the sub-layer."""
     owners: dict[int, tuple[Place, str]] = {}
 
-    def own(root: nn.Module, place: Place, role: str | None = None) -> None:
+    def own(root: nn.Module, place: Place, prefix: str = "") -> None:
         for path, module in root.named_modules():
-            owners.setdefault(id(module), (place, role or path))
+            owners.setdefault(id(module), (place, ".".join(filter(None, (prefix, path)))))
 
     for site in structure.layers:
         for sublayer in site.sublayers:
             for norm in sublayer.norms:
-                own(norm.module, (site.index, sublayer.kind, norm.role), norm.role)
+                own(norm.module, (site.index, sublayer.kind, norm.role))
         for sublayer in site.sublayers:
             for path, module in sublayer.modules:
-                inside = path.removeprefix(site.path).lstrip(".")
-                for below, part in module.named_modules():
-                    path_inside = ".".join(filter(None, (inside, below)))
-                    owners.setdefault(id(part), ((site.index, sublayer.kind, ""), path_inside))
+                own(module, (site.index, sublayer.kind, ""), path.removeprefix(site.path).lstrip("."))
     for site in structure.layers:
         own(site.module, (site.index, "block", ""))
-    outer = (structure.embedding_norm, structure.final_norm)
-    for norm in (n for n in outer if n is not None):
-        own(norm.module, (-1, "model", norm.role), norm.role)
-    for module, role in ((structure.embedding, "embedding"), (structure.head, "readout")):
+    norms = [(norm.module, norm.role) for norm in (structure.embedding_norm, structure.final_norm) if norm is not None]
+    for module, role in (*norms, (structure.embedding, "embedding"), (structure.head, "readout")):
         if module is not None:
-            own(module, (-1, "model", role), role)
+            own(module, (-1, "model", role))
     return owners
-
-
-def _place(model: nn.Module, structure: Structure, owners: dict, name: str, module: nn.Module, last: str) -> Place:
-    if id(module) not in owners:
-        return -1, "model", name
-    (layer, sublayer, role), path = owners[id(module)]
-    if role:
-        return layer, sublayer, role if last == "weight" or layer < 0 else f"{role}_{last}"
-    holder = path.rpartition(".")[2]
-    own = last if last not in ("weight", "bias") else holder
-    known = ROLES.get(f"{sublayer}.{own}") or ROLES.get(own)
-    if known is None:
-        return layer, sublayer, ".".join(filter(None, (path, last))).removesuffix(".weight")
-    return layer, sublayer, f"{known}_bias" if last == "bias" else known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import COLUMNS, Probe, probe
 from lamina.probes.engine.statistics import Running, TokenStates, as_tokens
 from lamina.probes.structure.hooks import Output
@@ -30,6 +31,7 @@ _VARIANCE = len(_NAMES)  # a sequence's variance over all its elements, behind t
 FP16_MAX = 65504.0
 FITS = 0.7  # R^2 from which a curve's shape is named
 _MASSIVE_ROWS = 20
+_STATE = {"sublayer": "block", "role": "state", "index": 0}
 
 
 @probe
@@ -81,24 +83,22 @@ class HiddenStates(Probe):
         self._batch = 0
         self._seen = MomentsCache()
         self._buffer = torch.zeros(0)
-        self._places: dict[tuple, Point] = {}
-        for state, point in context.structure.states().items():
-            self._places[state, "block", "state", 0] = point
+        points: list[tuple[int, str, str, Point | None]] = []
+        points += [(state, "block", "state", point) for state, point in context.structure.states().items()]
         for site in context.structure.layers:
-            for sublayer in site.sublayers:
-                self._place(site.index, sublayer.kind, "contribution", sublayer.contribution)
-                self._place(site.index, sublayer.kind, "after", sublayer.after)
-        for layer, kind, norm in context.structure.norms():
-            self._place(layer, kind, norm.role, norm.input)
+            for s in site.sublayers:
+                points += [(site.index, s.kind, "contribution", s.contribution), (site.index, s.kind, "after", s.after)]
+        points += [(layer, kind, norm.role, norm.input) for layer, kind, norm in context.structure.norms()]
+        self._places: dict[tuple, Point] = {}
+        counts: Counter[tuple] = Counter()
+        for *place, point in points:
+            if point is not None:
+                self._places[*place, counts[tuple(place)]] = point
+                counts[tuple(place)] += 1
         self._totals = {
             key: StateTotals(self.top) if key[2] == "state" else Totals(magnitudes=key[2] in ("contribution", "after"))
             for key in self._places
         }
-
-    def _place(self, layer: int, sublayer: str, role: str, point: Point | None) -> None:
-        index = sum(1 for key in self._places if key[:3] == (layer, sublayer, role))
-        if point is not None:
-            self._places[layer, sublayer, role, index] = point
 
     def points(self) -> Mapping[tuple, Point]:
         return self._places
@@ -110,7 +110,12 @@ class HiddenStates(Probe):
             result = None
         if result is None or isinstance(totals, StateTotals):
             tokens = as_tokens(value, inputs)
-            magnitude = self._absolute(tokens.x) if totals.magnitudes else None
+            magnitude = None
+            if totals.magnitudes:  # |x| in reused memory: fresh pages cost more than the arithmetic
+                known = (self._buffer.shape, self._buffer.dtype, self._buffer.device)
+                if known != (tokens.x.shape, tokens.x.dtype, tokens.x.device):
+                    self._buffer = torch.empty_like(tokens.x)
+                magnitude = torch.abs(tokens.x, out=self._buffer)
             if result is None:
                 result = moments(tokens, magnitude)
                 self._seen.put(value, result)
@@ -118,12 +123,6 @@ class HiddenStates(Probe):
                 assert magnitude is not None
                 totals.add_values(tokens, result, magnitude, inputs.get("input_ids"))
         totals.add(result)
-
-    def _absolute(self, x: torch.Tensor) -> torch.Tensor:
-        """|x| in reused memory: fresh pages cost more than the arithmetic."""
-        if self._buffer.shape != x.shape or self._buffer.dtype != x.dtype or self._buffer.device != x.device:
-            self._buffer = torch.empty_like(x)
-        return torch.abs(x, out=self._buffer)
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         self._seen.clear()
@@ -137,99 +136,55 @@ class HiddenStates(Probe):
         for (layer, sublayer, role, index), totals in self._totals.items():
             place = {"layer": layer, "sublayer": sublayer, "role": role, "index": index}
             if isinstance(totals, StateTotals):
-                rows += [place | row for row in self._state_rows(totals, context.tokenizer)]
+                rows += [place | row for row in _state_rows(totals, context.tokenizer)]
                 continue
             names = ("variance", "mean", "abs_mean", "abs_max") if totals.magnitudes else ("sigma", "rms")
-            rows += [place | _row(name, *_average(totals, name)) for name in names]
-        variances = [self._totals[state, "block", "state", 0].variance()[0] for state in context.structure.states()]
+            rows += [place | _row(name, *totals.average(name)) for name in names]
+        variances = [
+            self._totals[state, *_STATE.values()].average("variance")[0] for state in context.structure.states()
+        ]
         for layer, (before, after) in enumerate(itertools.pairwise(variances)):
-            place = {"layer": layer, "sublayer": "block", "role": "state", "index": 0}
-            rows.append(place | _row("variance_step", after - before))
-        place = {"layer": -1, "sublayer": "model", "role": "state", "index": 0}
-        rows.append(place | _row("growth_linear_r2", r_squared(variances)))
+            rows.append({"layer": layer} | _STATE | _row("variance_step", after - before))
         logarithms = [math.log(v) if v > 0 else math.nan for v in variances]
-        rows.append(place | _row("growth_exponential_r2", r_squared(logarithms)))
+        for name, values in (("linear", variances), ("exponential", logarithms)):
+            place = {"layer": -1} | _STATE | {"sublayer": "model"}
+            rows.append(place | _row(f"growth_{name}_r2", r_squared(values)))
         frame = pd.DataFrame(rows, columns=[*COLUMNS, "channel", "position", "token"])
         return frame.astype({"channel": "Int64", "position": "Int64", "token": "string"})
 
-    def _state_rows(
-        self, totals: StateTotals, tokenizer: PreTrainedTokenizerBase | None
-    ) -> Iterator[dict[str, object]]:
-        for name in ("variance", "token_variance", "mean", "abs_mean", "rms"):
-            yield _row(name, *_average(totals, name))
-        largest = float(totals.abs_max)
-        place: dict[str, object] = {}
-        if totals.place is not None:
-            channel, position, identifier = totals.place
-            place = {"channel": channel, "position": position, "token": token_text(tokenizer, identifier)}
-        yield _row("abs_max", largest) | place
-        for rank, (value, error) in enumerate(
-            zip(totals.largest.mean.tolist(), totals.largest.standard_error.tolist(), strict=True), start=1
-        ):
-            yield _row("top_magnitude", value, error) | {"index": rank}
-        for name, running in (("median", totals.medians), ("max_to_median", totals.ratios)):
-            yield _row(name, float(running.mean), float(running.standard_error))
-        yield _row("massive_count", float(totals.massive.mean), float(totals.massive.standard_error))
-        places = sorted(totals.massive_places.items(), key=lambda item: -abs(item[1][0]))
-        for (channel, position), (value, sequences, identifier) in places[:_MASSIVE_ROWS]:
-            place = {"channel": channel, "position": position, "token": token_text(tokenizer, identifier)}
-            yield _row("massive_activation", value) | place
-            yield _row("massive_sequences", sequences) | place
-        factor = FP16_MAX / largest if largest > 0 else math.inf
-        yield _row("headroom_factor", factor)
-        yield _row("headroom_bits", math.log2(factor) if factor > 0 else -math.inf)
-        if len(totals.band):
-            yield _row("top100_min", float(totals.band[-1]))
-            yield _row("top100_max", float(totals.band[0]))
-
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
-        around = frame[frame["role"].isin(["contribution", "after"]) & (frame["metric"] == "variance")].copy()
-        around["what"] = around["sublayer"] + ", " + around["role"]
-        sigma = frame[(frame["metric"] == "sigma") & (frame["layer"] >= 0)].copy()
-        sigma["norm"] = sigma["sublayer"] + ", " + sigma["role"]
-        magnitudes = states["metric"].isin(["abs_max", "top100_min", "abs_mean", "median"])
-        drawn = [
-            (
-                lines(
-                    states[states["metric"].isin(["variance", "token_variance"])],
-                    color="metric",
-                    title="Variance of the hidden states",
-                    x_title="state",
-                    y_title="variance",
-                    log_y=True,
-                ),
+        named = frame.assign(what=frame["sublayer"] + ", " + frame["role"])
+        around = named[named["role"].isin(["contribution", "after"]) & (named["metric"] == "variance")]
+        by_state = {"color": "metric", "x_title": "state", "log_y": True}
+        by_layer = {"color": "what", "log_y": True}
+        return [
+            *chart(
+                states[states["metric"].isin(["variance", "token_variance"])],
+                *("Variance of the hidden states", "variance"),
                 "Variance of x^l over all elements, and each token's own, averaged. State 0 is the embedding, the last "
                 "state is behind the last layer and before the final norm.",
+                **by_state,
             ),
-            (
-                lines(
-                    states[magnitudes],
-                    color="metric",
-                    title="Magnitudes of the hidden states",
-                    x_title="state",
-                    y_title="|x|",
-                    log_y=True,
-                ),
+            *chart(
+                states[states["metric"].isin(["abs_max", "top100_min", "abs_mean", "median"])],
+                *("Magnitudes of the hidden states", "|x|"),
                 "The largest |x|, the smallest of the 100 largest, the mean and the median. FP16 ends at 65504.",
+                **by_state,
             ),
-            (
-                lines(
-                    around,
-                    color="what",
-                    title="Variance of what each sub-layer adds, and of the stream behind it",
-                    y_title="variance",
-                    log_y=True,
-                ),
+            *chart(
+                around,
+                *("Variance of what each sub-layer adds, and of the stream behind it", "variance"),
                 "contribution: what is added to the stream. after: the stream behind the addition.",
+                **by_layer,
+            ),
+            *chart(
+                named[(named["metric"] == "sigma") & (named["layer"] >= 0)],
+                *("Standard deviation at the norms' inputs", "sigma"),
+                "A norm's Jacobian goes as 1 / sigma (Mix-LN Eq 5-7): above 1 it shrinks.",
+                **by_layer,
             ),
         ]
-        if len(sigma):
-            figure = lines(
-                sigma, color="norm", title="Standard deviation at the norms' inputs", y_title="sigma", log_y=True
-            )
-            drawn.append((figure, "A norm's Jacobian goes as 1 / sigma (Mix-LN Eq 5-7): above 1 it shrinks."))
-        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
@@ -259,27 +214,38 @@ def r_squared(values: Sequence[float]) -> float:
     return float(np.corrcoef(np.arange(len(y)), y)[0, 1] ** 2)
 
 
-def token_text(tokenizer: PreTrainedTokenizerBase | None, identifier: int | None) -> str | None:
-    """Return the text of a token id; None without a tokenizer or token."""
-    if tokenizer is None or identifier is None:
-        return None
-    return str(tokenizer.decode([identifier]))
-
-
 def _row(metric: str, value: float, error: float = math.nan) -> dict[str, object]:
     return {"metric": metric, "value": value, "standard_error": error}
 
 
-def _average(totals: Totals, name: str) -> tuple[float, float]:
-    if name == "variance":
-        return totals.variance()
-    if name == "abs_max":
-        return float(totals.abs_max), math.nan
-    if name == "rms" and totals.magnitudes:  # of all elements; a norm's is averaged over tokens
-        value, error = totals.average("mean_square")
-        root = math.sqrt(value)
-        return root, error / (2 * root) if root > 0 else math.nan
-    return totals.average(name)
+def _state_rows(totals: StateTotals, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[dict[str, object]]:
+    def at(channel: int, position: int, identifier: int | None) -> dict[str, object]:
+        text = str(tokenizer.decode([identifier])) if tokenizer is not None and identifier is not None else None
+        return {"channel": channel, "position": position, "token": text}
+
+    for name in ("variance", "token_variance", "mean", "abs_mean", "rms"):
+        yield _row(name, *totals.average(name))
+    largest = float(totals.abs_max)
+    yield _row("abs_max", largest) | (at(*totals.place) if totals.place is not None else {})
+    ranks = zip(totals.largest.mean.tolist(), totals.largest.standard_error.tolist(), strict=True)
+    for rank, (value, error) in enumerate(ranks, start=1):
+        yield _row("top_magnitude", value, error) | {"index": rank}
+    for name, running in (
+        ("median", totals.medians),
+        ("max_to_median", totals.ratios),
+        ("massive_count", totals.massive),
+    ):
+        yield _row(name, float(running.mean), float(running.standard_error))
+    places = sorted(totals.massive_places.items(), key=lambda item: -abs(item[1][0]))
+    for (channel, position), (value, sequences, identifier) in places[:_MASSIVE_ROWS]:
+        yield _row("massive_activation", value) | at(channel, position, identifier)
+        yield _row("massive_sequences", sequences) | at(channel, position, identifier)
+    factor = FP16_MAX / largest if largest > 0 else math.inf
+    yield _row("headroom_factor", factor)
+    yield _row("headroom_bits", math.log2(factor) if factor > 0 else -math.inf)
+    if len(totals.band):
+        yield _row("top100_min", float(totals.band[-1]))
+        yield _row("top100_max", float(totals.band[0]))
 
 
 @dataclass(frozen=True)
@@ -423,7 +389,16 @@ class Totals:
             self.abs_max = torch.maximum(self.abs_max, moments.abs_max.max().cpu())
 
     def average(self, name: str) -> tuple[float, float]:
-        """Return the mean over all tokens of a column of the table, and its standard error."""
+        """Return the mean over tokens (variance: over all elements; abs_max: the largest), and its standard error."""
+        if name == "abs_max":
+            return float(self.abs_max), math.nan
+        if name == "variance":  # the tokens' mean variance and the variance of their means
+            inner, mean, square = (self.average(each)[0] for each in ("token_variance", "mean", "square_of_mean"))
+            return inner + max(square - mean**2, 0.0), float(self.samples.standard_error[_VARIANCE])
+        if name == "rms" and self.magnitudes:  # of all elements; a norm's is averaged over tokens
+            value, error = self.average("mean_square")
+            root = math.sqrt(value)
+            return root, error / (2 * root) if root > 0 else math.nan
         index = _NAMES.index(name)
         return float(self.sums[index]) / max(self.tokens, 1), float(self.samples.standard_error[index])
 
@@ -432,11 +407,6 @@ class Totals:
         mean = float(self.samples.mean[_VARIANCE]) if self.samples.count else 0.0
         error = float(self.samples.standard_error[_VARIANCE]) if self.samples.count else math.inf
         return error / mean if mean > 0 else 0.0 if error == 0 else math.inf
-
-    def variance(self) -> tuple[float, float]:
-        """Over all elements: the tokens' mean variance and the variance of their means."""
-        inner, mean, square = (self.average(name)[0] for name in ("token_variance", "mean", "square_of_mean"))
-        return inner + max(square - mean**2, 0.0), float(self.samples.standard_error[_VARIANCE])
 
 
 class StateTotals(Totals):
@@ -460,16 +430,18 @@ class StateTotals(Totals):
         self.largest.add(largest(tokens.x, peaks, self.top))
         self._extend_band(tokens.x, peaks)
         if float(peaks.max()) > float(self.abs_max):
-            self._locate(tokens, peaks, input_ids)
+            sequence, token = divmod(int(peaks.argmax()), peaks.shape[1])
+            channel = int(tokens.x[sequence, token].abs().argmax())
+            position = token if tokens.valid is None else int(tokens.valid[sequence, : token + 1].sum()) - 1
+            self.place = (channel, position, _identifier(input_ids, peaks, sequence, token))
         middle = medians(tokens, magnitude)
         highest = peaks.amax(1).double().cpu()
         real = ~torch.isnan(middle) | torch.isnan(highest)  # a sequence of padding alone has no median
         self.medians.add(middle[real])
         self.ratios.add((highest / middle)[real])
-        hot = (highest > MASSIVE) & (highest >= TIMES_MEDIAN * middle)
         counts = torch.zeros(len(middle))
-        if bool(hot.any()):
-            counts = self._note_massive(tokens, peaks, middle, hot, input_ids)
+        if bool(((highest > MASSIVE) & (highest >= TIMES_MEDIAN * middle)).any()):
+            counts = self._note_massive(tokens, peaks, middle, input_ids)
         self.massive.add(counts[real])
 
     def _extend_band(self, x: torch.Tensor, peaks: torch.Tensor) -> None:
@@ -484,22 +456,11 @@ class StateTotals(Totals):
             values = torch.cat([self.band, values.topk(min(BAND, len(values))).values.double().cpu()])
             self.band = values.topk(min(BAND, len(values))).values
 
-    def _locate(self, tokens: TokenStates, peaks: torch.Tensor, input_ids: torch.Tensor | None) -> None:
-        sequence, token = divmod(int(peaks.argmax()), peaks.shape[1])
-        channel = int(tokens.x[sequence, token].abs().argmax())
-        position = token if tokens.valid is None else int(tokens.valid[sequence, : token + 1].sum()) - 1
-        self.place = (channel, position, _identifier(input_ids, peaks, sequence, token))
-
     def _note_massive(
-        self,
-        tokens: TokenStates,
-        peaks: torch.Tensor,
-        middle: torch.Tensor,
-        hot: torch.Tensor,
-        input_ids: torch.Tensor | None,
+        self, tokens: TokenStates, peaks: torch.Tensor, middle: torch.Tensor, input_ids: torch.Tensor | None
     ) -> torch.Tensor:
         least = (TIMES_MEDIAN * middle).to(peaks.device)
-        chosen = (peaks > MASSIVE) & (peaks >= least.unsqueeze(1)) & hot.to(peaks.device).unsqueeze(1)
+        chosen = (peaks > MASSIVE) & (peaks >= least.unsqueeze(1))
         sequence, token = chosen.nonzero(as_tuple=True)
         rows = tokens.x[sequence, token].double()
         magnitude = rows.abs()
@@ -514,12 +475,10 @@ class StateTotals(Totals):
         best[inverse[order]] = order  # the largest is written last
         for place_code, at, count in zip(code.tolist(), best.tolist(), counts.tolist(), strict=True):
             key = (place_code % width, place_code // width)
-            before, times, identifier = self.massive_places.get(key, (0.0, 0, None))
-            value = float(values[at])
-            if abs(value) > abs(before):
+            value, times, identifier = self.massive_places.get(key, (0.0, 0, None))
+            if abs(float(values[at])) > abs(value):
+                value = float(values[at])
                 identifier = _identifier(input_ids, peaks, int(sequence[at]), int(token[at]))
-            else:
-                value = before
             self.massive_places[key] = (value, times + count, identifier)
         return torch.bincount(sequence.cpu(), minlength=len(middle)).float()
 

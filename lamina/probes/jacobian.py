@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
-from lamina.errors import UserError
+from lamina.core.values import number, switch, whole_number
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.jacobians import (
     Jacobian,
     SpectralNorm,
@@ -21,18 +22,14 @@ from lamina.probes.engine.jacobians import (
     block_factor,
     expected_sigmas,
     largest_singular_value,
-    norm_of,
     norm_scale,
-    spectral_norm,
     start_vector,
-    typical_stretch,
     wirings_of,
 )
-from lamina.probes.engine.layer_calls import Extent, LayerCall, frozen, record_layer_calls
-from lamina.probes.engine.registry import COLUMNS, Probe, Sample, probe, sample_of
-
-if TYPE_CHECKING:
-    import pandas as pd
+from lamina.probes.engine.layer_calls import LayerCall, ShortProbe, frozen, record_layer_calls
+from lamina.probes.engine.registry import COLUMNS, probe
+from lamina.probes.engine.statistics import mean_and_error
+from lamina.probes.structure.hooks import eager_attention
 
 _PATHS = {
     "jacobian": "whole blocks",
@@ -42,16 +39,8 @@ _PATHS = {
 }
 
 
-def _mean(metric: str, values: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Return the mean over sequences and its standard error; of how a search ended, the worst."""
-    if metric in ("iterations", "residual"):
-        return float(torch.stack([*values]).max()), math.nan
-    every = torch.cat([*values])
-    return float(every.mean()), float(every.std() / len(every) ** 0.5) if len(every) > 1 else math.nan
-
-
 @probe
-class JacobianProbe(Probe):
+class JacobianProbe(ShortProbe):
     """Spectral norms of the blocks' Jacobians dx^(l+1)/dx^l, at real states.
 
     Over all tokens of a short sequence jointly: the Jacobian of [tokens * channels] by as many, attention included, so
@@ -102,33 +91,25 @@ class JacobianProbe(Probe):
         iterations: int = 100,
         total: bool = True,
     ):
-        if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
-            raise UserError(f"jacobian: option 'iterations' is {iterations!r} (allowed: a whole number of at least 1)")
-        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
-            raise UserError(f"jacobian: option 'tolerance' is {tolerance!r} (allowed: a number between 0 and 1)")
-        if not isinstance(total, bool):
-            raise UserError(f"jacobian: option 'total' is {total!r} (allowed: true, false)")
-        self.extent, self.total = Extent(self.name, sequences, tokens), total
-        self.options: dict[str, Any] = {"tolerance": float(tolerance), "iterations": iterations}
+        super().__init__(sequences, tokens)
+        self.total = switch("jacobian: option 'total'", total)
+        self.options: dict[str, Any] = {
+            "tolerance": number("jacobian: option 'tolerance'", tolerance, 0, 1, open_low=True, open_high=True),
+            "iterations": whole_number("jacobian: option 'iterations'", iterations),
+        }
         self._values: dict[tuple[int, str, str, str, int], list[torch.Tensor]] = {}
         self._added: Counter[tuple[int, str, str, str]] = Counter()
-        self._inputs: list[dict[str, torch.Tensor]] = []
         self._unfinished = 0
 
     def cost(self, context: Context) -> float:
-        return 400.0 * self.extent.tokens_of(context)
-
-    def measured(self, context: Context) -> Sample:
-        return sample_of(self._inputs)
+        return 400.0 * self.tokens_of(context)
 
     def finish(self, context: Context) -> pd.DataFrame:
         """Run the layers one by one on the first ``sequences`` texts' first ``tokens`` tokens."""
-        import pandas as pd
-
         self._values, self._unfinished = {}, 0
-        self._inputs = self.extent.inputs(context)
-        for number, inputs in enumerate(self._inputs):
-            self._measure(context, inputs, f"Jacobians of {number + 1}/{len(self._inputs)}")
+        self.take(context)
+        for batch, inputs in enumerate(self.inputs):
+            self._measure(context, inputs, f"Jacobians of {batch + 1}/{len(self.inputs)}")
         sequences, tokens = self.measured(context)
         length = f" of {tokens / sequences:g} tokens each" if tokens else ""
         context.notes.append(f"Jacobians: over {sequences} sequences{length}, all tokens jointly.")
@@ -137,13 +118,17 @@ class JacobianProbe(Probe):
                 f"Jacobians: {self._unfinished} norms had not converged to {self.options['tolerance']:g} after "
                 f"{self.options['iterations']} products: they are lower bounds (see the metric residual)."
             )
-        rows = [(*key[:3], 0, key[3], *_mean(key[3], values)) for key, values in self._values.items()]
+        rows = []
+        for (layer, sublayer, role, metric, _), values in self._values.items():
+            ended = metric in ("iterations", "residual")  # of how a search ended, the worst
+            mean = (float(torch.stack(values).max()), math.nan) if ended else mean_and_error(torch.cat(values))
+            rows.append((layer, sublayer, role, 0, metric, *mean))
         return pd.DataFrame(rows, columns=COLUMNS)
 
     def _measure(self, context: Context, inputs: dict[str, torch.Tensor], label: str) -> None:
         """The values of some sequences at once."""
         self._added.clear()
-        with context.eager_attention(), frozen(context.model):
+        with eager_attention(context.model), frozen(context.model):
             blocks = record_layer_calls(context, inputs)
             wirings = [wirings_of(block.site) for block in blocks]
             start = blocks[0].stream.float().square().mean().sqrt().item()
@@ -151,9 +136,7 @@ class JacobianProbe(Probe):
             logs: dict[str, torch.Tensor] = {}
             bare = [block.site.index for block in blocks if not block.site.sublayers]
             if bare:
-                context.note(
-                    f"Jacobians: no residual path, the sub-layers of layer {ranges(bare)} were not found.",
-                )
+                context.note(f"Jacobians: no residual path, the sub-layers of layer {ranges(bare)} were not found.")
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
                 norms = self._block(block, path=not bare)
                 if not bare:
@@ -177,34 +160,30 @@ class JacobianProbe(Probe):
         """Return the norms of a block by role, [sequences]; with ``path`` that of the residual path, too."""
         layer, x = block.site.index, block.stream
         jacobian = Jacobian(block, x)
-        whole = norm_of(jacobian, batch_dims=1, **self.options)
-        distance = norm_of(jacobian, batch_dims=1, identity=1.0, **self.options)
-        for role, norm, identity in (("jacobian", whole, 0.0), ("identity", distance, 1.0)):
+        norms = {}
+        for role, identity in (("jacobian", 0.0), ("identity", 1.0)):
+            norm = jacobian.norm(batch_dims=1, identity=identity, **self.options)
             self._search(layer, "block", role, norm)
-            typical = typical_stretch(jacobian, identity=identity, batch_dims=1)
-            self._add(layer, "block", role, "typical", typical)
-        norms = {"jacobian": whole.value, "identity": distance.value}
+            self._add(layer, "block", role, "typical", jacobian.typical_stretch(identity=identity, batch_dims=1))
+            norms[role] = norm.value
         if path:
-            norm = spectral_norm(block.residual_path, x, batch_dims=x.ndim - 1, **self.options)
+            norm = Jacobian(block.residual_path, x).norm(batch_dims=x.ndim - 1, **self.options)
             norms["residual_path"] = 10 ** norm.value.log10().flatten(1).mean(1)
         return norms
 
     def _measured_sigmas(self, block: LayerCall, wirings: Sequence[Wiring]) -> torch.Tensor:
         """Return the residual path's factor, [sequences], from the sigmas at its norms' inputs."""
-        norms = {
-            index: norm
-            for index, sublayer in enumerate(block.site.sublayers)
-            for norm in sublayer.norms
-            if norm.role == "post_norm"
-        }
+        sublayers = enumerate(block.site.sublayers)
+        norms = {i: norm for i, sublayer in sublayers for norm in sublayer.norms if norm.role == "post_norm"}
         with torch.no_grad():
             _, inputs = block.watch({index: norm.input for index, norm in norms.items()}, block.stream)
         sigmas: list[torch.Tensor | float] = [1.0] * len(wirings)
         for index, norm in norms.items():
             scale = norm_scale(norm.module, inputs[index]).double().cpu().reshape(block.stream.shape[:-1])
             sigmas[index] = scale
-            kind = block.site.sublayers[index].kind
-            self._add(block.site.index, kind, "post_norm", "sigma", scale.flatten(1).mean(1))
+            self._add(
+                block.site.index, block.site.sublayers[index].kind, "post_norm", "sigma", scale.flatten(1).mean(1)
+            )
         factor = block_factor(wirings, sigmas).expand(block.stream.shape[:-1])
         return 10 ** factor.log10().flatten(1).mean(1)
 
@@ -220,32 +199,32 @@ class JacobianProbe(Probe):
         self._add(layer, sublayer, role, "residual", norm.residual.max())
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        """Return the norm by layer, the distance to the identity, and the cumulative products."""
-        table = frame
-        blocks = table[table.sublayer == "block"]
-        norms = blocks[blocks.metric.isin(["norm", "formula"])].copy()
-        norms["which"] = norms.role.map({**_PATHS, "identity": "distance to the identity"})
-        products = blocks[blocks.metric == "log10_product"].copy()
-        products["which"] = products.role.map(_PATHS)
-        drawing = lines(norms, color="which", title="Spectral norms", y_title="norm", log_y=True)
-        two = lines(products, color="which", title="Products from the first layer on", y_title="log10 of the product")
+        blocks = frame[frame.sublayer == "block"]
+        norms = blocks[blocks.metric.isin(["norm", "formula"])]
+        norms = norms.assign(which=norms.role.map({**_PATHS, "identity": "distance to the identity"}))
+        products = blocks[blocks.metric == "log10_product"]
+        products = products.assign(which=products.role.map(_PATHS))
         return [
-            (
-                drawing,
+            *chart(
+                norms,
+                *("Spectral norms", "norm"),
                 "Spectral norm of each block's Jacobian, of its distance to the identity and of its residual path.",
+                color="which",
+                log_y=True,
             ),
-            (
-                two,
+            *chart(
+                products,
+                *("Products from the first layer on", "log10 of the product"),
                 "Products of these norms over the layers so far: how far a gradient can grow or fade on its way back.",
+                color="which",
             ),
         ]
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         """Say where norms are largest, what the product bounds, whether layers approach the identity, and the path."""
-        table = frame
-        norms = table[(table.sublayer == "block") & (table.metric == "norm")].set_index("layer")
+        norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
         norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))
-        model = {(row.role, row.metric): row.value for row in table[table.layer == -1].itertuples()}
+        model = {(row.role, row.metric): row.value for row in frame[frame.layer == -1].itertuples()}
         num_layers = len(norm)
         product = model["jacobian", "log10_product"]
         text = [
@@ -260,7 +239,7 @@ class JacobianProbe(Probe):
             )
         quarter = max(1, num_layers // 4)
         first, last = distance.iloc[:quarter], distance.iloc[-quarter:]
-        typical = table[(table.role == "identity") & (table.metric == "typical")].value
+        typical = frame[(frame.role == "identity") & (frame.metric == "typical")].value
         text.append(
             f"The distance to the identity is {first.median():.3g} in the first quarter of the layers and "
             f"{last.median():.3g} in the last (medians) in the worst direction, {typical.iloc[:quarter].median():.3g} "

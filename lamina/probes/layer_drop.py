@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
+from lamina.core.values import number, one_of, whole_number
 from lamina.errors import UserError
 from lamina.evaluation.harness import Runner
 from lamina.evaluation.task_files import Tasks
 from lamina.modeling.parts import temporary_hooks
 from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.structure.hooks import (
     Args,
@@ -32,6 +33,7 @@ from lamina.probes.structure.hooks import (
     Output,
     argument_of,
     forward,
+    forwards,
     intercept,
     refill,
     stream_of,
@@ -105,21 +107,17 @@ class LayerDrop(Probe):
         standard_error: float | None = None,
         sequences: int | None = None,
     ):
-        if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-            raise UserError(f"block: {block!r} (allowed: a number of layers, 1 or more)")
-        if meaning not in (*MEANINGS, "all"):
-            raise UserError(f"meaning: {meaning!r} (allowed: {', '.join(MEANINGS)}, all)")
-        if metric not in (*METRICS, "all"):
-            raise UserError(f"metric: {metric!r} (allowed: {', '.join(METRICS)}, all)")
         if score is not None and not callable(score):
             raise UserError(f"score: {score!r} (allowed, in Python: a callable that takes the model)")
         if score is not None and task is not None:
             raise UserError("score: cannot be combined with task (allowed: one of them)")
-        if standard_error is not None and (not isinstance(standard_error, int | float) or not 0 <= standard_error < 1):
-            raise UserError(f"standard_error: {standard_error!r} (allowed: a share from 0 to below 1)")
-        self.block, self.metrics = block, METRICS if metric == "all" else (metric,)
-        self.meanings, self._wants_all = MEANINGS if meaning == "all" else (meaning,), meaning == "all"
+        self.block = whole_number("block", block)
+        self._wants_all = one_of("meaning", meaning, (*MEANINGS, "all")) == "all"
+        self.meanings = MEANINGS if self._wants_all else (meaning,)
+        self.metrics = METRICS if one_of("metric", metric, (*METRICS, "all")) == "all" else (metric,)
         self.score, self.higher_is_better, self.tolerance = score, higher_is_better, standard_error
+        if standard_error is not None:
+            number("standard_error", standard_error, 0, 1, open_high=True)
         self.sequences = check_most(self.name, "sequences", sequences)
         self._read: list[Mapping[str, torch.Tensor]] = []
         self.task = None
@@ -127,12 +125,8 @@ class LayerDrop(Probe):
             self.task = HarnessTask(str(task), include_path=include_path, metric=task_metric, limit=limit)
 
     def cost(self, context: Context) -> float:
-        return (
-            0.8
-            * context.structure.num_layers
-            * len(self.meanings) ** 0.5
-            * context.tokens(context.most(self.sequences, _SEQUENCES))
-        )
+        tokens = context.tokens(context.most(self.sequences, _SEQUENCES))
+        return 0.8 * context.structure.num_layers * len(self.meanings) ** 0.5 * tokens
 
     def begin(self, context: Context) -> None:
         if self.score is None:
@@ -171,21 +165,21 @@ class LayerDrop(Probe):
         angles.begin(context)
         batches = context.first(context.most(self.sequences, _SEQUENCES))
         precision = self.tolerance if self.tolerance is not None else 0.0 if context.whole else _PRECISION
-        for number, batch in enumerate(batches):
+        for done, batch in enumerate(batches):
             inputs = context.on_device(batch)
-            with PassesWithoutLayers(context, partial(_sequence_losses, context, inputs)) as passes:
+            losses_of = partial(context.token_losses, inputs)
+            with PassesWithoutLayers(context, lambda losses=losses_of: losses().double().mean(1)) as passes:
                 with watch(context.structure.states(), angles.see, root=context.model):
                     whole += passes.full().tolist()
                 angles.end_batch(inputs, None)
                 for start in starts:
-                    finished = number * len(starts) + start
-                    context.progress(finished, len(batches) * len(starts), f"without layer {start}")
+                    context.progress(done * len(starts) + start, len(batches) * len(starts), f"without layer {start}")
                     plain = passes.without(start, self.block)
                     bare = passes.without_branches(start, self.block) if BRANCH in self.meanings else None
                     for meaning in self.meanings:
                         result = bare if meaning == BRANCH and bare is not None else plain
                         dropped[start, meaning] += result.tolist()
-            self._read = batches[: number + 1]
+            self._read = batches[: done + 1]
             if len(whole) >= _MIN_SEQUENCES and precision > 0:
                 increases = [loss_increase(whole, losses) for losses in dropped.values()]
                 if all(error <= precision * max(abs(value), 0.1) for value, error in increases):
@@ -196,10 +190,10 @@ class LayerDrop(Probe):
             rows.append((-1, 0, "", metric, *level(whole)))
             for (start, meaning), losses in dropped.items():
                 rows.append((start, self.block, meaning, f"{metric}_increase", *rise(whole, losses)))
-        frame: Frame = angles.finish(context)
-        frame = frame[(frame["metric"] == "angular_distance") & (frame["size"] == self.block)]
-        distances = frame.assign(meaning="")[["start", "size", "meaning", "metric", "value", "standard_error"]]
-        return rows + list(distances.itertuples(index=False, name=None))
+        for row in angles.pair_rows("angular_distance").itertuples():
+            if row.size == self.block:
+                rows.append((row.start, row.size, "", row.metric, row.value, row.standard_error))
+        return rows
 
     def _scored(self, context: Context, starts: range) -> list[tuple]:
         name = "score" if self.task is None else "accuracy" if self.task.metric.startswith("acc") else self.task.metric
@@ -207,7 +201,15 @@ class LayerDrop(Probe):
         context.progress(0, len(starts) + 1, f"{name} of the whole model")
         base, base_error = self._measure(context)
         rows: list[tuple] = [(-1, 0, "", name, base, base_error)]
-        same = _same_meanings(context, starts, self.block) if len(self.meanings) > 1 else set()
+        same = set()  # where both meanings agree: the layers return their input once they add nothing to it
+        if len(self.meanings) > 1:
+            inputs = context.on_device(context.batches[0], 1)
+            with PassesWithoutLayers(context, lambda: stream_of(forward(context.base, inputs))) as passes:
+                passes.full()
+                for start in starts:
+                    passes.without(start, self.block)
+                    if passes.without_branches(start, self.block) is None:
+                        same.add(start)
         for start in starts:
             context.progress(start + 1, len(starts) + 1, f"{name} without layer {start}")
             result = (math.nan, math.nan)
@@ -215,33 +217,30 @@ class LayerDrop(Probe):
                 if meaning == self.meanings[0] or start not in same:
                     with removed(context, range(start, start + self.block), meaning):
                         result = self._measure(context)
-                value, error = result
-                rows.append(
-                    (start, self.block, meaning, f"{name}_drop", sign * (base - value), math.hypot(base_error, error))
-                )
+                harm = (sign * (base - result[0]), math.hypot(base_error, result[1]))
+                rows.append((start, self.block, meaning, f"{name}_drop", *harm))
         return rows
 
     def _measure(self, context: Context) -> tuple[float, float]:
-        if self.task is not None:
-            return self.task.measure(context)
-        assert self.score is not None
-        return float(self.score(context.model)), math.nan
+        if self.score is not None:
+            return float(self.score(context.model)), math.nan
+        assert self.task is not None
+        return self.task.measure(context)
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         """Return one line over the layers per metric, and per meaning where the meanings differ."""
         drawn = []
         for metric, group in _harm(frame).groupby("metric", sort=False):
             several, size = _differ(group), int(group["size"].iloc[0])
-            rows = group if several else group[group["meaning"] == group["meaning"].iloc[0]]
-            figure = lines(
-                rows,
+            drawn += chart(
+                group if several else group[group["meaning"] == group["meaning"].iloc[0]],
+                f"{_words(metric).capitalize()} without {'each layer' if size == 1 else f'{size} layers'}",
+                _words(metric),
+                "Positive is harm. Bars are standard errors, where they are known.",
                 color="meaning" if several else None,
-                title=f"{_words(metric).capitalize()} without {'each layer' if size == 1 else f'{size} layers'}",
                 x_title="layer dropped" if size == 1 else "first layer dropped",
-                y_title=_words(metric),
                 band="standard_error",
             )
-            drawn.append((figure, "Positive is harm. Bars are standard errors, where they are known."))
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
@@ -273,24 +272,6 @@ class LayerDrop(Probe):
         return text + _agreement(frame, harm)
 
 
-def _sequence_losses(context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean loss of each sequence [batch]."""
-    return context.token_losses(inputs).double().mean(1)
-
-
-def _same_meanings(context: Context, starts: range, size: int) -> set[int]:
-    """Return the starts at which both meanings agree, because the layers return their input once they add nothing."""
-    inputs = context.on_device(context.batches[0], 1)
-    same = set()
-    with PassesWithoutLayers(context, lambda: stream_of(forward(context.base, inputs))) as passes:
-        passes.full()
-        for start in starts:
-            passes.without(start, size)
-            if passes.without_branches(start, size) is None:
-                same.add(start)
-    return same
-
-
 def _harm(frame: Frame) -> Frame:
     return frame[frame["metric"].str.endswith(("_increase", "_drop"))]
 
@@ -315,9 +296,10 @@ def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
     border = (2 * errors.fillna(0.0)).clip(lower=0.01 * abs(whole))
     harmless = group[group["value"] < border]
     if not len(harmless):
-        return [
+        text = (
             "No layer could be dropped unnoticed: each costs more than 1 % of the whole and over two standard errors."
-        ]
+        )
+        return [text]
     layers = ranges([int(layer) for layer in harmless["layer"]])
     return [
         f"Layers that could be dropped, one at a time: {layers} (harm below 1 % of the whole's {whole:.3g}{unit}, or "
@@ -402,18 +384,14 @@ class PassesWithoutLayers:
     def full(self) -> torch.Tensor:
         """Return the whole model's result."""
         self._mode, self._counts = "full", {}
-        modules = {
-            id(s.contribution.module): s.contribution.module
-            for site in self.context.structure.layers
-            for s in site.sublayers
-        }
+        modules = {s.contribution.module for site in self.context.structure.layers for s in site.sublayers}
 
         def count(module: nn.Module, args: Args) -> None:
             self._counts[id(module)] = self._counts.get(id(module), 0) + 1
 
         try:
             with temporary_hooks() as hooks:
-                hooks += [m.register_forward_pre_hook(count) for m in modules.values()]
+                hooks += [m.register_forward_pre_hook(count) for m in modules]
                 return self.run()
         finally:
             self._last = torch.zeros(0)
@@ -448,10 +426,8 @@ class PassesWithoutLayers:
         """Intercept the layers' calls."""
         self._opened = ExitStack()
         self._opened.enter_context(_uncompiled(self.context.model))
-        self._before: list[tuple[nn.Module, Forward | None]] = []
-        for module in {id(site.module): site.module for site in self.context.structure.layers}.values():
-            self._before.append((module, module.__dict__.get("forward")))
-            module.forward = partial(self._call, module, module.forward)
+        modules = {site.module for site in self.context.structure.layers}
+        self._opened.enter_context(forwards({m: partial(self._call, m, m.forward) for m in modules}))
         hooks = self._opened.enter_context(temporary_hooks())
         for root in self.context.roots:
             hooks.append(root.register_forward_pre_hook(lambda *_: self._calls.clear()))
@@ -459,11 +435,6 @@ class PassesWithoutLayers:
 
     def __exit__(self, *error: object) -> None:
         """Restore the layers."""
-        for module, own in self._before:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
         self._opened.close()
 
     def _call(self, module: nn.Module, original: Forward, *args: object, **kwargs: object) -> Output:
@@ -523,8 +494,8 @@ class HarnessTask:
     def __init__(self, name: str, *, include_path: str | None = None, metric: str = "acc", limit: int | None = None):
         if include_path is not None and not Path(include_path).is_dir():
             raise UserError(f"include_path: {include_path!r} is not a folder (allowed: a folder of task YAML)")
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise UserError(f"limit: {limit!r} (allowed: a number of documents, 1 or more)")
+        if limit is not None:
+            whole_number("limit", limit)
         self.name, self.metric, self.limit, self.higher_is_better = name, metric, limit, True
         try:
             self._tasks = Tasks.find(None, *([Path(include_path)] if include_path is not None else []))

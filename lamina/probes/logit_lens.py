@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -16,11 +17,12 @@ from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.modeling.parts import temporary_hooks
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.figures import Figure, chart
+from lamina.probes.engine.layer_calls import rows_of
 from lamina.probes.engine.losses import is_causal, logits_of, masked_positions
 from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running
-from lamina.probes.structure.hooks import Args, Output, forward, refill, watch
+from lamina.probes.structure.hooks import Args, Output, forward, forwards, refill, watch
 
 METRICS = ("cross_entropy", "kl_to_final", "top1_agreement")
 _LOGITS = 2**23  # at most so many at a time: 32 MiB in float32
@@ -63,14 +65,11 @@ class LogitLens(Probe):
         self._read: list[Mapping[str, torch.Tensor]] = []
 
     def cost(self, context: Context) -> float:
-        head = context.structure.head
-        weight = getattr(head, "weight", None)
-        share = (
-            weight.numel() / max(1, sum(p.numel() for p in context.model.parameters())) if weight is not None else 0.5
-        )
-        return (1 + 1.5 * share * context.structure.num_layers) * (
-            context.most(self.tokens, _TOKENS) or context.tokens()
-        )
+        weight = getattr(context.structure.head, "weight", None)
+        parameters = sum(p.numel() for p in context.model.parameters())
+        share = weight.numel() / max(1, parameters) if weight is not None else 0.5
+        tokens = context.most(self.tokens, _TOKENS) or context.tokens()
+        return (1 + 1.5 * share * context.structure.num_layers) * tokens
 
     def begin(self, context: Context) -> None:
         model: Any = context.model
@@ -94,30 +93,25 @@ class LogitLens(Probe):
         return sample_of(self._read)
 
     def finish(self, context: Context) -> pd.DataFrame:
-        count = context.structure.num_layers + 1
         running, tokens_read, most = Running(), 0, context.most(self.tokens, _TOKENS)
         self._read = []
         batches = context.batches[: context.forwards or len(context.batches)]
         total = sum(b["input_ids"].numel() for b in batches)
-        for inputs in batches:
-            for row in range(len(inputs["input_ids"])):
-                context.progress(tokens_read, min(most or total, total), "logit lens")
-                sequence = {name: tensor[row : row + 1].to(context.device) for name, tensor in inputs.items()}
-                sums, predicted = self._sequence(context, sequence)
-                if predicted:
-                    running.add((sums / predicted).unsqueeze(0))
-                tokens_read += predicted
-                self._read.append(sequence)
-                if most and tokens_read >= most:
-                    break
+        for sequence in (row for batch in batches for row in rows_of(batch)):
+            context.progress(tokens_read, min(most or total, total), "logit lens")
+            sequence = context.on_device(sequence)
+            sums, predicted = self._sequence(context, sequence)
+            if predicted:
+                running.add((sums / predicted).unsqueeze(0))
+            tokens_read += predicted
+            self._read.append(sequence)
             if most and tokens_read >= most:
                 break
         if not running.count:
             raise UserError("logit_lens: no token to predict (allowed: sequences of at least 2 tokens)")
         rows: list[tuple] = []
-        for column, metric in enumerate(METRICS):
-            for state in range(count):
-                value, error = float(running.mean[state, column]), float(running.standard_error[state, column])
+        for metric, *columns in zip(METRICS, running.mean.T.tolist(), running.standard_error.T.tolist(), strict=True):
+            for state, (value, error) in enumerate(zip(*columns, strict=True)):
                 rows.append((state, "block", "state", 0, metric, value, error))
         rows.append((-1, "model", "head", 0, "uniform_cross_entropy", math.log(self._tail.vocabulary), math.nan))
         return pd.DataFrame(rows, columns=COLUMNS)
@@ -163,15 +157,9 @@ class LogitLens(Probe):
             (("cross_entropy", "kl_to_final"), "Loss by state", "nats per token", "Cross-entropy of the true token"),
             (("top1_agreement",), "Agreement with the final prediction", "share", "How often the two agree"),
         ):
-            figure = lines(
-                frame[frame["metric"].isin(metrics)],
-                color="metric",
-                title=title,
-                x_title="state",
-                y_title=unit,
-                band="standard_error",
-            )
-            drawn.append((figure, f"{caption}, read off each state through the model's own final norm and head."))
+            caption += ", read off each state through the model's own final norm and head."
+            axes = {"color": "metric", "x_title": "state", "band": "standard_error"}
+            drawn += chart(frame[frame["metric"].isin(metrics)], title, unit, caption, **axes)
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
@@ -259,20 +247,9 @@ class Tail:
     def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:
         """``ids`` [1, tokens]: any that the model takes, as many as there will be states at a time."""
         self._ids = ids
-        before = {module: module.__dict__.get("forward") for module in self._modules}
-        for module in self._modules:
-            module.forward = self._stub(self._forms[module])
-        try:
-            yield
-        finally:
-            for module, own in before.items():
-                if own is None:
-                    del module.forward
-                else:
-                    module.forward = own
 
-    def _stub(self, form: Output) -> Callable[..., Output]:
-        def stub(*args: object, **kwargs: object) -> Output:
+        def stub(form: Output, *args: object, **kwargs: object) -> Output:
             return refill(form)(self._states)
 
-        return stub
+        with forwards({module: partial(stub, self._forms[module]) for module in self._modules}):
+            yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
+from lamina.core.values import one_of, switch
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running, as_tokens
 from lamina.probes.structure.hooks import Output, intercept
@@ -42,7 +44,7 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
     """
     x = x.float()
     if kind.startswith("int8"):
-        peak = _peak(x, -1 if kind == "int8_token" else (-2, -1))
+        peak = torch.linalg.vector_norm(x, math.inf, -1 if kind == "int8_token" else (-2, -1), keepdim=True)
         step = torch.where(peak > 0, peak / 127, torch.ones_like(peak))
         return (x / step).round_().clamp_(-127, 127).mul_(step)
     dtype = _FLOATS[kind]
@@ -50,17 +52,12 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
         return x.to(dtype).float()
     limit = torch.finfo(dtype).max
     if scaled:
-        peak = _peak(x, (-2, -1))
+        peak = torch.linalg.vector_norm(x, math.inf, (-2, -1), keepdim=True)
         scale = torch.where(peak > 0, limit / peak, torch.ones_like(peak))
         return (x * scale).clamp_(-limit, limit).to(dtype).float().div_(scale)
     edge, rounds_up = _FP8_EDGE[kind]
     over = x.abs() >= edge if rounds_up else x.abs() > edge  # whether the cast itself saturates depends on the device
     return torch.where(over, x.sign() * math.inf, x.clamp(-limit, limit).to(dtype).float())
-
-
-def _peak(x: torch.Tensor, dims: int | tuple[int, int]) -> torch.Tensor:
-    """Return the largest |x| over some dimensions, which stay with one element."""
-    return torch.linalg.vector_norm(x, math.inf, dims, keepdim=True)
 
 
 @probe
@@ -99,12 +96,9 @@ class LowPrecision(Probe):
 
         Raises UserError for any other value.
         """
-        if fp8_scaling not in ("tensor", "none"):
-            raise UserError(f"low_precision: option 'fp8_scaling' is {fp8_scaling!r} (allowed: tensor, none)")
-        if not isinstance(loss, bool):
-            raise UserError(f"low_precision: option 'loss' is {loss!r} (allowed: true, false)")
         self.sequences = check_most(self.name, "sequences", sequences)
-        self.scaled, self.loss = fp8_scaling == "tensor", loss
+        self.scaled = one_of("low_precision: option 'fp8_scaling'", fp8_scaling, ("tensor", "none")) == "tensor"
+        self.loss = switch("low_precision: option 'loss'", loss)
 
     def cost(self, context: Context) -> float:
         return 12.0 * context.tokens(context.most(self.sequences, _SEQUENCES))
@@ -137,7 +131,7 @@ class LowPrecision(Probe):
         count = x.numel() if tokens.valid is None else int(tokens.valid.sum()) * x.shape[-1]
         self._elements[key] += count
         size = _norms(x, tokens.valid)
-        nonzero, infinite = int(torch.count_nonzero(x)), _infinite(x) if not bool(size.isfinite().all()) else 0
+        nonzero, infinite = int(torch.count_nonzero(x)), not bool(size.isfinite().all()) and bool(x.isinf().any())
         for kind in FORMATS:
             back = round_trip(x, kind, scaled=self.scaled)
             lost = nonzero - int(torch.count_nonzero(back))  # what is 0 comes back as 0
@@ -145,7 +139,7 @@ class LowPrecision(Probe):
             worst = float(error.max())
             self._worst[key, kind] = float(np.maximum(self._worst[key, kind], worst))  # NaN stays
             # Only what overflowed has an infinite error: what was infinite before has none (inf - inf is NaN).
-            over = _infinite(error) if not math.isfinite(worst) or infinite else 0
+            over = int(torch.count_nonzero(error.isinf())) if not math.isfinite(worst) or infinite else 0
             self._counts[key, kind] += torch.tensor([over, lost])
             relative = torch.where(size == 0, 0.0, _norms(error, tokens.valid) / size)  # 0 comes back as 0
             self._errors[key, kind].add(torch.stack([relative[:, 0], relative[:, 1:].nanmean(1)], dim=1))
@@ -196,31 +190,25 @@ class LowPrecision(Probe):
         drawn = []
         for role, title in (("state", "stream"), ("activation", "feed-forward's activations")):
             rows = frame[(frame["role"] == role) & (frame["metric"] == "relative_error")]
-            rows = rows[rows["value"] > 0].replace(math.inf, math.nan)
-            if len(rows):
-                figure = lines(
-                    rows,
-                    color="format",
-                    title=f"Relative error of the {title} in low precision",
-                    x_title="state" if role == "state" else "layer",
-                    y_title="||q(x) - x|| / ||x||",
-                    log_y=True,
-                )
-                drawn.append((figure, f"Round trips of the {title} by format; a gap is an overflow to inf."))
+            drawn += chart(
+                rows[rows["value"] > 0].replace(math.inf, math.nan),
+                *(f"Relative error of the {title} in low precision", "||q(x) - x|| / ||x||"),
+                f"Round trips of the {title} by format; a gap is an overflow to inf.",
+                color="format",
+                x_title="state" if role == "state" else "layer",
+                log_y=True,
+            )
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         errors = states[states["metric"] == "token_error"]
-        text = [
-            "The largest error of a state's tokens, relative to their norm: "
-            + ", ".join(
-                f"{kind} {part['value'].max():.2g} (state {part.loc[part['value'].idxmax(), 'layer']})"
-                for kind, part in errors.groupby("format", sort=False)
-                if part["value"].notna().any()
-            )
-            + "."
+        largest = [
+            f"{kind} {part['value'].max():.2g} (state {part.loc[part['value'].idxmax(), 'layer']})"
+            for kind, part in errors.groupby("format", sort=False)
+            if part["value"].notna().any()
         ]
+        text = [f"The largest error of a state's tokens, relative to their norm: {', '.join(largest)}."]
         over = states[(states["metric"] == "overflow_share") & (states["value"] > 0)]
         for kind, part in over.groupby("format", sort=False):
             text.append(f"{kind} overflows to inf in states {ranges(part['layer'])}.")
@@ -258,12 +246,12 @@ def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], sca
         context.notes.append(f"low_precision: no loss: {error}")
         return
     yield (*place, "none", "loss", plain, math.nan)
+
+    def rounded(kind: str, state: int, x: torch.Tensor) -> torch.Tensor:
+        return round_trip(x, kind, scaled=scaled).to(x.dtype)
+
     for kind in FORMATS:
-
-        def rounded(state: int, x: torch.Tensor, kind: str = kind) -> torch.Tensor:
-            return round_trip(x, kind, scaled=scaled).to(x.dtype)
-
-        with torch.no_grad(), intercept(context.structure.states(), rounded, roots=context.roots):
+        with torch.no_grad(), intercept(context.structure.states(), partial(rounded, kind), roots=context.roots):
             value = _loss(context, batches)
         yield (*place, kind, "loss", value, math.nan)
         yield (*place, kind, "loss_increase", value - plain, math.nan)
@@ -278,7 +266,3 @@ def _loss(context: Context, batches: Sequence[Mapping[str, torch.Tensor]]) -> fl
             return float(losses.mean())
         total, predicted = total + float(losses.double().sum()), predicted + losses.numel()
     return total / predicted
-
-
-def _infinite(x: torch.Tensor) -> int:
-    return int(torch.count_nonzero(x.isinf()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.directions import Directions, DirectionsProbe, note_streams, ratio_rows
-from lamina.probes.engine.figures import Figure, heat_map, lines
+from lamina.probes.engine.directions import DirectionsProbe, ratio_rows
+from lamina.probes.engine.figures import Figure, chart, heat_map
 from lamina.probes.engine.registry import probe
 from lamina.probes.engine.statistics import Ratio
 
@@ -51,23 +50,23 @@ class Similarity(DirectionsProbe):
         super().__init__(tokens, tokens_per_batch)
         self._by_distance = Ratio()
 
+    compare = DirectionsProbe.cosines
+
     def begin(self, context: Context) -> None:
         super().begin(context)
-        note_streams(context)
-
-    def compare(self, directions: Directions) -> tuple[torch.Tensor, torch.Tensor]:
-        return directions.cosines()
+        self.note_streams(context)
 
     def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
         super().add(sums, counts)
         if len(self._states) > 2:
             first, second = (torch.from_numpy(index) for index in self._pairs)
             outputs = first > 0
-            self._by_distance.add(_mean_by((second - first)[outputs], sums[:, outputs]), counts)
+            distance = (second - first)[outputs] - 1
+            each = torch.bincount(distance).to(sums.dtype)
+            by_distance = sums.new_zeros(len(sums), len(each)).index_add_(1, distance, sums[:, outputs])
+            self._by_distance.add(by_distance / each, counts)
 
     def standard_error(self) -> float | None:
-        if self.by_pair.samples < 2:
-            return math.inf
         # The cosine's own scale is 1: relative to a mean near 0 no error would be small enough.
         return float((self._by_distance if len(self._states) > 2 else self.by_pair).standard_error.max())
 
@@ -83,37 +82,26 @@ class Similarity(DirectionsProbe):
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         cosines = frame[frame["metric"] == "cosine"]
         square = cosines.assign(end=cosines["start"] + cosines["size"])
-        by_distance = frame[frame["metric"] == "cosine_by_distance"]
-        influence = frame[frame["metric"] == "block_influence"]
-        drawn = [
-            (
-                lines(
-                    by_distance,
-                    x="size",
-                    y="value",
-                    title="Cosine similarity by layer distance",
-                    x_title="distance between the layers",
-                    y_title="mean cosine",
-                ),
+        return [
+            *chart(
+                frame[frame["metric"] == "cosine_by_distance"],
+                *("Cosine similarity by layer distance", "mean cosine"),
                 "Mean cosine of the outputs of all pairs of layers at that distance (FuseNorm's Figure 12; the "
                 "embedding is not among them): a flat line is a stream that each layer changes little.",
+                x="size",
+                x_title="distance between the layers",
             ),
             (
                 heat_map(square, x="start", y="end", value="value", title="Cosine between states"),
                 "Cosine between the streams before the layers, mean over tokens.",
             ),
-            (
-                lines(
-                    influence,
-                    x="start",
-                    y="value",
-                    title="Block influence",
-                    y_title="1 - cosine of the stream before and behind it",
-                ),
+            *chart(
+                frame[frame["metric"] == "block_influence"],
+                *("Block influence", "1 - cosine of the stream before and behind it"),
                 "Block influence (ShortGPT): the layers with the smallest change the stream's direction least.",
+                x="start",
             ),
         ]
-        return drawn if len(by_distance) else drawn[1:]
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         curve = frame[frame["metric"] == "cosine_by_distance"].set_index("size")["value"]
@@ -136,10 +124,3 @@ class Similarity(DirectionsProbe):
                 f"(block influence at most {least.max():.3f}), layer {int(most.index[0])} most ({most.iloc[0]:.3f})."
             )
         return text
-
-
-def _mean_by(distance: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Mean of the pairs [sequences, pairs] of each distance, [sequences, distances]; distances start at 1."""
-    counts = torch.bincount(distance - 1).to(pairs.dtype)
-    sums = pairs.new_zeros(len(pairs), len(counts)).index_add_(1, distance - 1, pairs)
-    return sums / counts

@@ -5,36 +5,34 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 
 from lamina.core.frames import Frame
+from lamina.core.values import number, one_of
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import COLUMNS, Probe, check_most, probe, sample_of
 from lamina.probes.structure.hooks import watch
 from lamina.probes.structure.sites import LayerSite, Point
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 Row = tuple[int, str, str, int, str, float, float]
 FLOOR = 1e-12  # eigenvalues below it are rounding
-RANKS = ("hard_rank", "soft_rank", "edr", "eee")
-_TITLES = {
-    "hard_rank": "Hard rank",
-    "soft_rank": "Soft rank",
-    "edr": "Effective dimension ratio (our definition)",
-    "eee": "Spectral concentration (our definition)",
+_FIGURES = {
+    "hard_rank": (
+        "Hard rank",
+        "Participation ratio of the eigenvalues of the activations' covariance, over their number.",
+    ),
+    "soft_rank": ("Soft rank", "exp(entropy) of the same eigenvalues, over their number."),
+    "edr": ("Effective dimension ratio (our definition)", "200 h s / (h + s) of hard and soft rank."),
+    "eee": (
+        "Spectral concentration (our definition)",
+        "Early enrichment of the cumulated spectrum: 0 is flat, 1 a single direction.",
+    ),
 }
-_CAPTIONS = {
-    "hard_rank": "Participation ratio of the eigenvalues of the activations' covariance, over their number.",
-    "soft_rank": "exp(entropy) of the same eigenvalues, over their number.",
-    "edr": "200 h s / (h + s) of hard and soft rank.",
-    "eee": "Early enrichment of the cumulated spectrum: 0 is flat, 1 a single direction.",
-}
+RANKS = tuple(_FIGURES)
 _ENOUGH = 4  # tokens per channel, before which other probes' precision may not end the passes
 Key = tuple[int, str]  # layer, pre or post
 
@@ -69,27 +67,22 @@ class Spectra(Probe):
     source = "FuseNorm (SpanNorm, arXiv 2601.22580) Fig 8, 10, 11; Jha & Reagen (arXiv 2510.00537)"
 
     def __init__(self, few_tokens: str = "refuse", memory: float = 1.0, tokens_per_channel: int | None = None):
-        if few_tokens not in ("refuse", "warn"):
-            raise UserError(f"spectra: option 'few_tokens' is {few_tokens!r} (allowed: refuse, warn)")
-        if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
-            raise UserError(f"spectra: option 'memory' is {memory!r} (allowed: GiB, a number above 0)")
+        self.few_tokens = one_of("spectra: option 'few_tokens'", few_tokens, ("refuse", "warn"))
+        self.memory = number("spectra: option 'memory'", memory, 0, open_low=True)
         self._option = check_most(self.name, "tokens_per_channel", tokens_per_channel)
-        self.tokens_per_channel = _ENOUGH
-        self.few_tokens, self.memory = few_tokens, float(memory)
         self._groups: list[dict[Key, Point]] = []
-        self._covariances: dict[Key, Covariance] = {}
-        self._ranks: dict[Key, dict[str, float]] = {}
-        self._widths: dict[int, int] = {}
-        self._tokens = 0
-        self._batches: Counter[Key] = Counter()  # that a covariance took
 
     def cost(self, context: Context) -> float:
         return 2.0 * min(context.tokens(), 8192)
 
     def begin(self, context: Context) -> None:
         """Decide which covariances each pass gathers. Raises UserError if there is too little text for the ranks."""
-        self._groups, self._covariances, self._ranks, self._widths, self._tokens = [], {}, {}, {}, 0
-        self._batches = Counter()
+        self._groups: list[dict[Key, Point]] = []
+        self._covariances: dict[Key, Covariance] = {}
+        self._ranks: dict[Key, dict[str, float]] = {}
+        self._widths: dict[int, int] = {}
+        self._batches: Counter[Key] = Counter()  # that a covariance took
+        self._tokens = 0
         self.tokens_per_channel = context.most(self._option, _ENOUGH)
         points: dict[Key, Point] = {}
         for site in context.structure.layers:
@@ -105,7 +98,14 @@ class Spectra(Probe):
                 "none): they have no ranks and no condition numbers"
             )
         if self._enough(context):
-            self._group(points)
+            budget, used = self.memory * 2**30, math.inf
+            for key, point in points.items():
+                size = 8 * self._widths[key[0]] ** 2
+                if used + size > budget:
+                    self._groups.append({})
+                    used = 0.0
+                self._groups[-1][key] = point
+                used += size
             if len(self._groups) > 1:
                 context.notes.append(
                     f"spectra: the covariances take {len(self._groups)} passes over the text to stay within "
@@ -139,16 +139,6 @@ class Spectra(Probe):
         context.notes.append(f"{message}; the ranks are left out")
         return False
 
-    def _group(self, points: Mapping[Key, Point]) -> None:
-        budget, used = self.memory * 2**30, math.inf
-        for key, point in points.items():
-            size = 8 * self._widths[key[0]] ** 2
-            if used + size > budget:
-                self._groups.append({})
-                used = 0.0
-            self._groups[-1][key] = point
-            used += size
-
     def points(self) -> Mapping[Key, Point]:
         """Return the points of the covariances that fit the memory at once; other passes take the rest."""
         return self._groups[0] if self._groups else {}
@@ -173,10 +163,7 @@ class Spectra(Probe):
 
     def finish(self, context: Context) -> pd.DataFrame:
         """Diagonalize the covariances gathered, read the text again for the rest, and compute the weights' spectra."""
-        import pandas as pd
-
-        rows: list[Row] = []
-        rows += embedding_rows(context)
+        rows = embedding_rows(context)
         for site in context.structure.layers:
             rows += condition_rows(site)
             context.progress(site.index + 1, context.structure.num_layers, "condition numbers")
@@ -193,8 +180,8 @@ class Spectra(Probe):
 
     def _rank_rows(self, context: Context) -> list[Row]:
         self._reduce()
-        for number, group in enumerate(self._groups[1:], start=1):
-            context.progress(number, len(self._groups), "passes for the covariances")
+        for passes, group in enumerate(self._groups[1:], start=1):
+            context.progress(passes, len(self._groups), "passes for the covariances")
             with torch.no_grad(), watch(group, self.see, root=context.base):
                 for inputs in list(context.batches)[: context.forwards or None]:
                     context.forward(context.on_device(inputs), head=False)
@@ -224,43 +211,43 @@ class Spectra(Probe):
             self._ranks[key] = spectral_utilisation(values)
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        """Return the embedding's spectrum, the condition numbers and the ranks by layer, if measured."""
-        drawn, table = [], frame
-        spectrum = table[table.metric == "eigenvalue_over_median"]
-        if len(spectrum):
-            axes = {"x_title": "rank", "y_title": "eigenvalue / median", "log_y": True}
-            figure = lines(spectrum, "index", "value", title="Spectrum of the embedding", **axes)
-            drawn.append(
-                (figure, "Eigenvalues of the covariance of the embedding's rows over their median: flat is isotropic.")
-            )
-        conditions = table[table.metric == "condition_number"]
-        if len(conditions):
-            axes = {"x_title": "layer", "y_title": "s_max / s_min", "log_y": True}
-            figure = lines(conditions, color="role", title="Condition numbers", **axes)
-            drawn.append((figure, "Condition number of each projection of the feed-forward."))
-        ranks = table[(table.layer >= 0) & table.metric.isin(RANKS)]
-        for metric in RANKS if len(ranks) else ():
-            figure = lines(ranks[ranks.metric == metric], color="role", title=_TITLES[metric], y_title=metric)
-            drawn.append((figure, _CAPTIONS[metric]))
+        drawn = chart(
+            frame[frame.metric == "eigenvalue_over_median"],
+            *("Spectrum of the embedding", "eigenvalue / median"),
+            "Eigenvalues of the covariance of the embedding's rows over their median: flat is isotropic.",
+            x="index",
+            x_title="rank",
+            log_y=True,
+        )
+        drawn += chart(
+            frame[frame.metric == "condition_number"],
+            *("Condition numbers", "s_max / s_min"),
+            "Condition number of each projection of the feed-forward.",
+            color="role",
+            log_y=True,
+        )
+        for metric, (title, caption) in _FIGURES.items():
+            ranks = frame[(frame.layer >= 0) & (frame.metric == metric)]
+            drawn += chart(ranks, title, metric, caption, color="role")
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         """Return the spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""
-        text, table = [], frame
-        spectrum = table[table.metric == "eigenvalue_over_median"].value
+        text = []
+        spectrum = frame[frame.metric == "eigenvalue_over_median"].value
         if len(spectrum):
             text.append(
                 f"The embedding's largest eigenvalue is {spectrum.iloc[0]:.3g} times the median, the smallest "
                 f"{spectrum.iloc[-1]:.3g} times."
             )
-        conditions = table[table.metric == "condition_number"]
+        conditions = frame[frame.metric == "condition_number"]
         for role, part in conditions.groupby("role", sort=False):
             worst = part.loc[part.value.idxmax()]
             text.append(
                 f"{role} has condition numbers of {part.value.median():.3g} (median over the layers), at most "
                 f"{worst.value:.3g} in layer {worst.layer}."
             )
-        means = table[(table.layer == -1) & table.role.isin(["pre", "post"])].set_index(["role", "metric"]).value
+        means = frame[(frame.layer == -1) & frame.role.isin(["pre", "post"])].set_index(["role", "metric"]).value
         for role, side in (("pre", "before"), ("post", "after")):
             if (role, "hard_rank") in means.index:
                 text.append(
@@ -309,8 +296,8 @@ def condition_rows(site: LayerSite) -> list[Row]:
             side = feed_forward.stacked_side(module)
             if side is not None:
                 parts = weight.chunk(2, side)
-            for number, part in enumerate(parts):
-                role = name if side is None else f"{name}[{number}]"
+            for half, part in enumerate(parts):
+                role = name if side is None else f"{name}[{half}]"
                 value = condition_number(part)
                 rows.append((site.index, "feed_forward", role, 0, "condition_number", value, math.nan))
     return rows
@@ -381,9 +368,9 @@ def early_enrichment(eigenvalues: torch.Tensor) -> float:
     Our definition of the spectral concentration, after Marbut et al. 2023; the paper's isn't known.
     """
     values = eigenvalues.double().sort(descending=True).values
-    number = len(values)
+    count = len(values)
     cumulated = values.cumsum(0) / values.sum()
-    return float(2 / number * (cumulated - torch.arange(1, number + 1, dtype=torch.float64) / number).sum())
+    return float(2 / count * (cumulated - torch.arange(1, count + 1, dtype=torch.float64) / count).sum())
 
 
 def spectral_utilisation(eigenvalues: torch.Tensor) -> dict[str, float]:

@@ -57,7 +57,7 @@ FALLING = replace(FINE, excess=1.13, excess_middle=1.83, excess_error=0.04, cont
 
 def case(placement="post_ln", **changed):
     plan = resolve(placement, 32)
-    given = {"init": "normal", "learning_rate": 5e-3, "warmup": 10, "steps": 100, "burn_in": 32, **changed}
+    given = {"init": "normal", "learning_rate": 5e-3, "steps": 100, "burn_in": 32, **changed}
     given.setdefault("step_at", lambda share: math.ceil(share * given["steps"]))
     return Case(plan=plan, **given)
 

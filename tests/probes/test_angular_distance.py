@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lamina.errors import UserError
 from lamina.probes.angular_distance import AngularDistance, best_blocks, scaled_rows
-from lamina.probes.engine.directions import Directions
 from lamina.probes.engine.measure import probe, run
 
 
@@ -107,11 +106,12 @@ def test_a_layer_that_changes_nothing_is_at_distance_zero_and_a_mirror_at_one():
     context = context_of(model, [small_inputs(model)])
     found = measured(run(context, [AngularDistance("all")])["angular_distance"])
     assert found[1, 1] < 1e-8  # float32's rounding of a cosine near 1 would be 1e-4
-    directions = Directions(context, "all", None)
+    angular = AngularDistance("all")
+    angular.begin(context)
     x = torch.randn(2, 9, 16)
     for index, sign in enumerate((1, -1, 1, -1)):
-        directions.see(index, sign * x)
-    totals, counts = directions.angles()
+        angular.see(index, sign * x)
+    totals, counts = angular.angles()
     torch.testing.assert_close(totals[:, 0] / counts[:, None], torch.tensor([[0.0, 1, 0, 1]] * 2).double())
 
 

@@ -24,6 +24,7 @@ from lamina.probes.bounds import Bounds, LastLayer, last_layer_sides, variance_s
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.layer_calls import record_layer_calls
 from lamina.probes.engine.registry import COLUMNS
+from lamina.probes.structure.hooks import eager_attention
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
 
 WIDTH, INNER = 12, 20
@@ -253,7 +254,7 @@ def test_the_distance_to_the_identity_against_sigma(placement):
     context = context_of(model, sequences=1)
     frame = measured(Bounds(sequences=1, tokens=5, tolerance=1e-4), context)
     distances, sigmas = [], []
-    with context.eager_attention():
+    with eager_attention(context.model):
         for layer in range(4):
             start, function = state_to_state(context, context.batches[0]["input_ids"], layer, layer + 1)
             matrix = jacobian_matrix(function, start) - torch.eye(5 * 16, dtype=torch.float64)
@@ -277,7 +278,7 @@ def test_the_bound_of_a_fused_blocks_jacobian():
     block = model.model.backbone.layers[1]
     attention, feed_forward = block.attention, block.feed_forward
     inputs = {}
-    with context.eager_attention():
+    with eager_attention(context.model):
         start, function = state_to_state(context, ids, 1, 2)
         norm = float(torch.linalg.matrix_norm(jacobian_matrix(function, start), ord=2))
         hooks = [

@@ -12,7 +12,7 @@ from small_models import small_inputs, small_model
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.probes.engine.losses import is_causal, loss, masked_positions, token_losses
+from lamina.probes.engine.losses import is_causal, masked_positions, token_losses
 from lamina.probes.engine.measure import make_context, run
 from lamina.probes.engine.measure import probe as run_probe
 from lamina.probes.engine.probe_settings import ProbeSettings
@@ -86,7 +86,7 @@ def test_loss_of_a_causal_model_is_transformers_own():
     model = small_model("llama")
     ids = _ids(3)
     with torch.no_grad():
-        torch.testing.assert_close(loss(model, {"input_ids": ids}), model(ids, labels=ids).loss)
+        torch.testing.assert_close(token_losses(model, {"input_ids": ids}).mean(), model(ids, labels=ids).loss)
     assert is_causal(model, ids)
 
 
@@ -104,17 +104,17 @@ def test_loss_of_a_masked_model_is_that_of_its_masked_tokens():
     hidden[:, positions] = 3
     with torch.no_grad():
         expected = model(hidden, labels=labels).loss
-        torch.testing.assert_close(loss(model, {"input_ids": ids}, Tokenizer()), expected)
+        torch.testing.assert_close(token_losses(model, {"input_ids": ids}, Tokenizer()).mean(), expected)
         assert token_losses(model, {"input_ids": ids}, Tokenizer()).shape == (3, len(positions))
     with pytest.raises(UserError, match="mask token"):
-        loss(model, {"input_ids": ids})
+        token_losses(model, {"input_ids": ids})
 
 
 def test_no_loss_without_a_head():
     with pytest.raises(UserError, match="no head that predicts tokens"):
-        loss(small_model("vit"), small_inputs(small_model("vit")))
+        token_losses(small_model("vit"), small_inputs(small_model("vit")))
     with pytest.raises(UserError, match="no head that predicts tokens"):
-        loss(small_model("llama").model, {"input_ids": _ids(1)})
+        token_losses(small_model("llama").model, {"input_ids": _ids(1)})
 
 
 def test_a_model_that_needs_more_than_its_tokens():

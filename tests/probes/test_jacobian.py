@@ -19,6 +19,7 @@ import lamina
 from lamina.probes.engine.jacobians import Wiring, block_factor, expected_sigmas, wirings_of
 from lamina.probes.engine.registry import COLUMNS
 from lamina.probes.jacobian import JacobianProbe
+from lamina.probes.structure.hooks import eager_attention
 
 PLACEMENTS = ["pre_ln", "post_ln", "peri_ln", "keel", "fusenorm", "b2t", "layernorm_scaling"]
 ENCODERS = ["BertForMaskedLM", "GPT2LMHeadModel", "AlbertForMaskedLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM"]
@@ -32,7 +33,7 @@ def check_against_whole_matrices(context):
     frame, num_layers = measured(exact(), context), context.structure.num_layers
     ids = context.batches[0]["input_ids"][:1]
     identity, log_product = torch.eye(5 * 16, dtype=torch.float64), 0.0
-    with context.eager_attention():
+    with eager_attention(context.model):
         for layer in range(num_layers):
             start, function = state_to_state(context, ids, layer, layer + 1)
             matrix = jacobian_matrix(function, start)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lamina.errors import UserError
 from lamina.probes.engine.losses import token_losses
-from lamina.probes.structure.hooks import Output, eager_attention, forward
+from lamina.probes.structure.hooks import Output, forward
 from lamina.probes.structure.sites import Structure
 
 
@@ -133,9 +132,3 @@ class Context:
                 f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialized, so the model's "
                 "predictions are random (allowed: a checkpoint with its head)"
             )
-
-    @contextmanager
-    def eager_attention(self) -> Iterator[None]:
-        """Attention in plain operations: its weights can be watched, and it has a forward-mode derivative."""
-        with eager_attention(self.model):
-            yield

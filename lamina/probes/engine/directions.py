@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import numpy as np
 import pandas as pd
 import torch
 
 from lamina.core.text import ranges
+from lamina.core.values import one_of, whole_number
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.registry import Probe, Sample, sample_of
@@ -21,53 +23,75 @@ TOKENS = ("last", "first", "all")
 _TILE = 32
 _SMALLEST_BUDGET = 2**26
 _SHORTEST = 1e-30  # a vector of zeros (an untrained class token) has no direction: cosine 0 with all others
+_NORMED = "The state behind {} is a norm's output (Post-LN): its length is fixed, only its direction changes."
+_INNER = (
+    "The stream is normalized inside {} but not behind them (HybridNorm): the states compared are the layers' outputs, "
+    "before that norm."
+)
 
 
-class Directions:
-    """Unit vectors of the states x^0 ... x^N at the chosen tokens of one batch, float32.
+class DirectionsProbe(Probe):
+    """A probe that compares the directions of every two states, x^0 ... x^N, at the same tokens.
 
-    One state is read once and written once; nothing else of it stays. ``all`` keeps a batch's real tokens as far as
-    ``tokens_per_batch`` allows; where that is None, all of the user's own text, and of a corpus as far as they fit a
-    quarter of the model's own memory (at least 64 MiB), else so many positions of every sequence, drawn anew for each
-    batch.
+    Holds the states' unit vectors at the chosen tokens of one batch, float32: one state is read once and written once.
+    ``all`` keeps a batch's real tokens as far as ``tokens_per_batch`` allows; where that is None, all of the user's own
+    text, and of a corpus as far as they fit a quarter of the model's own memory (at least 64 MiB), else so many
+    positions of every sequence, drawn anew for each batch. ``compare`` is ``cosines`` or ``angles``.
     """
 
-    def __init__(self, context: Context, tokens: str | None, tokens_per_batch: int | None):
-        self.tokens = tokens or ("last" if context.reads_tokens else "all")
+    compare: Callable[[Self], tuple[torch.Tensor, torch.Tensor]]
+
+    def __init__(self, tokens: str | None, tokens_per_batch: int | None):
+        self.tokens = None if tokens is None else one_of("tokens", tokens, TOKENS)
+        self.limit = None if tokens_per_batch is None else whole_number("tokens_per_batch", tokens_per_batch)
+        self.by_pair = Ratio()
+
+    def begin(self, context: Context) -> None:
+        self.tokens = self.tokens or ("last" if context.reads_tokens and "step" not in context.state else "all")
         if self.tokens == "last" and not context.reads_tokens:
             raise UserError("tokens: 'last' is invalid for images, whose patches have no order (allowed: first, all)")
-        self.states = context.structure.num_layers + 1
-        self.limit = tokens_per_batch
-        self._context = context
+        self._context, self._states = context, context.structure.states()
         self._bytes = max(sum(p.numel() * p.element_size() for p in context.model.parameters()) // 4, _SMALLEST_BUDGET)
-        self._batch_number = 0
-        self.compared = 0  # tokens
+        self._batch_number = self._compared = 0
         self._chosen: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
         self._vectors = torch.zeros(0)
+        self._pairs = np.triu_indices(len(self._states), k=1)  # the earlier and the later state of each pair
 
-    def see(self, index: int, state: torch.Tensor) -> None:
-        """Take in state ``index`` [batch, tokens, channels]; state 0 is the first of a batch."""
-        if index == 0:
-            self._choose(state)
+    def points(self) -> Mapping[int, Point]:
+        return self._states
+
+    def measured(self, context: Context) -> Sample:
+        return Sample(sample_of(context.batches[: context.forwards]).sequences, self._compared)
+
+    def see(self, key: int, value: torch.Tensor) -> None:
+        if key == 0:
+            self._choose(value)
         if self.tokens != "all":
-            state = state[torch.arange(len(state), device=state.device), self._chosen][:, None]
+            value = value[torch.arange(len(value), device=value.device), self._chosen][:, None]
         elif self._chosen is not None:
-            state = state[:, self._chosen]
-        if index == 0:
-            rows = -(-self.states // 8) * 8
-            shape = (len(state), rows, *state.shape[1:])
-            if self._vectors.shape != shape or self._vectors.device != state.device:
-                self._vectors = torch.zeros(shape, device=state.device)
-        norms = torch.linalg.vector_norm(state, dim=-1, keepdim=True, dtype=torch.float32)
-        torch.div(state, norms.clamp_min_(_SHORTEST), out=self._vectors[:, index])
+            value = value[:, self._chosen]
+        if key == 0:
+            rows = -(-len(self._states) // 8) * 8
+            shape = (len(value), rows, *value.shape[1:])
+            if self._vectors.shape != shape or self._vectors.device != value.device:
+                self._vectors = torch.zeros(shape, device=value.device)
+        norms = torch.linalg.vector_norm(value, dim=-1, keepdim=True, dtype=torch.float32)
+        torch.div(value, norms.clamp_min_(_SHORTEST), out=self._vectors[:, key])
         if self._mask is not None:
-            self._vectors[:, index].masked_fill_(~self._mask[..., None], 0.0)
+            self._vectors[:, key].masked_fill_(~self._mask[..., None], 0.0)
+
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
+        totals, counts = self.compare()
+        first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
+        self.add(totals[:, first, second].double().cpu(), counts.cpu())
+        self._batch_number += 1
+        self._compared += int(counts.sum())
 
     def cosines(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the cosine of every two states over tokens: [batch, N + 1, N + 1] float32, and the tokens [batch].
 
-        Before ``end``. The sum of cosines is one product of matrices over tokens and channels together.
+        The sum of cosines is one product of matrices over tokens and channels together.
         """
         vectors = self._vectors.flatten(2)
         rows = vectors.shape[1]
@@ -77,18 +101,20 @@ class Directions:
                 tile = vectors[:, i : i + _TILE] @ vectors[:, j : j + _TILE].mT
                 products[:, i : i + _TILE, j : j + _TILE] = tile
                 products[:, j : j + _TILE, i : i + _TILE] = tile.mT
-        return products[:, : self.states, : self.states], self._counts()
+        return products[:, : len(self._states), : len(self._states)], self._counts()
 
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the tokens of the angle between every two states over pi, [batch, N + 1, N + 1] float64, and the
-        tokens [batch]. Before ``end``. Products in float64: near 1 the arc cosine makes 3e-4 of a rounding of 1e-7.
+        tokens [batch]. Products in float64: near 1 the arc cosine makes 3e-4 of a rounding of 1e-7.
         """
         batch, _, tokens, _ = self._vectors.shape
-        angle_sums = torch.zeros(batch, self.states, self.states, dtype=torch.float64, device=self._vectors.device)
-        step = max(1, 2**21 // self.states**2)
+        angle_sums = torch.zeros(
+            batch, len(self._states), len(self._states), dtype=torch.float64, device=self._vectors.device
+        )
+        step = max(1, 2**21 // len(self._states) ** 2)
         for sequence in range(batch):
             for start in range(0, tokens, step):
-                unit = self._vectors[sequence, : self.states, start : start + step].transpose(0, 1).double()
+                unit = self._vectors[sequence, : len(self._states), start : start + step].transpose(0, 1).double()
                 lengths = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
                 unit = unit / lengths.clamp_min(_SHORTEST)  # to 1e-16, not 1e-7
                 angles = (unit @ unit.mT).clamp_(-1.0, 1.0).acos_()
@@ -96,11 +122,6 @@ class Directions:
                     angles[~self._mask[sequence, start : start + step]] = 0.0
                 angle_sums[sequence] += angles.sum(0)
         return angle_sums / torch.pi, self._counts()
-
-    def end(self) -> None:
-        """End the batch."""
-        self._batch_number += 1
-        self.compared += int(self._counts().sum())
 
     def _counts(self) -> torch.Tensor:
         batch, _, tokens, _ = self._vectors.shape
@@ -115,7 +136,7 @@ class Directions:
             mask = None if mask.shape != (batch, tokens) or bool(mask.all()) else mask
         self._mask = self._chosen = None
         if self.tokens == "all":
-            limit = self.limit or max(batch, self._bytes // (4 * channels * self.states))
+            limit = self.limit or max(batch, self._bytes // (4 * channels * len(self._states)))
             if (each := max(1, limit // batch)) < tokens and (self.limit or not self._context.whole):
                 generator = torch.Generator().manual_seed(self._batch_number)
                 chosen = torch.randperm(tokens, generator=generator)[:each].sort().values
@@ -134,66 +155,6 @@ class Directions:
         else:
             self._chosen = tokens - 1 - mask.flip(1).int().argmax(1)
 
-
-def note_streams(context: Context) -> None:
-    """Note for the page what the states are if they are not Pre-LN's plain stream: a norm's output, or a mixture."""
-    normed: list[int] = []
-    inner: list[int] = []
-    for site in context.structure.layers:
-        roles = [[norm.role for norm in sublayer.norms] for sublayer in site.sublayers]
-        if roles and "post_norm" in roles[-1]:
-            normed.append(site.index)
-        elif any("post_norm" in each for each in roles):
-            inner.append(site.index)
-    for layers, text in (
-        (normed, "The state behind {} is a norm's output (Post-LN): its length is fixed, only its direction changes."),
-        (
-            inner,
-            "The stream is normalized inside {} but not behind them (HybridNorm): the states compared are the layers' "
-            "outputs, before that norm.",
-        ),
-    ):
-        if layers:
-            every = len(layers) == context.structure.num_layers
-            context.note(text.format("every layer" if every else f"the layers {ranges(layers)}"))
-
-
-class DirectionsProbe(Probe):
-    """A probe that compares the directions of every two states, x^0 ... x^N, at the same tokens."""
-
-    def __init__(self, tokens: str | None, tokens_per_batch: int | None):
-        if tokens is not None and tokens not in TOKENS:
-            raise UserError(f"tokens: {tokens!r} (allowed: {', '.join(TOKENS)})")
-        if tokens_per_batch is not None and (not isinstance(tokens_per_batch, int) or tokens_per_batch < 1):
-            raise UserError(f"tokens_per_batch: {tokens_per_batch!r} (allowed: a whole number above 0)")
-        self.tokens, self.tokens_per_batch = tokens, tokens_per_batch
-        self.by_pair = Ratio()
-
-    def begin(self, context: Context) -> None:
-        tokens = self.tokens or ("all" if "step" in context.state else None)
-        self._directions = Directions(context, tokens, self.tokens_per_batch)
-        self._states = context.structure.states()
-        self._pairs = np.triu_indices(len(self._states), k=1)  # the earlier and the later state of each pair
-
-    def points(self) -> Mapping[int, Point]:
-        return self._states
-
-    def measured(self, context: Context) -> Sample:
-        return Sample(sample_of(context.batches[: context.forwards]).sequences, self._directions.compared)
-
-    def see(self, key: int, value: torch.Tensor) -> None:
-        self._directions.see(key, value)
-
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
-        totals, counts = self.compare(self._directions)
-        first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
-        self.add(totals[:, first, second].double().cpu(), counts.cpu())
-        self._directions.end()
-
-    def compare(self, directions: Directions) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch's sums over tokens [sequences, states, states], and the tokens in each sum [sequences]."""
-        raise NotImplementedError
-
     def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
         """Add the sums of the pairs, [sequences, pairs], and their tokens [sequences]."""
         self.by_pair.add(sums, counts)
@@ -203,6 +164,18 @@ class DirectionsProbe(Probe):
         start, end = self._pairs
         frame = ratio_rows(start, end - start, metric, self.by_pair)
         return frame.sort_values(["size", "start"], ignore_index=True)
+
+    def note_streams(self, context: Context) -> None:
+        """Note for the page if the states are not Pre-LN's plain stream: a norm's output, or a mixture."""
+        layers: dict[str, list[int]] = {_NORMED: [], _INNER: []}
+        for site in context.structure.layers:
+            roles = [[norm.role for norm in sublayer.norms] for sublayer in site.sublayers]
+            if any("post_norm" in each for each in roles):
+                layers[_NORMED if "post_norm" in roles[-1] else _INNER].append(site.index)
+        for text, which in layers.items():
+            if which:
+                every = len(which) == context.structure.num_layers
+                context.note(text.format("every layer" if every else f"the layers {ranges(which)}"))
 
 
 def ratio_rows(start: np.ndarray | int, size: np.ndarray, metric: str, ratio: Ratio) -> pd.DataFrame:

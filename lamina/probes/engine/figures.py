@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -58,6 +58,11 @@ def lines(
     return figure
 
 
+def chart(frame: pd.DataFrame, title: str, y_title: str, caption: str, **axes: Any) -> list[tuple[Figure, str]]:
+    """Return the figure of ``lines`` with its caption; none without rows."""
+    return [(lines(frame, title=title, y_title=y_title, **axes), caption)] if len(frame) else []
+
+
 def heat_map(
     frame: pd.DataFrame,
     x: str,
@@ -68,24 +73,18 @@ def heat_map(
     x_title: str = "",
     y_title: str = "",
     scale: str = "Viridis",
-    per_row: bool = False,
     value_title: str = "",
 ) -> Figure:
-    """Draw a map of ``value`` over two columns; ``per_row`` stretches each row from its smallest to its largest."""
+    """Draw a map of ``value`` over two columns."""
     import plotly.graph_objects as go
 
     table = frame.pivot_table(index=y, columns=x, values=value, aggfunc="mean")
-    cells = table.to_numpy(dtype=float)
-    if per_row:
-        low, high = np.nanmin(cells, axis=1, keepdims=True), np.nanmax(cells, axis=1, keepdims=True)
-        cells = (cells - low) / np.where(high > low, high - low, 1.0)
     figure = go.Figure(
         go.Heatmap(
             x=list(table.columns),
             y=list(table.index),
-            z=cells,
-            customdata=table.to_numpy(dtype=float),
-            hovertemplate=f"{x_title or x} %{{x}}, {y_title or y} %{{y}}: %{{customdata:.4g}}<extra></extra>",
+            z=table.to_numpy(dtype=float),
+            hovertemplate=f"{x_title or x} %{{x}}, {y_title or y} %{{y}}: %{{z:.4g}}<extra></extra>",
             colorscale=scale,
             colorbar={"title": value_title},
         )

@@ -73,8 +73,7 @@ def batches_of(
         blocks = _pack([given] if isinstance(given, str) else list(given), tokenizer, length, "texts_or_blocks", notes)
     else:
         blocks = _blocks(given, sys.maxsize if sequences is None else sequences)
-    vocabulary = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
-    size = getattr(vocabulary, "vocab_size", None)
+    size = getattr(getattr(getattr(model, "config", None), "get_text_config", lambda: None)(), "vocab_size", None)
     if size is not None and int(blocks.max()) >= size:
         raise UserError(f"tokens: the id {int(blocks.max())} is outside of the model's vocabulary of {size}")
     chosen = spread(len(blocks), sequences or len(blocks))
@@ -86,20 +85,13 @@ def _length(length: int | None, model: nn.Module) -> int:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
-        if getattr(text, "pad_token_id", None) is not None and _offset_positions(model):
-            limit -= text.pad_token_id + 1
+        positions = (m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and "position" in name)
+        if getattr(text, "pad_token_id", None) is not None and any(m.padding_idx is not None for m in positions):
+            limit -= text.pad_token_id + 1  # positions start after the padding's id, as RoBERTa's do
         if length is not None and length > limit:
             raise UserError(f"sequence_length: {length} is more than the model's {limit} positions (allowed: fewer)")
         return length or min(256, limit)
     return length or 256
-
-
-def _offset_positions(model: nn.Module) -> bool:
-    """Return whether positions start after the padding's id, as RoBERTa's do."""
-    return any(
-        isinstance(m, nn.Embedding) and "position" in name and m.padding_idx is not None
-        for name, m in model.named_modules()
-    )
 
 
 def _corpus_texts(corpus: str, text_field: str, chars: int | None) -> list[str]:
@@ -122,11 +114,7 @@ def _corpus_texts(corpus: str, text_field: str, chars: int | None) -> list[str]:
 
 
 def _pack(
-    texts: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase | None,
-    length: int,
-    source: str,
-    notes: list[str] | None = None,
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, length: int, source: str, notes: list[str] | None
 ) -> torch.Tensor:
     """Pack the texts' tokens into blocks [blocks, length], with the tokenizer's special tokens around each text."""
     if tokenizer is None:
@@ -149,8 +137,8 @@ def _pack(
     if (rest := len(stream) - count * body) and notes is not None:
         notes.append(f"{source}: the last {rest} of {len(stream):,} tokens are fewer than a block and are left out")
     cut = torch.tensor(stream[: count * body]).view(count, body)
-    around = [torch.tensor(ids, dtype=torch.long).expand(count, -1) for ids in (prefix, suffix)]
-    return torch.cat([around[0], cut, around[1]], dim=1)
+    before, after = (torch.tensor(ids, dtype=torch.long).expand(count, -1) for ids in (prefix, suffix))
+    return torch.cat([before, cut, after], dim=1)
 
 
 def _specials(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -192,25 +180,19 @@ def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
 
 def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
     config: Any = getattr(model, "config", None)
-    size = getattr(config.get_text_config(), "image_size", None) or getattr(config, "image_size", 224)
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    channels = getattr(config.get_text_config(), "num_channels", None) or getattr(config, "num_channels", 3)
-    shape = (channels, height, width)
+    text = config.get_text_config()
+    size = getattr(text, "image_size", None) or getattr(config, "image_size", 224)
+    channels = getattr(text, "num_channels", None) or getattr(config, "num_channels", 3)
+    shape = (channels, *(size if isinstance(size, list | tuple) else (size, size)))
     if given is None and corpus in (NOISE, EMBEDDED):
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(count, *shape, generator=generator)
-    images = _read_images(corpus, shape, count, _processor_of(model)) if given is None else torch.as_tensor(given)
+        return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
+    folder = Path(getattr(model, "name_or_path", "") or "")
+    has_processor = given is None and (folder / "preprocessor_config.json").is_file()
+    processor = AutoImageProcessor.from_pretrained(folder) if has_processor else None
+    images = _read_images(corpus, shape, count, processor) if given is None else torch.as_tensor(given)
     if not images.is_floating_point() or images.ndim != 4 or tuple(images.shape[1:]) != shape:
         raise UserError(f"images: {images.dtype} of shape {list(images.shape)} (allowed: floats, {['images', *shape]})")
     return images[spread(len(images), count)].float()
-
-
-def _processor_of(model: nn.Module) -> BaseImageProcessor | None:
-    """Return the image processor beside a checkpoint, if there is one."""
-    folder = Path(getattr(model, "name_or_path", "") or "")
-    if not (folder / "preprocessor_config.json").is_file():
-        return None
-    return AutoImageProcessor.from_pretrained(folder)
 
 
 def _read_images(

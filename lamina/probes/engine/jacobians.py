@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lamina.core.values import number, whole_number
 from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import skip_source
 from lamina.probes.structure.sites import LayerSite, NormSite, SublayerSite
@@ -66,6 +67,41 @@ class Jacobian:
         (product,) = torch.autograd.grad(self.y, self.x, u.to(self.y.dtype), retain_graph=True)
         return product.detach()
 
+    def norm(
+        self, *, identity: float = 0.0, batch_dims: int = 0, tolerance: float = 1e-2, iterations: int = 100
+    ) -> SpectralNorm:
+        """||J - identity * I||_2.
+
+        Args:
+            identity: how many times the identity is subtracted; 1 for the distance to the identity.
+            batch_dims: the first dimensions of x are independent problems, solved at once: 1 for a batch of sequences.
+                Only where no output depends on the input of another.
+            tolerance: stops when the residual, relative to the norm, is below it.
+            iterations: stops there otherwise.
+
+        Raises UserError where the Jacobian isn't finite.
+        """
+        return largest_singular_value(
+            lambda v: self.forward(v) - identity * v if identity else self.forward(v),
+            lambda u: self.transpose(u) - identity * u if identity else self.transpose(u),
+            start_vector(self.x),
+            batch_dims=batch_dims,
+            tolerance=tolerance,
+            iterations=iterations,
+        )
+
+    def typical_stretch(self, *, identity: float = 0.0, batch_dims: int = 0, samples: int = 4) -> torch.Tensor:
+        """||J - identity * I||_F / sqrt(n), [...] in float64: the root mean square of the stretch of random
+        directions, estimated with ``samples`` of them (Hutchinson), where the spectral norm is the worst direction's.
+        """
+        squares = []
+        for sample in range(samples):
+            v = start_vector(self.x, sample)
+            product = self.forward(v).to(v.dtype) - identity * v if identity else self.forward(v).to(v.dtype)
+            sums = [t.flatten(batch_dims).double().square().sum(-1) for t in (product, v)]
+            squares.append((sums[0] / sums[1]).cpu())
+        return torch.stack(squares).mean(0).sqrt()
+
 
 @contextmanager
 def _second_derivatives() -> Iterator[None]:
@@ -80,75 +116,6 @@ def _second_derivatives() -> Iterator[None]:
         if isinstance(error, NotImplementedError) or any(sign in text for sign in signs):
             raise UserError(f"the Jacobian needs second derivatives, and the model has none: {text[:200]}") from error
         raise
-
-
-def spectral_norm(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    *,
-    identity: float = 0.0,
-    batch_dims: int = 0,
-    tolerance: float = 1e-2,
-    iterations: int = 100,
-    seed: int = 0,
-) -> SpectralNorm:
-    """||J - identity * I||_2 of a function's Jacobian J at ``x``.
-
-    Args:
-        function: from a tensor to a tensor (of the same shape where ``identity`` is not 0), twice differentiable.
-        x: where the Jacobian is taken.
-        identity: how many times the identity is subtracted; 1 for the distance to the identity.
-        batch_dims: the first dimensions of ``x`` are independent problems, solved at once: 1 for a batch of sequences.
-            Only where no output depends on the input of another.
-        tolerance: stops when the residual, relative to the norm, is below it.
-        iterations: stops there otherwise.
-        seed: of the random first vector.
-
-    Raises UserError where the Jacobian isn't finite.
-    """
-    return norm_of(
-        Jacobian(function, x),
-        identity=identity,
-        batch_dims=batch_dims,
-        tolerance=tolerance,
-        iterations=iterations,
-        seed=seed,
-    )
-
-
-def norm_of(
-    jacobian: Jacobian,
-    *,
-    identity: float = 0.0,
-    batch_dims: int = 0,
-    tolerance: float = 1e-2,
-    iterations: int = 100,
-    seed: int = 0,
-) -> SpectralNorm:
-    """Return ``spectral_norm`` for a Jacobian whose graph exists already."""
-    return largest_singular_value(
-        lambda v: jacobian.forward(v) - identity * v if identity else jacobian.forward(v),
-        lambda u: jacobian.transpose(u) - identity * u if identity else jacobian.transpose(u),
-        start_vector(jacobian.x, seed),
-        batch_dims=batch_dims,
-        tolerance=tolerance,
-        iterations=iterations,
-    )
-
-
-def typical_stretch(
-    jacobian: Jacobian, *, identity: float = 0.0, batch_dims: int = 0, samples: int = 4, seed: int = 0
-) -> torch.Tensor:
-    """||J - identity * I||_F / sqrt(n), [...] in float64: the root mean square of the stretch of random
-    directions, estimated with ``samples`` of them (Hutchinson), where the spectral norm is the worst direction's.
-    """
-    squares = []
-    for sample in range(samples):
-        v = start_vector(jacobian.x, seed + sample)
-        product = jacobian.forward(v).to(v.dtype) - identity * v if identity else jacobian.forward(v).to(v.dtype)
-        sums = [t.flatten(batch_dims).double().square().sum(-1) for t in (product, v)]
-        squares.append((sums[0] / sums[1]).cpu())
-    return torch.stack(squares).mean(0).sqrt()
 
 
 def start_vector(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
@@ -172,32 +139,25 @@ def largest_singular_value(
     it needs far fewer where the singular values lie close together, as they do near the identity. All vectors are kept
     and made orthogonal again: 2 * iterations of them. Accumulates in float64 at the size of the small matrix only.
     """
-    if tolerance <= 0:
-        raise UserError(f"tolerance: {tolerance!r} (allowed: a number above 0)")
-    if iterations < 1:
-        raise UserError(f"iterations: {iterations!r} (allowed: a whole number of at least 1)")
+    number("tolerance", tolerance, 0.0, open_low=True)
+    whole_number("iterations", iterations)
     batch = start.shape[:batch_dims]
     problems = math.prod(batch)
 
-    def flat(vector: torch.Tensor) -> torch.Tensor:
-        return vector.reshape(problems, -1)
-
     dtype = torch.promote_types(start.dtype, torch.float32)
-    right, alpha, beta = [_unit(flat(start.to(dtype)))[0]], [], []
+    right, alpha, beta = [_unit(start.to(dtype).reshape(problems, -1))[0]], [], []
     left_vectors: list[torch.Tensor] = []
     values = residual = torch.zeros(problems, dtype=torch.float64)
     converged = False
     for step in range(iterations):
         u = forward(right[-1].reshape(start.shape)).to(dtype)
         shape = u.shape
-        u, length = _unit(_orthogonal(flat(u), left_vectors))
+        u, length = _unit(_orthogonal(u.reshape(problems, -1), left_vectors))
         left_vectors.append(u)
         alpha.append(length)
-        w, length = _unit(_orthogonal(flat(transpose(u.reshape(shape)).to(dtype)), right))
+        w, length = _unit(_orthogonal(transpose(u.reshape(shape)).to(dtype).reshape(problems, -1), right))
         beta.append(length)
         values, residual = _top_triplet(alpha, beta)
-        if not bool(values.isfinite().all()):
-            raise UserError("the Jacobian is not finite: the model's weights or its states hold NaN or infinity")
         converged = bool((residual <= tolerance).all())
         if converged or step + 1 == right[0].shape[-1]:
             break
@@ -230,7 +190,7 @@ def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[t
     diagonal, above = torch.stack(alpha, dim=-1), torch.stack(beta, dim=-1)
     matrix = torch.diag_embed(diagonal) + torch.diag_embed(above[:, :-1], offset=1)
     if not bool(matrix.isfinite().all()):
-        return torch.full_like(above[:, -1], math.nan), above[:, -1]
+        raise UserError("the Jacobian is not finite: the model's weights or its states hold NaN or infinity")
     u, s, _ = torch.linalg.svd(matrix)
     residual = above[:, -1] * u[:, -1, 0].abs()
     return s[:, 0], torch.where(s[:, 0] > 0, residual / s[:, 0], torch.zeros_like(residual))
@@ -301,7 +261,9 @@ def wirings_of(site: LayerSite) -> list[Wiring]:
 def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
     gains = {norm.role: _gain(norm) for norm in sublayer.norms}
     sizes = {role: float(gain.square().mean().sqrt()) for role, gain in gains.items()}
-    residual = next((m for m in site.module.modules() if _is_residual(m, sublayer)), None)
+    added = sublayer.contribution.module  # Lamina's Residual, whichever copy of its code, adds it by a plan's record
+    records = (m for m in site.module.modules() if hasattr(m, "skip") and hasattr(m, "skip_scale"))
+    residual = next((m for m in records if any(part is added for part in m.modules())), None)
     scale = torch.as_tensor(getattr(residual, "skip_scale", 1.0)).detach().double().cpu()
     pre_scale = torch.as_tensor(getattr(residual, "pre_scale", 1.0)).detach().double().cpu()
     return Wiring(
@@ -313,12 +275,6 @@ def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
         post_gain=sizes.get("post_norm"),
         path_scale=gains.get("post_norm", torch.ones((), dtype=torch.float64)) * scale,
     )
-
-
-def _is_residual(module: nn.Module, sublayer: SublayerSite) -> bool:
-    """Return whether a module adds this sub-layer by a plan's record, as any copy of Lamina's Residual does."""
-    added = sublayer.contribution.module
-    return hasattr(module, "skip") and hasattr(module, "skip_scale") and any(m is added for m in module.modules())
 
 
 def _gain(norm: NormSite) -> torch.Tensor:

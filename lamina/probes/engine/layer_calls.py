@@ -15,7 +15,7 @@ from torch import nn
 from lamina.errors import UserError
 from lamina.modeling.parts import temporary_hooks
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.registry import check_most
+from lamina.probes.engine.registry import Probe, Sample, check_most, sample_of
 from lamina.probes.structure.hooks import Args, Key, Kwargs, Output, argument_of, intercept, stream_of, with_argument
 from lamina.probes.structure.sites import LayerSite, Point
 
@@ -85,7 +85,11 @@ def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> 
     sites: dict[nn.Module, dict[int, LayerSite]] = {}
     for site in context.structure.layers:
         sites.setdefault(site.module, {})[site.call] = site
-    watched = {p.module for site in context.structure.layers for p in _points_of(site)} | set(sites)
+    watched = set(sites)
+    for sublayer in (sublayer for site in context.structure.layers for sublayer in site.sublayers):
+        points = [sublayer.contribution, sublayer.after, *(norm.input for norm in sublayer.norms)]
+        points += [sublayer.feed_forward.post] if sublayer.feed_forward is not None else []
+        watched |= {point.module for point in points if point is not None}
     finished: Counter[nn.Module] = Counter()
     calls: dict[int, LayerCall] = {}
 
@@ -106,47 +110,46 @@ def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> 
     return [calls[index] for index in sorted(calls)]
 
 
-def _points_of(site: LayerSite) -> Iterator[Point]:
-    for sublayer in site.sublayers:
-        yield sublayer.contribution
-        if sublayer.after is not None:
-            yield sublayer.after
-        yield from (norm.input for norm in sublayer.norms)
-        if sublayer.feed_forward is not None:
-            yield sublayer.feed_forward.post
+class ShortProbe(Probe):
+    """A costly probe of ``sequences`` inputs of ``tokens`` tokens: 0 for all.
 
-
-class Extent:
-    """The options ``sequences`` and ``tokens`` of a costly probe: 0 for all; by default all of the user's own text, and
-    1 sequence of 32 tokens of a corpus. Raises UserError for an invalid count.
+    By default all of the user's own text, and 1 sequence of 32 tokens of a corpus. Raises UserError for a wrong count.
     """
 
-    def __init__(self, name: str, sequences: object, tokens: object):
-        self._sequences, self._tokens = check_most(name, "sequences", sequences), check_most(name, "tokens", tokens)
+    def __init__(self, sequences: int | None, tokens: int | None):
+        self._sequences = check_most(self.name, "sequences", sequences)
+        self._tokens = check_most(self.name, "tokens", tokens)
         if self._tokens == 1:
-            raise UserError(f"{name}: option 'tokens' is 1 (allowed: a whole number of at least 2, 0 for all)")
+            raise UserError(f"{self.name}: option 'tokens' is 1 (allowed: a whole number of at least 2, 0 for all)")
+        self.inputs: list[dict[str, torch.Tensor]] = []
+
+    def measured(self, context: Context) -> Sample:
+        return sample_of(self.inputs)
 
     def tokens_of(self, context: Context) -> float:
         """Return how many tokens are measured."""
         sequences, tokens = self._most(context)
-        batches = context.first(sequences)
-        sequences = sum(len(next(iter(batch.values()))) for batch in batches)
+        sequences = sample_of(context.first(sequences)).sequences
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
-    def inputs(self, context: Context) -> list[dict[str, torch.Tensor]]:
-        """Return the batches to measure: the short inputs if both limits are set, or else one sequence each."""
+    def take(self, context: Context) -> None:
+        """Set ``inputs``, the batches to measure: the short inputs if both limits are set, or else one sequence each."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
-            return [short_inputs(context, sequences, tokens)]
-        rows = [
-            {name: value[row : row + 1] for name, value in batch.items()}
-            for batch in context.first(sequences)
-            for row in range(len(next(iter(batch.values()))))
-        ]
-        return [short_inputs(replace(context, batches=[row]), 1, tokens or sys.maxsize) for row in rows]
+            self.inputs = [short_inputs(context, sequences, tokens)]
+            return
+        rows = [row for batch in context.first(sequences) for row in rows_of(batch)]
+        self.inputs = [short_inputs(replace(context, batches=[row]), 1, tokens or sys.maxsize) for row in rows]
 
     def _most(self, context: Context) -> tuple[int, int]:
         return context.most(self._sequences, 1), context.most(self._tokens, 32)
+
+
+def rows_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Return the sequences of a batch, each as a batch of its own."""
+    return [
+        {name: value[row : row + 1] for name, value in batch.items()} for row in range(sample_of([batch]).sequences)
+    ]
 
 
 def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, torch.Tensor]:

@@ -54,12 +54,8 @@ def _by_gradient(model: nn.Module, ids: torch.Tensor) -> float | None:
     with temporary_hooks() as hooks, torch.enable_grad():
         hooks.append(embeddings().register_forward_hook(begin))
         output = forward(model, {"input_ids": ids})[0]
-    if (
-        len(states) != 1
-        or states[0].shape[:2] != ids.shape
-        or output.shape[:2] != ids.shape
-        or not output.requires_grad
-    ):
+    shapes = [tensor.shape[:2] for tensor in (*states, output)]
+    if shapes != [ids.shape] * 2 or not output.requires_grad:
         return None
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
 
@@ -84,13 +80,6 @@ def _share(before: float, own: float) -> float:
     return before / own if own > 0 else float(before > 0)
 
 
-def loss(
-    model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase | None = None
-) -> torch.Tensor:
-    """Mean cross-entropy in nats per predicted token, float32; see ``token_losses``."""
-    return token_losses(model, inputs, tokenizer).mean()
-
-
 def token_losses(
     model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> torch.Tensor:
@@ -105,16 +94,16 @@ def token_losses(
             f"loss: {type(model).__name__} has no head that predicts tokens (allowed: a causal or masked model)"
         )
     if is_causal(model, ids):
-        logits = logits_of(forward(model, inputs))[:, :-1].float()
-        return _cross_entropy(logits, ids[:, 1:])
-    mask = getattr(tokenizer, "mask_token_id", None)
-    if mask is None:
-        raise UserError("loss: a masked language model needs its tokenizer's mask token (allowed: --tokenizer)")
-    chosen = masked_positions(ids.shape[1]).to(ids.device)
-    hidden = ids.clone()
-    hidden[:, chosen] = mask
-    logits = logits_of(forward(model, {**inputs, "input_ids": hidden}))[:, chosen].float()
-    return _cross_entropy(logits, ids[:, chosen])
+        logits, targets = logits_of(forward(model, inputs))[:, :-1].float(), ids[:, 1:]
+    else:
+        mask = getattr(tokenizer, "mask_token_id", None)
+        if mask is None:
+            raise UserError("loss: a masked language model needs its tokenizer's mask token (allowed: --tokenizer)")
+        chosen = masked_positions(ids.shape[1]).to(ids.device)
+        hidden, targets = ids.clone(), ids[:, chosen]
+        hidden[:, chosen] = mask
+        logits = logits_of(forward(model, {**inputs, "input_ids": hidden}))[:, chosen].float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
 
 def logits_of(output: Output) -> torch.Tensor:
@@ -130,7 +119,3 @@ def masked_positions(tokens: int) -> torch.Tensor:
     count = max(1, round(tokens * MASKED_SHARE))
     order = torch.randperm(max(tokens - 2, 1), generator=torch.Generator().manual_seed(0)) + (1 if tokens > 2 else 0)
     return order[:count].sort().values
-
-
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)

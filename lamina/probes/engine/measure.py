@@ -23,14 +23,13 @@ from lamina.probes.engine.context import Context, RunState
 from lamina.probes.engine.inputs import NOISE, Inputs, batches_of, reads_images
 from lamina.probes.engine.losses import is_causal
 from lamina.probes.engine.probe_settings import ProbeSettings
-from lamina.probes.engine.registry import Probe, make_all, sample_of
+from lamina.probes.engine.registry import Probe, Sample, make_all, sample_of
 from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.hooks import base_of, evaluating, forward, watch
 from lamina.probes.structure.proof import prove
-from lamina.probes.structure.sites import Point, Structure
+from lamina.probes.structure.sites import Structure
 
 PASSES = "forward passes"
-SAMPLE = ["sequences", "tokens"]  # the columns that say how much a row was measured on
 MIN_SEQUENCES = 16  # with fewer a standard error means little
 _READ = "_is_hf_initialized"  # transformers marks the weights that it read, so as not to initialize them
 logger = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ def run(
         with _attempted(context, probe, broken):
             began = time.monotonic()
             frame = _with_sample(context, probe, probe.finish(context))
-            frame = frame if sampled else frame.drop(columns=SAMPLE, errors="ignore")
+            frame = frame if sampled else frame.drop(columns=[*Sample._fields], errors="ignore")
             done(probe, frame, seconds[probe] + time.monotonic() - began)
             frames[probe.name] = frame
     context.progress(len(ready), len(ready), "done")
@@ -123,7 +122,7 @@ def estimates(context: Context, probes: Sequence[Probe]) -> dict[str, float]:
 def _with_sample(context: Context, probe: Probe, frame: pd.DataFrame) -> pd.DataFrame:
     sample = probe.measured(context)
     if sample is not None:
-        frame = frame.assign(sequences=sample.sequences, tokens=sample.tokens)
+        frame = frame.assign(**sample._asdict())
     if "sequences" in frame and len(frame):
         sequences, available = max(frame["sequences"].tolist()), sample_of(context.batches).sequences
         if 0 < sequences < available:
@@ -134,9 +133,7 @@ def _with_sample(context: Context, probe: Probe, frame: pd.DataFrame) -> pd.Data
 def _forward_passes(
     context: Context, probes: Sequence[Probe], tolerance: float, seconds: MutableMapping[Probe, float]
 ) -> None:
-    points: dict[tuple[int, Hashable], Point] = {}
-    for number, probe in enumerate(probes):
-        points |= {(number, key): point for key, point in probe.points().items()}
+    points = {(i, key): point for i, probe in enumerate(probes) for key, point in probe.points().items()}
     streaming = [probe for probe in probes if probe.streams]
     if not streaming:
         return
@@ -148,7 +145,6 @@ def _forward_passes(
         probes[key[0]].see(key[1], value)
         seconds[probes[key[0]]] += time.monotonic() - began
 
-    sequences = 0
     with torch.no_grad(), watch(points, see, root=root):
         for number, inputs in enumerate(context.batches):
             context.progress(number, len(context.batches), PASSES)
@@ -159,9 +155,8 @@ def _forward_passes(
                 probe.end_batch(inputs, output)
                 seconds[probe] += time.monotonic() - began
             del output
-            sequences += len(next(iter(inputs.values())))
             context.forwards = number + 1
-            if tolerance > 0 and sequences >= MIN_SEQUENCES:
+            if tolerance > 0 and sample_of(context.batches[: number + 1]).sequences >= MIN_SEQUENCES:
                 errors = [e for e in (probe.standard_error() for probe in streaming) if e is not None]
                 if errors and max(errors) <= tolerance:
                     break
@@ -223,7 +218,15 @@ def make_context(
 
     ``sample``: the inputs are Lamina's sample of a corpus, not the user's own, which probes measure whole.
     """
-    loaded = _loaded(model_or_path, settings)
+    given = isinstance(model_or_path, nn.Module)
+    if given:
+        for name, parameter in model_or_path.named_parameters():
+            if parameter.is_meta:
+                raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
+        loaded = Loaded(model=model_or_path)
+    else:
+        device = checked_device(settings.device)
+        loaded = load(text("checkpoint", model_or_path), dtype=settings.dtype, device=device)
     model, notes = loaded.model, list(loaded.notes)
     state: RunState = {} if loaded.run is None else {"run": loaded.run}
     tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
@@ -254,8 +257,12 @@ def make_context(
     with evaluating(model):
         structure = prove(structure, {name: tensor.to(device) for name, tensor in batches[0].items()}, base)
     notes += structure.notes
-    loaded_here = not isinstance(model_or_path, nn.Module) and not reads_images(model)
-    new = new_head(model, structure) if loaded_here else []
+    new = [] if given or reads_images(model) else new_head(model, structure)
+    warning = (
+        f"The head is not in the checkpoint ({', '.join(new[:3])}{' ...' if len(new) > 3 else ''}: newly initialized), "
+        "so the model's predictions are random. Left out: gradients, layer_drop, logit_lens, and the losses of "
+        "low_precision and bounds."
+    )
     return Context(
         model=model,
         base=base,
@@ -264,27 +271,9 @@ def make_context(
         tokenizer=tokenizer,
         notes=notes,
         state=state,
-        warnings=[_without_head(new)] if new else [],
+        warnings=[warning] if new else [],
         new_weights=new,
         whole=whole,
-    )
-
-
-def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> Loaded:
-    """Return the model that was passed in, or the one in a checkpoint."""
-    if not isinstance(model_or_path, nn.Module):
-        return load(text("checkpoint", model_or_path), dtype=settings.dtype, device=checked_device(settings.device))
-    for name, parameter in model_or_path.named_parameters():
-        if parameter.is_meta:
-            raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
-    return Loaded(model=model_or_path)
-
-
-def _without_head(new: Sequence[str]) -> str:
-    names = f"{', '.join(new[:3])}{' ...' if len(new) > 3 else ''}"
-    return (
-        f"The head is not in the checkpoint ({names}: newly initialized), so the model's predictions are random. "
-        "Left out: gradients, layer_drop, logit_lens, and the losses of low_precision and bounds."
     )
 
 

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import inspect
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -154,13 +155,9 @@ def probe(cls: type[Probe]) -> type[Probe]:
 
 def options_of(cls: type[Probe]) -> dict[str, object]:
     """Return the options of a probe with their defaults."""
-    if cls.__init__ is object.__init__:
-        return {}
-    return {
-        p.name: p.default
-        for p in inspect.signature(cls).parameters.values()
-        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-    }
+    parameters = {} if cls.__init__ is object.__init__ else inspect.signature(cls).parameters
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {p.name: p.default for p in parameters.values() if p.kind in kinds}
 
 
 def make(spec: str | Probe) -> Probe:
@@ -184,12 +181,12 @@ def make(spec: str | Probe) -> Probe:
 def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
     """Parse ``all`` or a list of specs into probes. Raises UserError for an unknown or repeated name."""
     if isinstance(chosen, str):
-        chosen = names() if chosen.strip() == "all" else specs.split(chosen, "probe")
+        chosen = specs.split(chosen, "probe")
     probes = [p for spec in chosen for p in ([make(n) for n in names()] if spec == "all" else [make(spec)])]
     if not probes:
         raise UserError(f"probes: none given (allowed: all, {', '.join(names())})")
-    for name in (probe.name for probe in probes):
-        if [other.name for other in probes].count(name) > 1:
+    for name, count in Counter(probe.name for probe in probes).items():
+        if count > 1:
             raise UserError(f"probes: {name!r} is given twice (allowed: once)")
     return probes
 
@@ -217,7 +214,7 @@ def listed() -> dict[str, Listed]:
 
 def check_probes(chosen: str) -> None:
     """Raise UserError for a name or an option that no listed probe has; the user's own probes are left to the job."""
-    for spec in [] if chosen.strip() == "all" else specs.split(chosen, "probe"):
+    for spec in specs.split(chosen, "probe"):
         if spec != "all":
             check_probe(spec)
 
@@ -237,40 +234,29 @@ def check_probe(spec: str) -> None:
 
 def read(path: Path) -> Iterator[Listed]:
     """Yield the probes of one file: its classes that are decorated with ``@probe``."""
-    text = path.read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef) and any(_is_probe(d) for d in node.decorator_list):
-            attributes = dict(_texts(node))
-            if "name" in attributes:
-                words = {k: str(attributes.get(k, "")) for k in ("name", "title", "summary", "source")}
-                yield Listed(**words, options=_options(node), over_steps=tuple(attributes.get("over_steps", ())))
-
-
-def _is_probe(decorator: ast.expr) -> bool:
-    return ast.unparse(decorator).partition("(")[0].rpartition(".")[2] == "probe"
-
-
-def _texts(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
-    """Yield the class attributes that are plain values (adjacent string literals are one)."""
-    for statement in node.body:
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            with contextlib.suppress(ValueError):  # the value of a call, not a text
-                value = ast.literal_eval(statement.value)
-                yield from ((target.id, value) for target in targets if isinstance(target, ast.Name))
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and any(
+            ast.unparse(decorator).partition("(")[0].rpartition(".")[2] == "probe" for decorator in node.decorator_list
+        ):
+            values: dict[str, Any] = {}  # the class attributes that are plain values (adjacent string literals are one)
+            for statement in node.body:
+                if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+                    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                    with contextlib.suppress(ValueError):  # the value of a call, not a text
+                        value = ast.literal_eval(statement.value)
+                        values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+            if "name" in values:
+                words = {k: str(values.get(k, "")) for k in ("name", "title", "summary", "source")}
+                yield Listed(**words, options=_options(node), over_steps=tuple(values.get("over_steps", ())))
 
 
 def _options(node: ast.ClassDef) -> dict[str, str]:
     for statement in node.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            words, positional = statement.args, statement.args.args[1:]
-            written = list(zip(words.kwonlyargs, words.kw_defaults, strict=True))
-            skipped = len(positional) - len(words.defaults)
-            written += [
-                (argument, words.defaults[i - skipped] if i >= skipped else None)
-                for i, argument in enumerate(positional)
-            ]
-            return {argument.arg: "" if default is None else ast.unparse(default) for argument, default in written}
+            names = [argument.arg for argument in (*statement.args.args[1:], *statement.args.kwonlyargs)]
+            defaults = [*statement.args.defaults, *statement.args.kw_defaults]
+            defaults = [None] * (len(names) - len(defaults)) + defaults
+            return {n: "" if d is None else ast.unparse(d) for n, d in zip(names, defaults, strict=True)}
     return {}
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lamina.errors import UserError
 from lamina.jobs.run_folder import RunFolder
 
 WINDOW, SIGMAS, FEWEST = 1000, 7.0, 32
@@ -23,56 +22,44 @@ def spikes(
     ``window`` values before it. The window excludes the value itself, which could otherwise never be a
     spike of a short window. The first ``fewest`` values have too few before them to be judged. NaN and infinity are
     spikes and enter no window; after equal values, any larger one is a spike.
-
-    Raises:
-        UserError: for an invalid window, threshold or ``fewest``.
     """
-    if window < 2 or not 2 <= fewest <= window or not sigmas > 0:
-        raise UserError(
-            f"spike score: window={window!r}, sigmas={sigmas!r}, fewest={fewest!r} (allowed: a window of at least 2, "
-            "fewest from 2 to the window, sigmas above 0)"
-        )
     values = np.asarray(list(series), dtype=np.float64)
     spike = ~np.isfinite(values)
     finite = np.flatnonzero(~spike)
-    finite_values = values[finite]
-    for start in range(0, len(finite_values), 4096):  # a few megabytes of windows at a time
-        rows = np.arange(max(start, fewest), min(start + 4096, len(finite_values)))
-        if not len(rows):
-            continue
-        columns = rows[:, None] + np.arange(-min(window, int(rows[-1])), 0)
-        before = np.where(columns >= 0, finite_values[np.maximum(columns, 0)], np.nan)
+    padded = np.concatenate([np.full(window, np.nan), values[finite]])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, window)  # row i: before the i-th finite value
+    for start in range(fewest, len(finite), 4096):  # a few megabytes of windows at a time
+        rows = finite[start : start + 4096]
+        before = windows[start : start + len(rows)]
         mean, deviation = np.nanmean(before, axis=1), np.nanstd(before, axis=1)
-        above = finite_values[rows] - mean
-        spike[finite[rows]] = (above >= sigmas * deviation) & (above > 1e-12 * np.abs(mean))
+        above = values[rows] - mean
+        spike[rows] = (above >= sigmas * deviation) & (above > 1e-12 * np.abs(mean))
     return spike
 
 
-def surges(series: Iterable[float], *, window: int = 20, factor: float = 3.0, fewest: int = 10) -> np.ndarray:
+def surges(series: Iterable[float]) -> np.ndarray:
     """Return which values are surges, a boolean array [values]: for runs of a hundred steps, too few for ``spikes``.
 
-    A value is a surge if it is more than ``factor`` times the median of the ``window`` finite values before it (of at
-    least ``fewest``), or not finite.
+    A value is a surge if it is more than 3 times the median of the 20 finite values before it (of at least 10), or not
+    finite.
     """
     surge, before = [], []
     for value in series:
-        recent = before[-window:]
-        high = len(recent) >= fewest and value > factor * float(np.median(recent))
+        recent = before[-20:]
+        high = len(recent) >= 10 and value > 3.0 * float(np.median(recent))
         surge.append(high or not math.isfinite(value))
         before += [value] if math.isfinite(value) else []
     return np.asarray(surge, dtype=bool)
 
 
-def spike_score(
-    series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST
-) -> float:
+def spike_score(series: Iterable[float]) -> float:
     """Return the share of a run's values that are ``spikes``, in [0, 1]; NaN for an empty series.
 
     OLMo 2 (arXiv 2501.00656, Sec 3.1) defines it as the percentage of values at least seven standard deviations away
     from a rolling average of the last 1,000; this counts those above it, since a loss that falls fast is no spike, and
     gives the share, not the percentage.
     """
-    marked = spikes(series, window=window, sigmas=sigmas, fewest=fewest)
+    marked = spikes(series)
     return float(marked.mean()) if len(marked) else math.nan
 
 

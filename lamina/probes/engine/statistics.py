@@ -9,6 +9,12 @@ from dataclasses import dataclass
 import torch
 
 
+def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
+    """Return the mean over independent samples [samples] and its standard error, NaN of a single one."""
+    error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else math.nan
+    return float(values.mean()), error
+
+
 class Running:
     """Mean and standard error of a tensor's values over independent samples (sequences), in float64, in one pass.
 

@@ -30,7 +30,10 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
         traces = [trace for trace in traces if id(trace) in chosen or not any(trace is line for line in lines)]
         reduced.append(f"{len(chosen)} of {len(lines)} lines")
     for trace in traces:
-        _shorten_numbers(trace)
+        for name in ("x", "y", "z"):
+            values = np.asarray(trace[name]) if _is_list(trace.get(name)) else np.empty(0, dtype=object)
+            if values.dtype == np.float64:  # a screen shows no more than seven digits
+                trace[name] = values.astype(np.float32)
         reduction = _thin_map(trace) if trace.get("type") in ("heatmap", "contour") else _thin_line(trace)
         if reduction and reduction not in reduced:
             reduced.append(reduction)
@@ -62,23 +65,13 @@ def unpack(value: object) -> Any:
     return [unpack(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _shorten_numbers(trace: Json) -> None:
-    for name in ("x", "y", "z"):
-        values = np.asarray(trace[name]) if _is_list(trace.get(name)) else np.empty(0, dtype=object)
-        if values.dtype == np.float64:  # a screen shows no more than seven digits
-            trace[name] = values.astype(np.float32)
-
-
 def _thin_map(trace: Json) -> str:
     cells = np.asarray(trace.get("z"))
     if cells.ndim != 2 or max(cells.shape) <= MOST_CELLS:
         return ""
     rows, columns = (_spread(size, MOST_CELLS) for size in cells.shape)
     for name, chosen in (("y", rows), ("x", columns)):
-        if trace.get(name) is not None:
-            trace[name] = np.asarray(trace[name])[chosen]
-        else:
-            trace[name] = np.asarray(chosen)
+        trace[name] = np.asarray(trace[name])[chosen] if trace.get(name) is not None else np.asarray(chosen)
     for name in ("z", "text", "customdata", "hovertext"):
         values = trace.get(name)
         if values is not None and np.asarray(values, dtype=object).shape[:2] == cells.shape:
@@ -91,13 +84,8 @@ def _thin_line(trace: Json) -> str:
     if length <= MOST_POINTS or trace.get("fill") == "toself":  # a band's outline runs forth and back
         return ""
     chosen = _spread(length, MOST_POINTS)
-    for holder, names in (
-        (trace, _ARRAYS),
-        (trace.get("marker"), ("color", "size")),
-        (trace.get("error_y"), ("array",)),
-    ):
-        if not isinstance(holder, dict):
-            continue
+    arrays = {"marker": ("color", "size"), "error_y": ("array",)}
+    for holder, names in ((trace, _ARRAYS), *((trace.get(name) or {}, arrays[name]) for name in arrays)):
         for name in names:
             if _is_list(holder.get(name)) and len(holder[name]) == length:
                 holder[name] = np.asarray(holder[name])[chosen]
@@ -110,6 +98,5 @@ def _is_list(value: object) -> bool:
 
 def _spread(size: int, most: int) -> list[int]:
     """At most ``most`` of ``size`` indices, evenly spaced, including both ends."""
-    if size <= most:
-        return list(range(size))
-    return sorted({round(i * (size - 1) / (most - 1)) for i in range(most)})
+    most = min(size, most)
+    return [round(i * (size - 1) / max(most - 1, 1)) for i in range(most)]

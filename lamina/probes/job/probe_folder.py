@@ -11,7 +11,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pandas as pd
@@ -33,7 +35,7 @@ from lamina.probes.engine.measure import make_context, run, tolerance_of
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe
 from lamina.probes.job.compact import compact
-from lamina.probes.structure.sites import LayerSite, Structure
+from lamina.probes.structure.sites import Structure
 
 logger = logging.getLogger(__name__)
 # The name of the norms around a sub-layer, by their roles.
@@ -45,6 +47,7 @@ _FAMILIES = {
     frozenset({"pre_norm", "post_norm"}): "norms on each module's input and on the stream (Keel, Pre-Post-LN)",
     frozenset(): "no norms on inputs, outputs or the stream",
 }
+_RUNNING = ("running", "it is still running, or was killed (--resume continues)")
 POLICY = ResumePolicy(what="folder", free=ProbeSettings.undecided())
 
 
@@ -137,7 +140,7 @@ class Measuring:
         """Measure, write, and return the content of result.json; errors as in ``probe_folder``."""
         self.folder = folder
         (folder / "figures").mkdir(exist_ok=True)
-        self._write("running", "it is still running, or was killed (--resume continues)")
+        self._write(*_RUNNING)
         try:
             run(
                 self.context,
@@ -164,11 +167,8 @@ class Measuring:
             if probe.name not in self.results:
                 start = f"{probe.name} left out: "
                 reasons = (note.removeprefix(start) for note in self.context.notes if note.startswith(start))
-                reason = next(reasons, "no result")
-                self.results[probe.name] = {**self._words(probe), "status": "skipped", "reason": reason}
-        failed = [
-            f"{name}: {result['reason']}" for name, result in self.results.items() if result["status"] == "failed"
-        ]
+                self._note(probe, "skipped", reason=next(reasons, "no result"))
+        failed = [f"{name}: {r['reason']}" for name, r in self.results.items() if r["status"] == "failed"]
         return self._write("failed" if failed else "finished", "; ".join(failed))
 
     def _broken(self, probe: Probe, error: Exception) -> None:
@@ -177,66 +177,61 @@ class Measuring:
             raise error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         logger.debug("%s failed", probe.name, exc_info=error)
-        self.results[probe.name] = {**self._words(probe), "status": "failed", "reason": reason}
+        self._note(probe, "failed", reason=reason)
 
     def _done(self, probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
         """Write a probe's frame and figures, then list them in result.json."""
         with writing(self.folder / f"{probe.name}.parquet") as temporary:
             frame.to_parquet(temporary.absolute(), index=False)
         error = probe.standard_error()
-        self.results[probe.name] = {
-            **self._words(probe),
-            "status": "finished",
-            "rows": len(frame),
-            "seconds": round(seconds, 3),
-            "forwards": self.context.forwards if probe.points() else None,
-            "standard_error": error if error is not None and math.isfinite(error) else None,
-            "sentences": list(probe.sentences(frame)),
-            "figures": self._figures(probe, frame),
-            "notes": self.context.notes[self._noted :],
-        }
-        self._noted = len(self.context.notes)
-        self._write("running", "it is still running, or was killed (--resume continues)")
-
-    def _figures(self, probe: Probe, frame: pd.DataFrame) -> list[dict[str, str]]:
-        drawn = []
+        figures = []
         for number, (figure, caption) in enumerate(probe.figures(frame), start=1):
             small, reduction = compact(figure)
             name = f"figures/{probe.name}-{number}.json"
             write_text(self.folder / name, str(small.to_json()))
             title = figure.layout.title.text or ""
-            drawn.append({"file": name, "title": title, "caption": f"{caption} {reduction}".strip()})
-        return drawn
+            figures.append({"file": name, "title": title, "caption": f"{caption} {reduction}".strip()})
+        self._note(
+            probe,
+            "finished",
+            rows=len(frame),
+            seconds=round(seconds, 3),
+            forwards=self.context.forwards if probe.points() else None,
+            standard_error=error if error is not None and math.isfinite(error) else None,
+            sentences=list(probe.sentences(frame)),
+            figures=figures,
+            notes=self.context.notes[self._noted :],
+        )
+        self._noted = len(self.context.notes)
+        self._write(*_RUNNING)
 
-    def _words(self, probe: Probe) -> dict[str, str]:
-        return {
+    def _note(self, probe: Probe, status: str, **more: object) -> None:
+        self.results[probe.name] = {
             "spec": self.specs[probe.name],
             "title": probe.title,
             "summary": probe.summary,
             "source": probe.source,
             "definition": inspect.getdoc(type(probe)) or "",
+            "status": status,
+            **more,
         }
 
     def _write(self, status: str, reason: str) -> Json:
-        probe_notes = {note for entry in self.results.values() for note in entry.get("notes") or ()}
-        skip_notes = {f"{name} left out: {entry.get('reason')}" for name, entry in self.results.items()}
+        context, names = self.context, dict.fromkeys([*self.specs, *self.results])
+        told = {note for entry in self.results.values() for note in entry.get("notes") or ()}
+        told |= {f"{name} left out: {entry.get('reason')}" for name, entry in self.results.items()}
+        told |= set(context.structure.notes)
         result = {
             "status": status,
             "reason": reason,
             "created": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "model": {
-                "name": str(Path(self.settings.checkpoint)),
-                **describe(self.context.model, self.context.structure),
-            },
+            "model": {"name": str(Path(self.settings.checkpoint)), **describe(context.model, context.structure)},
             "inputs": self._inputs(),
             "settings": self.settings.to_dict(),
-            "forwards": self.context.forwards,
-            "warnings": list(self.context.warnings),
-            "notes": [
-                n for n in self.context.notes if n not in probe_notes | skip_notes | set(self.context.structure.notes)
-            ],
-            "probes": {name: self.results[name] for name in self.specs if name in self.results}
-            | {name: entry for name, entry in self.results.items() if name not in self.specs},
+            "forwards": context.forwards,
+            "warnings": list(context.warnings),
+            "notes": [note for note in context.notes if note not in told],
+            "probes": {name: self.results[name] for name in names if name in self.results},
             "seconds": round(time.monotonic() - self.began, 2),
         }
         write_json(self.folder / RESULT, result)
@@ -245,9 +240,8 @@ class Measuring:
     def _inputs(self) -> Json:
         """Return the inputs that the model ran on: the number of sequences used, and their length."""
         batches = list(self.context.batches)
-        used = batches[: self.context.forwards] or batches
-        first = next(iter(used[0].values()))
-        count = sum(len(next(iter(batch.values()))) for batch in used)
+        count = registry.sample_of(batches[: self.context.forwards] or batches).sequences
+        first = next(iter(batches[0].values()))
         unit = "tokens" if self.context.reads_tokens else "pixels"
         shape = " × ".join(str(size) for size in first.shape[1:])
         return {"sequences": count, "shape": list(first.shape[1:]), "text": f"{count} × {shape} {unit}"}
@@ -312,58 +306,44 @@ def _duration(seconds: float) -> str:
 
 def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
     """Return the facts about a model in result.json, found by running it, not looked up by name."""
-    config = getattr(model, "config", None)
-    parameters = {id(p): p for p in model.parameters()}.values()
+    parameters = list(model.parameters())
     shared = len({id(site.module) for site in structure.layers}) < structure.num_layers
+    families: list[str] = []
+    norms: list[str] = []
+    for site in structure.layers:
+        roles = [[norm.role for norm in sublayer.norms] for sublayer in site.sublayers]
+        kinds = [frozenset(each) - {"inner_norm"} for each in roles]
+        names = [_FAMILIES.get(kind) or " and ".join(sorted(kind)) for kind in kinds]
+        named = [f"{s.kind.replace('_', '-')}: {name}" for s, name in zip(site.sublayers, names, strict=True)]
+        families.append(", ".join(named) if len(set(names)) > 1 else names[0] if names else "no sub-layers found")
+        counts = [[f"{role} × {n}" if n > 1 else role for role, n in Counter(each).items()] for each in roles]
+        pairs = zip(site.sublayers, counts, strict=True)
+        norms.append(", ".join(f"{s.kind}: {' + '.join(each) or 'none'}" for s, each in pairs))
     return {
-        "model_type": getattr(config, "model_type", None),
+        "model_type": getattr(getattr(model, "config", None), "model_type", None),
         "class": type(model).__name__,
         "num_layers": structure.num_layers,
         "hidden_size": structure.hidden_size,
         "parameters": sum(p.numel() for p in parameters),
-        "dtype": str(next(iter(parameters)).dtype).removeprefix("torch."),
-        "placement": "; ".join(_runs([_family(site) for site in structure.layers])),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "placement": _runs(families),
         "layers": " … ".join(dict.fromkeys((structure.layers[0].path, structure.layers[-1].path))),
         "layers_share_weights": shared or None,
-        "sublayers": "; ".join(_runs([", ".join(s.kind for s in site.sublayers) for site in structure.layers])),
-        "norms": "; ".join(_runs([_norms(site) for site in structure.layers])),
+        "sublayers": _runs([", ".join(s.kind for s in site.sublayers) for site in structure.layers]),
+        "norms": _runs(norms),
         "embedding_norm": structure.embedding_norm.path if structure.embedding_norm else None,
         "final_norm": structure.final_norm.path if structure.final_norm else "none",
         "notes": list(structure.notes),
     }
 
 
-def _family(site: LayerSite) -> str:
-    role_sets = [frozenset(n.role for n in s.norms if n.role != "inner_norm") for s in site.sublayers]
-    names = [_FAMILIES.get(roles) or " and ".join(sorted(roles)) for roles in role_sets]
-    if len(set(names)) <= 1:
-        return names[0] if names else "no sub-layers found"
-    return ", ".join(f"{s.kind.replace('_', '-')}: {name}" for s, name in zip(site.sublayers, names, strict=True))
-
-
-def _norms(site: LayerSite) -> str:
-    parts = []
-    for sublayer in site.sublayers:
-        roles = [norm.role for norm in sublayer.norms]
-        counted = [role + (f" × {roles.count(role)}" if roles.count(role) > 1 else "") for role in dict.fromkeys(roles)]
-        parts.append(f"{sublayer.kind}: {' + '.join(counted) or 'none'}")
-    return ", ".join(parts)
-
-
-def _runs(texts: Iterable[str]) -> list[str]:
+def _runs(texts: Sequence[str]) -> str:
     """Return the text if it is the same for all layers; else each text with its layers."""
-    spans: list[tuple[int, int, str]] = []
-    for index, text in enumerate(texts):
-        if spans and spans[-1][2] == text:
-            spans[-1] = (spans[-1][0], index, text)
-        else:
-            spans.append((index, index, text))
-    if len(spans) == 1:
-        return [spans[0][2]]
-    if len(spans) > 8:  # alternating kinds: each once, with its count
-        kinds = {text: sum(last - first + 1 for first, last, other in spans if other == text) for _, _, text in spans}
-        return [f"{count} layers: {text}" for text, count in kinds.items()]
-    return [
-        f"layer{'s' * (last > first)} {first}{f'–{last}' if last > first else ''}: {text}"
-        for first, last, text in spans
-    ]
+    runs = [(text, [i for i, _ in run]) for text, run in groupby(enumerate(texts), key=lambda each: each[1])]
+    if len(runs) == 1:
+        return texts[0]
+    if len(runs) > 8:  # alternating kinds: each once, with its count
+        return "; ".join(f"{count} layers: {text}" for text, count in Counter(texts).items())
+    return "; ".join(
+        f"layer{'s' * (len(run) > 1)} {run[0]}{f'–{run[-1]}' if len(run) > 1 else ''}: {text}" for text, run in runs
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from lamina.errors import UserError
 from lamina.probes.structure.hooks import evaluating, takes_cache
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
-from lamina.probes.structure.stream import Branch, TracedLayer, origin, read_layer
+from lamina.probes.structure.stream import TracedLayer, origin
 from lamina.probes.structure.tracing import Call, Op, Trace, trace
 
 
@@ -25,24 +25,29 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     more = {"use_cache": False} if takes_cache(type(model)) else {}
     with evaluating(model):
         record = trace(model, {**inputs, **more})
-    chains = [] if layers else _chains(record)
+    chains = _chains(record)
     calls = _named(model, record, layers) if layers else _choose(model, record, chains)
-    resolved = [read_layer(call, record) for call in calls]
+    resolved = [TracedLayer(call, record) for call in calls]
     width = record.shapes[calls[0].output][-1]
     notes = []
-    strange = [i for i, layer in enumerate(resolved) if layer.unnamed or not layer.additions]
+    strange = [i for i, layer in enumerate(resolved) if layer.breaks or not layer.additions]
     if strange:
+        some = ", ".join(map(str, strange[:5])) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
         notes.append(
-            f"layer {_some(strange)} adds something to the stream that no module hands over (it is computed or "
+            f"layer {some} adds something to the stream that no module hands over (it is computed or "
             "rearranged in between), so its sub-layers are left out; the states are whole"
         )
         for index in strange:
             resolved[index].additions.clear()
     first, last = calls[0], calls[-1]
-    others = _outside_chains(_chains(record) if layers else chains, calls)
-    notes += [] if layers else _others(others, calls)
+    others = _outside_chains(chains, calls)
+    if others and not layers:
+        notes.append(
+            f"{sum(map(len, others))} more layers ({others[0][0].path}, ...) lie outside of the chain that was found "
+            f"at {first.path}; --layers PATH names the list of layers that is meant"
+        )
     return Structure(
-        layers=tuple(_site(i, layer, width) for i, layer in enumerate(resolved)),
+        layers=tuple(_site(i, layer) for i, layer in enumerate(resolved)),
         hidden_size=width,
         embedding=_asked(model, "get_input_embeddings"),
         embedding_norm=_outer_norm("embedding_norm", record, before=first),
@@ -69,7 +74,7 @@ def _chains(record: Trace) -> list[list[Call]]:
 
 
 def _families(record: Trace) -> list[list[Call]]:
-    """Return one module's calls of modules that add to a stream."""
+    """Return the calls of modules that add to a stream, by the call that holds them."""
     families: dict[int, list[Call]] = {}
     for call in record.calls:
         if call.parent is not None and _carries_stream(call, record):
@@ -113,16 +118,6 @@ def _outside(record: Trace, calls: list[Call], others: list[list[Call]]) -> Iter
     for call in record.calls:
         if call.ended < calls[0].began or call.began > calls[-1].ended:
             yield ("embedding" if call.ended < calls[0].began else "readout"), call.module
-
-
-def _others(outside: list[list[Call]], calls: list[Call]) -> list[str]:
-    """Return a note if there are layers outside the chosen ones."""
-    if not outside:
-        return []
-    return [
-        f"{sum(map(len, outside))} more layers ({outside[0][0].path}, ...) lie outside of the chain that was found at "
-        f"{calls[0].path}; --layers PATH names the list of layers that is meant"
-    ]
 
 
 def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:
@@ -171,7 +166,7 @@ def _carries_stream(call: Call, record: Trace) -> bool:
         return False
     if not record.floating[call.output] or record.shapes[call.output] != record.shapes[x]:
         return False
-    return bool(read_layer(call, record, describe=False).additions)
+    return bool(TracedLayer(call, record, describe=False).additions)
 
 
 def _stream_input(call: Call, record: Trace) -> int | None:
@@ -214,37 +209,24 @@ def _asked(model: nn.Module, method: str) -> nn.Module | None:
         return None
 
 
-def _site(index: int, layer: TracedLayer, width: int) -> LayerSite:
-    call = layer.call
+def _site(index: int, layer: TracedLayer) -> LayerSite:
     sublayers: list[SublayerSite] = []
     for addition in layer.additions:
         for branch in addition.branches:
+            source, down, feed_forward = branch.source, branch.down, None
+            if branch.kind == "feed_forward" and down is not None and branch.up:
+                up = tuple((c.path, c.module) for c in branch.up)
+                post = Point(down.module, down.path, "input", down.number, None, next(iter(down.inputs)))
+                feed_forward = FeedForward(up, (down.path, down.module), branch.pre, post)
             sublayers.append(
                 SublayerSite(
                     kind=branch.kind,
-                    contribution=Point(
-                        branch.source.module, branch.source.path, "output", branch.source.number, branch.factor
-                    ),
+                    contribution=Point(source.module, source.path, "output", source.number, branch.factor),
                     after=addition.after,
                     norms=tuple(NormSite(role, norm.module, norm.path, norm.number) for role, norm in branch.norms),
-                    feed_forward=_feed_forward(branch, width),
+                    feed_forward=feed_forward,
                     modules=tuple((c.path, c.module) for c in branch.modules),
                 )
             )
+    call = layer.call
     return LayerSite(index, call.module, call.path, call.number, tuple(sublayers), layer.argument)
-
-
-def _feed_forward(branch: Branch, width: int) -> FeedForward | None:
-    if branch.kind != "feed_forward" or branch.down is None or not branch.up:
-        return None
-    down = branch.down
-    return FeedForward(
-        up=tuple((c.path, c.module) for c in branch.up),
-        down=(down.path, down.module),
-        pre=branch.pre,
-        post=Point(down.module, down.path, "input", down.number, None, next(iter(down.inputs))),
-    )
-
-
-def _some(indices: Sequence[int]) -> str:
-    return ", ".join(map(str, indices[:5])) + (f" and {len(indices) - 5} more" if len(indices) > 5 else "")

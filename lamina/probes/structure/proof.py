@@ -19,6 +19,8 @@ Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]  # by the key of their poin
 SEQUENCES = 3
 _LENGTHS = (11, 13, 7, 5, 4)  # tokens: the first that the text has and that is neither the width nor the sequences
 _ROUNDINGS = 16  # of a sum of a few terms, in units of the type's precision
+_RANDOM = "the model draws something at random in evaluation mode, too (allowed: a model without)"
+_BATCH = "batch (allowed: models that read each sequence by itself)"
 _SAME = 1e-3  # a token's state in another batch: what other kernels and groups of experts round differently
 
 
@@ -37,16 +39,23 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     try:
         tensors = _watched(root, {**states, **_parts(structure)}, few)
     except Exception:  # it does not run on its main input alone: an encoder with its decoder
-        few |= _rest(inputs, few)
+        ids, length = next(iter(inputs.values())), next(iter(few.values())).shape[1]
+        rest = {name: tensor[:1] for name, tensor in inputs.items() if name not in few and tensor.ndim}
+        cut = {
+            name: t[:, :length] if t.shape == ids[:1].shape else t for name, t in rest.items()
+        }  # masks as the tokens
+        few |= {name: torch.cat([tensor] * SEQUENCES) for name, tensor in cut.items()}
         tensors = _watched(root, {**states, **_parts(structure)}, few)
-    _check_axes(structure, tensors, few)
-    _check_agreement(structure, tensors, _watched(root, states, few))
-    _check_batch(structure, tensors, _watched(root, states, {name: tensor[:1] for name, tensor in few.items()}))
+    _check_axes(structure, tensors, next(iter(few.values())))
+    again = _watched(root, states, few)
+    _check_same(structure, tensors, again, "two passes over the same input differ at {}: " + _RANDOM)
+    first = {state: tensors[state][:1] for state in states}
+    alone = _watched(root, states, {name: tensor[:1] for name, tensor in few.items()})
+    _check_same(structure, first, alone, "a sequence's stream at {} depends on the other sequences of its " + _BATCH)
     if "input_ids" in few and few["input_ids"].shape[1] > 1:
         _check_tokens(structure, tensors, root, few)
     mixing = _mixing(structure, root, few)
-    structure = replace(structure, layers=tuple(_with_mixers(site, mixing) for site in structure.layers))
-    structure = replace(structure, layers=tuple(_without_gated(site, tensors) for site in structure.layers))
+    structure = replace(structure, layers=tuple(_without_others(site, mixing, tensors) for site in structure.layers))
     wrong = [site.index for site in structure.layers if site.sublayers and not _adds_up(site, tensors)]
     if not wrong:
         return structure
@@ -68,14 +77,6 @@ def _few(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
     fit = [n for n in _LENGTHS if n <= ids.shape[1] and n not in (width, SEQUENCES)]
     ids = ids[:, : fit[0] if fit else 1]
     return {"input_ids": torch.cat([ids.roll(shift, 1) for shift in range(SEQUENCES)])}
-
-
-def _rest(inputs: Batch, few: Batch) -> dict[str, torch.Tensor]:
-    """Return the other inputs, the same for each sequence; masks as long as the tokens."""
-    tokens, length = next(iter(inputs.values())), next(iter(few.values())).shape[1]
-    rest = {name: tensor[:1] for name, tensor in inputs.items() if name not in few and tensor.ndim}
-    cut = {name: t[:, :length] if t.shape == tokens[:1].shape else t for name, t in rest.items()}
-    return {name: torch.cat([tensor] * SEQUENCES) for name, tensor in cut.items()}
 
 
 def _parts(structure: Structure) -> dict[Hashable, Point]:
@@ -104,8 +105,7 @@ def _watched(root: nn.Module, points: Mapping[Key, Point], inputs: Batch) -> dic
     return tensors
 
 
-def _check_axes(structure: Structure, tensors: Tensors, inputs: Batch) -> None:
-    batch = next(iter(inputs.values()))
+def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> None:
     for state in structure.states():
         if state not in tensors:
             raise UserError(f"model: the stream of layer {state} can't be watched (allowed: --layers, another list)")
@@ -114,32 +114,25 @@ def _check_axes(structure: Structure, tensors: Tensors, inputs: Batch) -> None:
         if right and batch.ndim == 2:
             right = shape[1] == batch.shape[1]
         if not right:
-            expected = (
-                f"{len(batch)} sequences of {batch.shape[1]} tokens" if batch.ndim == 2 else f"{len(batch)} images"
-            )
+            inputs = f"sequences of {batch.shape[1]} tokens" if batch.ndim == 2 else "images"
             raise UserError(
-                f"model: the stream at {_path(structure, state)} is {list(shape)} for {expected} (allowed: models "
-                "whose layers hand on [batch, tokens, width])"
+                f"model: the stream at {_path(structure, state)} is {list(shape)} for {len(batch)} {inputs} (allowed: "
+                "models whose layers hand on [batch, tokens, width])"
             )
 
 
-def _check_agreement(structure: Structure, first: Tensors, second: Tensors) -> None:
+def _check_same(structure: Structure, states: Tensors, others: Tensors, text: str) -> None:
+    """Raise UserError with ``text``, which takes the place, where two passes' states differ by more than rounding."""
     for state in structure.states():
-        if first[state].shape != second[state].shape or _apart(first[state], second[state]) > _tolerance(first[state]):
-            raise UserError(
-                f"model: two passes over the same input differ at {_path(structure, state)}: the model draws something "
-                "at random in evaluation mode, too (allowed: a model without)"
-            )
-
-
-def _check_batch(structure: Structure, together: Tensors, alone: Tensors) -> None:
-    for state in structure.states():
-        first = together[state][:1]
-        if alone[state].shape != first.shape or _apart(first, alone[state]) > _tolerance(first):
-            raise UserError(
-                f"model: a sequence's stream at {_path(structure, state)} depends on the other sequences of its batch "
-                "(allowed: models that read each sequence by itself)"
-            )
+        a, b = states[state], others[state]
+        same = a.shape == b.shape
+        if same:  # by the median token: a single one may change experts
+            x, y = a.double().flatten(0, -2), b.double().flatten(0, -2)
+            length = torch.maximum(x.norm(dim=-1), y.norm(dim=-1)).clamp_min(1e-30)
+            apart = float(((x - y).norm(dim=-1) / length).median().nan_to_num(0.0))
+            same = apart <= max(_SAME, _ROUNDINGS * torch.finfo(a.dtype).eps)
+        if not same:
+            raise UserError(f"model: {text.format(_path(structure, state))}")
 
 
 def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, inputs: Batch) -> None:
@@ -154,18 +147,6 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
             f"model: the first token's stream at {_path(structure, 0)} does not depend on the first token (allowed: "
             "models whose layers hand on [batch, tokens, width])"
         )
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the states' relative distance, by the median token: a single token may change experts."""
-    a, b = a.double().flatten(0, -2), b.double().flatten(0, -2)
-    length = torch.maximum(a.norm(dim=-1), b.norm(dim=-1)).clamp_min(1e-30)
-    apart = ((a - b).norm(dim=-1) / length).median()
-    return float(apart.nan_to_num(0.0))
-
-
-def _tolerance(x: torch.Tensor) -> float:
-    return max(_SAME, _ROUNDINGS * torch.finfo(x.dtype).eps)
 
 
 def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
@@ -234,21 +215,15 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[i
     return mixing
 
 
-def _with_mixers(site: LayerSite, mixing: set[tuple[int, int]]) -> LayerSite:
-    sublayers = tuple(
-        replace(sublayer, kind="mixer", feed_forward=None) if (site.index, number) in mixing else sublayer
-        for number, sublayer in enumerate(site.sublayers)
-    )
-    return replace(site, sublayers=sublayers)
-
-
-def _without_gated(site: LayerSite, tensors: Tensors) -> LayerSite:
-    """Return the layer without the parts of feed-forwards whose down-projection is not the last: RWKV gates it."""
+def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tensors) -> LayerSite:
+    """Return the layer without feed-forwards that are none: what mixes tokens, what RWKV gates behind the matrix."""
     sublayers = []
     for number, sublayer in enumerate(site.sublayers):
         down = tensors.get(("down", site.index, number))
         end = tensors.get(("out", site.index, number), tensors.get(("contribution", site.index, number)))
-        if sublayer.feed_forward is not None and down is not None and end is not None:
+        if (site.index, number) in mixing:
+            sublayer = replace(sublayer, kind="mixer", feed_forward=None)
+        elif sublayer.feed_forward is not None and down is not None and end is not None:
             rows = [t.double().flatten(0, -2) for t in (end, down)]
             precision = torch.finfo(end.dtype).eps
             same = rows[0].shape == rows[1].shape
@@ -267,9 +242,8 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
     limit = _ROUNDINGS * precision * max(largest, 1e-30)
     if float((rest - skips[0]).abs().max()) <= limit:
         return True
-    basis = torch.stack([s / largest for s in dict.fromkeys(skips)], dim=-1).transpose(
-        0, 1
-    )  # [channels, tokens, skips]
+    basis = torch.stack([s / largest for s in dict.fromkeys(skips)], dim=-1).transpose(0, 1)
+    # [channels, tokens, skips]
     factors = torch.linalg.lstsq(basis, (rest / largest).T[..., None], driver="gelsd").solution
     residual = (rest / largest).T - (basis @ factors)[..., 0]
     return float(residual.abs().max()) * largest <= limit

@@ -35,12 +35,13 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
             normed, doubled = (norm(sign[None, None] * size).flatten().float() for size in (8, 16))
             if float((doubled - normed).abs().max()) > 0.1 * float(normed.abs().max()):
                 return weight.float()  # MobileBERT's NoNorm only multiplies
-        except (
-            TypeError,
-            AttributeError,
-        ):  # a gated norm, which takes the gate beside the channels: the same for each of them here
-            normed = _gated(norm, sign)
-    if normed is None or normed.shape != weight.shape:
+        except (TypeError, AttributeError):  # a gated norm, whose gate is 20 in every channel here: its SiLU is 20
+            try:
+                gate = torch.full_like(sign, 20.0)
+                normed = norm(sign[None, None] * 8, gate[None, None]).flatten().float() / 20.0
+            except (TypeError, AttributeError, RuntimeError):
+                return None
+    if normed.shape != weight.shape:
         return None
     if isinstance(bias, torch.Tensor):
         normed = normed - bias.detach().float()
@@ -48,15 +49,6 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
     plain, shifted = weight.float(), weight.float() + 1
     far = ((measured - shifted).abs().mean() < (measured - plain).abs().mean()).item()
     return shifted if far else plain
-
-
-def _gated(norm: nn.Module, sign: torch.Tensor) -> torch.Tensor | None:
-    """Return a gated norm's output for a known vector, divided by the gate: 20 in every channel, whose SiLU is 20."""
-    gate = 20.0
-    try:
-        return norm(sign[None, None] * 8, torch.full_like(sign, gate)[None, None]).flatten().float() / gate
-    except (TypeError, AttributeError, RuntimeError):
-        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,11 +159,6 @@ class LayerSite:
     def output(self) -> Point:
         """x^(l+1), the stream behind it."""
         return Point(self.module, self.path, "output", self.call)
-
-    @property
-    def norms(self) -> tuple[NormSite, ...]:
-        """All its norms."""
-        return tuple(norm for sublayer in self.sublayers for norm in sublayer.norms)
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,31 +38,6 @@ class Addition:
     after: Point | None = None
 
 
-@dataclass(eq=False)
-class TracedLayer:
-    call: Call
-    additions: list[Addition]
-    argument: int | str  # where the call's stream is among its arguments
-    unnamed: int = 0  # additions of something that no module returns
-
-
-@dataclass(eq=False)
-class StreamRecord:
-    """The result of following the stream through a call; the key of a norm is the id of its call."""
-
-    call: Call
-    record: Trace
-    shape: tuple[int, ...]  # of the stream
-    calls: list[Call]  # inside the call
-    ops: list[Op]
-    additions: list[Addition] = field(default_factory=list)
-    breaks: list[int] = field(default_factory=list)  # times at which something that no module returns was added
-    reads: dict[int, int] = field(default_factory=dict)  # of a norm: the sum that it norms, -1 for another norm
-    carried: set[int] = field(default_factory=set)  # sums that go on as they are
-    post: set[int] = field(default_factory=set)  # norms whose output goes on as the stream
-    out: set[int] = field(default_factory=set)  # norms behind a branch
-
-
 def inside(call: Call) -> list[Call]:
     calls: list[Call] = []
     waiting = list(reversed(call.children))
@@ -99,48 +74,59 @@ class _Sum:
     whole: bool = False  # whether a tensor that no module returns has the stream's shape
 
 
-def read_layer(call: Call, record: Trace, *, describe: bool = True) -> TracedLayer:
-    """Follow the stream through a call; without ``describe`` only far enough to know what is added."""
-    shape = record.shapes[call.output] if call.output >= 0 else ()
-    argument, start = next(
-        ((k, v) for k, v in call.inputs.items() if record.shapes[v] == shape and record.floating[v]), (0, -1)
-    )
-    return _Reader(call, record, shape, start).read(argument, describe)
+class TracedLayer:
+    """The stream followed through one call: what is added to it, and where; norms are kept by the id of their call.
 
+    Without ``describe`` only far enough to know what is added.
+    """
 
-class _Reader:
-    def __init__(self, call: Call, record: Trace, shape: tuple[int, ...], start: int):
+    def __init__(self, call: Call, record: Trace, *, describe: bool = True):
+        self.call, self.record = call, record
+        self.shape = record.shapes[call.output] if call.output >= 0 else ()
+        # ``argument``: where the stream is among the call's arguments
+        self.argument, start = next(
+            ((k, v) for k, v in call.inputs.items() if record.shapes[v] == self.shape and record.floating[v]), (0, -1)
+        )
         low, high = (bisect.bisect_left(record.ops, t, key=lambda op: op.time) for t in (call.began, call.ended))
-        self.traced = StreamRecord(call, record, shape, inside(call), record.ops[low:high], carried={start})
+        self.calls, self.ops = inside(call), record.ops[low:high]
+        self.additions: list[Addition] = []
+        self.breaks: list[int] = []  # times at which something that no module returns was added
+        self.reads: dict[int, int] = {}  # of a norm: the sum that it norms, -1 for another norm
+        self.carried = {start}  # sums that go on as they are
+        self.post: set[int] = set()  # norms whose output goes on as the stream
+        self.out: set[int] = set()  # norms behind a branch
         self.tags: dict[int, _Tag] = {start: _Tag("stream", sum=start)}
         self.sums: dict[int, _Sum] = {}  # by their values
-
-    def read(self, argument: int | str, describe: bool) -> TracedLayer:
-        events: list[tuple[int, Call | Op]] = [(c.ended, c) for c in self.traced.calls]
-        events += [(o.time, o) for o in self.traced.ops]
+        events: list[tuple[int, Call | Op]] = [(c.ended, c) for c in self.calls]
+        events += [(o.time, o) for o in self.ops]
         for _, event in sorted(events, key=lambda e: e[0]):
             if isinstance(event, Call):
                 self._leave(event)
-            elif event.call is None or not _in_norm(event.call, self.traced.call):
+            elif event.call is None or not self._in_norm(event.call):
                 self._operate(event)
         self._keep_sums_of_the_stream()
-        self._carry(self.tags.get(self.traced.call.output))
+        self._carry(self.tags.get(call.output))
         # Whose sum goes on nowhere else is a norm of the stream, too: FuseNorm's skip is the block's input.
-        self.traced.post |= {
-            norm for norm, value in self.traced.reads.items() if value >= 0 and value not in self.traced.carried
-        }
+        self.post |= {norm for norm, value in self.reads.items() if value >= 0 and value not in self.carried}
         if describe:
-            describe_branches(self.traced)
-        return TracedLayer(self.traced.call, self.traced.additions, argument, len(self.traced.breaks))
+            self.same = {op.outputs[0]: op.inputs[0] for op in self.ops if op.kind == "same"}
+            self._describe()
+
+    def _in_norm(self, call: Call | None) -> bool:
+        while call is not None and call is not self.call:
+            if call.is_norm:
+                return True
+            call = call.parent
+        return False
 
     def _keep_sums_of_the_stream(self) -> None:
         """Keep the additions to the stream that reach the call's output, or that a norm reads (FuseNorm's).
 
         RWKV adds the stream of the token before and passes the sum to its projections only: that is no addition.
         """
-        last = self.tags.get(self.traced.call.output)
+        last = self.tags.get(self.call.output)
         waiting = [last.sum] if last is not None and last.kind != "branch" else []
-        waiting += [value for value in self.traced.reads.values() if value in self.sums]
+        waiting += [value for value in self.reads.values() if value in self.sums]
         carried: set[int] = set()
         while waiting:
             value = waiting.pop()
@@ -154,11 +140,11 @@ class _Reader:
                 self._carry(tag)
             if addition.branches is None:
                 if addition.whole:
-                    self.traced.breaks.append(addition.op.time)
+                    self.breaks.append(addition.op.time)
                 continue
-            self.traced.out |= {id(tag.norm) for tag in addition.branches if tag.norm is not None}
+            self.out |= {id(tag.norm) for tag in addition.branches if tag.norm is not None}
             parts = sorted((p for tag in addition.branches for p in tag.parts), key=lambda p: p.source.began)
-            self.traced.additions.append(Addition(addition.op, [Branch(p.source, p.factor) for p in parts]))
+            self.additions.append(Addition(addition.op, [Branch(p.source, p.factor) for p in parts]))
 
     def _leave(self, call: Call) -> None:
         value = call.output
@@ -172,7 +158,7 @@ class _Reader:
             if before is not None and before.kind in ("stream", "normed"):
                 self.tags[value] = _Tag("normed", norm=call, sum=before.sum)
                 # The norm of a norm is the next module's own, unless its output goes on.
-                self.traced.reads[id(call)] = before.sum if before.kind == "stream" else -1
+                self.reads[id(call)] = before.sum if before.kind == "stream" else -1
             elif before is not None:
                 self.tags[value] = _Tag("branch", (_Part(call),), norm=call)
             return
@@ -203,7 +189,7 @@ class _Reader:
         assert op.factor is not None  # of a scaling
         factor: Any = op.factor[index]
         if isinstance(factor, torch.Tensor):
-            if factor.numel() not in (1, self.traced.shape[-1]):
+            if factor.numel() not in (1, self.shape[-1]):
                 return  # a gate: another tensor of the stream's shape
             factor = float(factor) if factor.numel() == 1 else factor.detach()
         parts = tuple(
@@ -214,18 +200,18 @@ class _Reader:
 
     def _fits(self, value: int) -> bool:
         """Tell whether a tensor can be the stream: as many elements and channels (OPT flattens its tokens)."""
-        shape = self.traced.record.shapes[value]
-        same = math.prod(shape) == math.prod(self.traced.shape) and shape[-1:] == self.traced.shape[-1:]
-        return same and self.traced.record.floating[value]
+        shape = self.record.shapes[value]
+        same = math.prod(shape) == math.prod(self.shape) and shape[-1:] == self.shape[-1:]
+        return same and self.record.floating[value]
 
     def _carry(self, tag: _Tag | None) -> None:
         """Mark this tensor as the stream."""
         if tag is None or tag.kind == "branch":
             return
         if tag.kind == "normed" and tag.norm is not None:
-            self.traced.post.add(id(tag.norm))
+            self.post.add(id(tag.norm))
         else:
-            self.traced.carried.add(tag.sum)
+            self.carried.add(tag.sum)
 
     def _add(self, op: Op, a: _Tag | None, b: _Tag | None) -> None:
         out = op.outputs[0]
@@ -244,53 +230,34 @@ class _Reader:
         self.sums[out] = _Sum(op, streams, branches or None)
         self.tags[out] = _Tag("stream", sum=out)
 
-
-def _in_norm(call: Call | None, until: Call) -> bool:
-    while call is not None and call is not until:
-        if call.is_norm:
-            return True
-        call = call.parent
-    return False
-
-
-def describe_branches(record: StreamRecord) -> None:
-    """Fill in the branches of the record's additions."""
-    _Describer(record).describe()
-
-
-class _Describer:
-    def __init__(self, record: StreamRecord):
-        self.traced = record
-        self.same = {op.outputs[0]: op.inputs[0] for op in record.ops if op.kind == "same"}
-
-    def describe(self) -> None:
-        marks = sorted([a.op.time for a in self.traced.additions] + self.traced.breaks)
-        units = [c for c in self.traced.calls if not c.is_norm and not any(c.began < m < c.ended for m in marks)]
+    def _describe(self) -> None:
+        marks = sorted([a.op.time for a in self.additions] + self.breaks)
+        units = [c for c in self.calls if not c.is_norm and not any(c.began < m < c.ended for m in marks)]
         ids = {id(c) for c in units}
         units = [c for c in units if id(c.parent) not in ids]
-        branches = [b for a in self.traced.additions for b in a.branches]
+        branches = [b for a in self.additions for b in a.branches]
         claimed = {id(c): b for b in branches for c in units if b.source.within(c)}
-        for number, addition in enumerate(self.traced.additions):
+        for number, addition in enumerate(self.additions):
             end = addition.op.time
-            begin = max((m for m in marks if m < end), default=self.traced.call.began)
+            begin = max((m for m in marks if m < end), default=self.call.began)
             for branch in addition.branches:
                 calls = [c for c in units if claimed.get(id(c)) is branch]
                 if len(addition.branches) == 1:  # other calls before it, unless they are another branch's
                     calls = [c for c in units if c in calls or (id(c) not in claimed and begin < c.began < end)]
                 calls = calls or [branch.source]
                 others = [c for c in units if id(c) in claimed and claimed[id(c)] is not branch]
-                self._fill(branch, calls, [o for o in self.traced.ops if _mine(o, calls, others, begin, end)])
+                self._fill(branch, calls, [o for o in self.ops if _mine(o, calls, others, begin, end)])
             addition.after = self._after(addition.op.outputs[0])
             self._give_norms(number, addition, begin)
-        end = self.traced.additions[-1].op.time if self.traced.additions else 0
-        for norm in (c for c in self.traced.calls if c.is_norm and c.began > end and id(c) in self.traced.post):
-            self.traced.additions[-1].branches[-1].norms.append(("post_norm", norm))
+        end = self.additions[-1].op.time if self.additions else 0
+        for norm in (c for c in self.calls if c.is_norm and c.began > end and id(c) in self.post):
+            self.additions[-1].branches[-1].norms.append(("post_norm", norm))
 
     def _fill(self, branch: Branch, modules: list[Call], ops: list[Op]) -> None:
         branch.modules = [c for c in modules if _has_parameters(c)]
         leaves = [c for m in modules for c in [m, *inside(m)] if c.is_leaf]
         linears = [c for c in leaves if _is_projection(c.module) and c.output >= 0]
-        width = self.traced.shape[-1]
+        width = self.shape[-1]
         if any(o.kind == "attention" for o in ops):
             branch.kind = "attention"
             return
@@ -300,7 +267,7 @@ class _Describer:
         if convolves or not any(_is_projection(c.module) for c in leaves):
             branch.kind = "mixer"
             return
-        shape = self.traced.record.shapes
+        shape = self.record.shapes
         downs = [c for c in linears if shape[c.output][-1] == width]
         down = downs[-1] if downs else None
         if down is not None:
@@ -316,29 +283,25 @@ class _Describer:
             x = _first(c)
             is_activation = not _is_projection(c.module) and not _has_parameters(c)
             changes = x >= 0 and c.output >= 0 and c.output != x
-            if c.ended < down.began and is_activation and changes and self.traced.record.shapes[x][-1] == inner:
+            if c.ended < down.began and is_activation and changes and self.record.shapes[x][-1] == inner:
                 return Point(c.module, c.path, "input", c.number, None, next(iter(c.inputs)))
         for op in ops:
-            if (
-                op.kind == "activation"
-                and op.time < down.began
-                and self.traced.record.shapes[op.inputs[0]][-1] == inner
-            ):
+            if op.kind == "activation" and op.time < down.began and self.record.shapes[op.inputs[0]][-1] == inner:
                 source = next((c for c in leaves if c.output == op.inputs[0]), None)
                 return Point(source.module, source.path, "output", source.number) if source is not None else None
         return None
 
     def _after(self, value: int) -> Point | None:
         """Return where the stream after an addition can be watched: after its post_norm if it has one."""
-        norm = next((c for c in self.traced.calls if id(c) in self.traced.post and value in self._same(c)), None)
+        norm = next((c for c in self.calls if id(c) in self.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)
-        if origin(self.traced.call.output, self.same) == value:
-            return Point(self.traced.call.module, self.traced.call.path, "output", self.traced.call.number)
-        for c in self.traced.calls:
+        if origin(self.call.output, self.same) == value:
+            return Point(self.call.module, self.call.path, "output", self.call.number)
+        for c in self.calls:
             if c.output not in c.inputs.values() and origin(c.output, self.same) == value:
                 return Point(c.module, c.path, "output", c.number)
-        for c in self.traced.calls:
+        for c in self.calls:
             for key, argument in c.inputs.items():
                 if origin(argument, self.same) == value:
                     return Point(c.module, c.path, "input", c.number, None, key)
@@ -346,25 +309,25 @@ class _Describer:
 
     def _same(self, call: Call) -> set[int]:
         values = set(call.inputs.values())
-        for op in reversed(self.traced.ops):
+        for op in reversed(self.ops):
             if op.kind == "same" and op.outputs[0] in values:
                 values.add(op.inputs[0])
         return values
 
     def _give_norms(self, number: int, addition: Addition, begin: int) -> None:
         """Add the norms since the last sum to the branches that they belong to."""
-        for norm in (c for c in self.traced.calls if c.is_norm and begin < c.began < addition.op.time):
-            if id(norm) in self.traced.out:
+        for norm in (c for c in self.calls if c.is_norm and begin < c.began < addition.op.time):
+            if id(norm) in self.out:
                 role = "out_norm"
-            elif id(norm) not in self.traced.reads:
+            elif id(norm) not in self.reads:
                 role = "inner_norm"
-            elif id(norm) in self.traced.post and number > 0:  # of the sum before
-                self.traced.additions[number - 1].branches[-1].norms.append(("post_norm", norm))
+            elif id(norm) in self.post and number > 0:  # of the sum before
+                self.additions[number - 1].branches[-1].norms.append(("post_norm", norm))
                 continue
             else:
                 role = "pre_norm"
             around = [b for b in addition.branches if any(norm.within(m) for m in b.modules)]
-            later = [b for a in self.traced.additions[number:] for b in a.branches]
+            later = [b for a in self.additions[number:] for b in a.branches]
             reading = [b for b in later if any(norm.output in m.inputs.values() for m in b.modules)]
             for branch in around or reading or addition.branches[:1]:
                 branch.norms.append((role, norm))
