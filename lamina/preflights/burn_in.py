@@ -22,7 +22,7 @@ from lamina.modeling.modeling_lamina import LaminaModel, Residual, Terms
 from lamina.modeling.parts import body_of, sublayers, temporary_hooks
 from lamina.modeling.width import WidthScaling
 from lamina.placements import Plan
-from lamina.probes.structure.hooks import watch
+from lamina.probes.structure.hooks import evaluating, watch
 from lamina.probes.structure.sites import Point
 from lamina.training.monitor.parameter_measures import GradientNorms
 from lamina.training.monitor.stream_measures import STATE_METRICS, state_statistics
@@ -155,12 +155,10 @@ def take_snapshot(
     ``skip_variance``, that of the scaled skip, ``gradient_norm`` of its weights.
     """
     base = body_of(model)
-    was_training = model.training
-    model.eval()
     model.zero_grad()
     seen = _LayerNumbers()
     try:
-        with seen.over(base), torch.enable_grad():
+        with evaluating(model), seen.over(base), torch.enable_grad():
             logits = model(input_ids=input_ids, use_cache=False).logits
             losses, context, variation = _losses(logits, input_ids)
             loss = losses.mean()
@@ -175,7 +173,6 @@ def take_snapshot(
         gradients = norms.rows(step, norms.squares())
     finally:
         model.zero_grad()
-        model.train(was_training)
     differences = losses.detach().double().cpu() - unigram
     return Snapshot(
         step=step,
@@ -277,17 +274,12 @@ class BurnIn:
         )
 
 
-def warmup_steps(settings: PretrainSettings) -> int:
-    """The planned warm-up in steps, as the Trainer counts it."""
-    return in_steps(settings.warmup, settings.steps)
-
-
 def rates_until(settings: PretrainSettings, step: int) -> float:
     """The sum of the planned run's learning rates over its first ``step`` steps, in units of the peak.
 
     In closed form (for the cosine, Dirichlet's kernel), since a run may have billions of steps.
     """
-    warmup = warmup_steps(settings)
+    warmup = in_steps(settings.warmup, settings.steps)
     rising = min(step, warmup)
     total = rising * (rising - 1) / (2.0 * warmup) if warmup else 0.0
     count, length, low = step - rising, max(1, settings.steps - warmup), settings.min_learning_rate
@@ -321,7 +313,7 @@ class BurningIn:
         self.unigram, self.probe = unigram_losses(blocks, probe), probe.to(device)
         train = blocks.train.for_run(settings.seed)
         train.load_state_dict(None, verbose=False)  # from the beginning, whatever was read before
-        planned = warmup_steps(settings)
+        planned = in_steps(settings.warmup, settings.steps)
         self.warmup = min(planned, longest_warmup)
         schedule = partial(with_shorter_warmup, planned_shares(settings), warmup=self.warmup, planned_warmup=planned)
         self.run = ShortRun(

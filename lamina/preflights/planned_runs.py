@@ -21,13 +21,14 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import LAYERS, PREFLIGHT
 from lamina.modeling.building import recommended
 from lamina.placements.resolution import find
-from lamina.preflights.burn_in import BurnIn, BurningIn, Snapshot, choose, warmup_steps
+from lamina.preflights.burn_in import BurnIn, BurningIn, Snapshot, choose
 from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import Case, Features, PreflightVerdict, calibration, features, judge, kind_of
 from lamina.training.monitor.writers import LAYER_COLUMNS
 from lamina.training.objectives.objective import objective_of
 from lamina.training.objectives.text import CausalLM, read_text
 from lamina.training.resolve import backbone_config, resolve_run
+from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings
 
 ROWS = "preflight.csv"
@@ -179,7 +180,7 @@ def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[i
 
     A warm-up that is too short is unfair: placements that survive with a long one would count as lost.
     """
-    warmup = min(warmup_steps(run), 2 * settings.burn_in)
+    warmup = min(in_steps(run.warmup, run.steps), 2 * settings.burn_in)
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup
 
 

@@ -75,15 +75,11 @@ class PreflightSettings(
             if run.steps == 1 and in_steps(run.warmup, run.steps):
                 raise UserError("steps: 1 is all warm-up, at a learning rate of 0 (allowed: 2 or more, or --warmup 0)")
 
-    def rates(self) -> list[float]:
-        """The learning rates as a list."""
-        return numbers("learning_rates", self.learning_rates, float)
-
     def runs(self) -> list[PretrainSettings]:
         """The planned runs. Raises UserError for a value that is invalid in one of them."""
         common = {name: value for name, value in self.shared_with(PretrainSettings).items() if name != "output"}
         return [
             PretrainSettings(placement=spec, learning_rate=rate, **common)
             for spec in self.specs
-            for rate in self.rates()
+            for rate in numbers("learning_rates", self.learning_rates, float)
         ]

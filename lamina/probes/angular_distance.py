@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
+import torch
 
 from lamina.core.frames import Frame
 from lamina.probes.engine.context import Context
@@ -55,7 +56,8 @@ class AngularDistance(DirectionsProbe):
     def __init__(self, tokens: str | None = None, tokens_per_batch: int | None = None):
         super().__init__(tokens, tokens_per_batch)
 
-    compare = DirectionsProbe.angles
+    def compare(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.angles()
 
     def begin(self, context: Context) -> None:
         super().begin(context)
@@ -90,24 +92,26 @@ class AngularDistance(DirectionsProbe):
             drawn.append((figure, f"{caption} Angles of {tokens}." if tokens else caption))
         return drawn
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         distances = frame[frame["metric"] == "angular_distance"]
         num_layers = int(distances["size"].max())
         by_block = distances.set_index(["size", "start"])["value"]
         best = frame[frame["metric"] == "best_start"].set_index("size")["value"].dropna().astype(int)
         if not len(best):
-            return ["No angle is finite: the states hold NaN or infinite values."]
+            yield "No angle is finite: the states hold NaN or infinite values."
+            return
         powers = [2**k for k in range(num_layers.bit_length()) if 2**k <= max(1, num_layers // 2)]
         sizes = [size for size in powers if size < num_layers and size in best.index]
         if not sizes:
-            return [f"The only layer turns the stream by {by_block[1, 0]:.3f} (0.5 is a right angle)."]
+            yield f"The only layer turns the stream by {by_block[1, 0]:.3f} (0.5 is a right angle)."
+            return
         blocks = [
             f"layer{f' {best[size]}' if size == 1 else f's {best[size]} to {best[size] + size - 1}'} "
             f"(turns the stream by {by_block[size, best[size]]:.3f})"
             for size in sizes
         ]
-        text = [f"The blocks that turn the stream least, and so could be dropped first, by size: {'; '.join(blocks)}."]
-        return [*text, *_early_or_deep(by_block[1].to_numpy())]
+        yield f"The blocks that turn the stream least, and so could be dropped first, by size: {'; '.join(blocks)}."
+        yield from _early_or_deep(by_block[1].to_numpy())
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:

@@ -139,29 +139,27 @@ class Attention(Probe):
             ),
         ]
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         every = frame[frame["role"] == "all"].set_index(["metric", "layer"])["value"]
         spread, first, logit = (every[name] for name in ("entropy_share", "first_token_share", "max_logit"))
         heads = frame[(frame["role"] == "head") & (frame["metric"] == "max_logit")]
         top = heads.loc[heads["value"].idxmax()] if heads["value"].notna().any() else None
-        text = []
         if spread.notna().any():
-            text.append(
+            yield (
                 f"Attention is sharpest in layer {spread.idxmin()} ({spread.min():.0%} of the largest possible "
                 f"entropy) and most even in layer {spread.idxmax()} ({spread.max():.0%})."
             )
         if first.notna().any():
             sinks = int((first > 0.5).sum())
-            text.append(
+            yield (
                 f"The first token gets {first.mean():.0%} of the attention on average, most in layer {first.idxmax()} "
                 f"({first.max():.0%}); it gets more than half in {sinks} of {len(first)} layers."
             )
         if top is not None:
-            text.append(
+            yield (
                 f"The largest attention logit is {logit.max():.3g} (layer {top['layer']}, head {top['index']}); the "
                 f"median over layers is {logit.median():.3g}."
             )
-        return text
 
 
 def of_heads(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -327,9 +327,8 @@ class Bounds(ShortProbe):
             for drawn in chart(part, title, "side", f"{title}: left and right side by layer.", color="side", log_y=True)
         ]
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         """Return one line per statement: the sides, or how the ratio lies over the layers."""
-        text = []
         indexed = frame.set_index(["role", "metric", "layer", "sublayer"])
         values, errors = indexed.value, indexed.standard_error
         layers = frame[frame.role == "fusenorm_eq_9"].layer.max() + 1
@@ -338,13 +337,13 @@ class Bounds(ShortProbe):
             if str(role).startswith("peri_ln") and not str(role).endswith("_token"):
                 place = (part.layer.iloc[0], "feed_forward")
                 left, right = values[role, "left", *place], values[role, "right", *place]
-                text.append(
+                yield (
                     f"{_STATEMENTS[str(role)]}: the gradient of the last down-projection is {left:.3g}, the bound "
                     f"{right:.3g} (ratio {left / right:.3g}; of single tokens at most "
                     f"{values[f'{role}_token', 'ratio', *place]:.3g})."
                 )
             elif role in _STATEMENTS and len(ratios):
-                text.append(
+                yield (
                     f"{_STATEMENTS[str(role)]}: left over right is {ratios.median():.3g} (median over the layers), "
                     f"from {ratios.min():.3g} to {ratios.max():.3g}."
                 )
@@ -353,13 +352,12 @@ class Bounds(ShortProbe):
                 slope, expected = values[role, "left", -1, "model"], values[role, "right", -1, "model"]
                 error = errors[role, "left", -1, "model"]
                 if error < _TOLD:
-                    text.append(f"||J - I|| goes as {bound}^({slope:.2f} ± {error:.2f}); the paper has {expected:g}.")
+                    yield f"||J - I|| goes as {bound}^({slope:.2f} ± {error:.2f}); the paper has {expected:g}."
                 else:
-                    text.append(
+                    yield (
                         f"How ||J - I|| goes with {bound} can't be told from {layers} layers (the exponent is "
                         f"{slope:.2g} ± {error:.2g}; the paper has {expected:g})."
                     )
-        return text
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import numpy as np
 import pandas as pd
@@ -67,24 +68,22 @@ class Gains(Probe):
     def measured(self, context: Context) -> Sample:
         return Sample(0, 0)  # of the weights alone
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
-        text = []
+    def sentences(self, frame: Frame) -> Iterator[str]:
         means = frame[frame["metric"] == "gain_mean"]
         layers = means[means["layer"] >= 0]
         for (sublayer, role, index), part in layers.groupby(["sublayer", "role", "index"], sort=False):
             part = part.set_index("layer")["value"].sort_index()
             number = f" {index + 1}" if index else ""
             if f"{part.min():.3g}" == f"{part.max():.3g}":
-                text.append(f"The mean gain of the {sublayer}'s {role}{number} is {part.max():.3g} in every layer.")
+                yield f"The mean gain of the {sublayer}'s {role}{number} is {part.max():.3g} in every layer."
                 continue
-            text.append(
+            yield (
                 f"The mean gain of the {sublayer}'s {role}{number} goes from {part.iloc[0]:.3g} in layer "
                 f"{part.index[0]} to {part.iloc[-1]:.3g} in layer {part.index[-1]} (smallest {part.min():.3g} in "
                 f"{part.idxmin()}, largest {part.max():.3g} in {part.idxmax()})."
             )
         for row in means[means["layer"] < 0].itertuples():
-            text.append(f"The {row.role}'s mean gain is {row.value:.3g}.")
-        return text
+            yield f"The {row.role}'s mean gain is {row.value:.3g}."
 
 
 def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]]:
@@ -111,14 +110,11 @@ def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]
 def _sublayer_of(site: LayerSite, path: str) -> str:
     """Return the sub-layer whose modules share most of the path; "block" if they share only the layer's path."""
     parts = path.split(".")
-
-    def shared(other: str) -> int:
-        pairs = zip(parts, other.split("."), strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(parts), other.count(".") + 1))
-
     best, kind = len(site.path.split(".")), "block"
     for sublayer in site.sublayers:
         for other, _ in sublayer.modules:
-            if shared(other) > best:
-                best, kind = shared(other), sublayer.kind
+            pairs = zip(parts, other.split("."), strict=False)
+            shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            if shared > best:
+                best, kind = shared, sublayer.kind
     return kind

@@ -132,22 +132,20 @@ class Gradients(Probe):
             log_y=True,
         )
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         norms = frame[frame["metric"] == "gradient_norm"].set_index(["sublayer", "role", "layer"])["value"].sort_index()
-        text = []
         for role, label in (("all", "The layers' gradient norm"), ("state", "The gradient norm of the stream")):
             if ("block", role) in norms.index:
-                text += _along_depth(label, norms["block", role])
+                yield from _along_depth(label, norms["block", role])
         layers = norms["block", "all"] if ("block", "all") in norms.index else pd.Series(dtype=float)
         total = norms["model", "all", -1]
         if len(layers):
             shared = layers.index.max() < frame["layer"].max() - 1  # the states count one more than the layers
             owner = "the layers' shared" if shared else "the last layer's"
-            text.append(f"The total gradient norm is {total:.3g}, that of {owner} parameters {layers.iloc[-1]:.3g}.")
+            yield f"The total gradient norm is {total:.3g}, that of {owner} parameters {layers.iloc[-1]:.3g}."
         for row in frame[frame["metric"] == "spike_score"].itertuples():
             label = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]
-            text.append(f"Spike score of the run's {label}: {100 * float(row.value):.2f} % of the logged values.")
-        return text
+            yield f"Spike score of the run's {label}: {100 * float(row.value):.2f} % of the logged values."
 
 
 @dataclass
@@ -259,9 +257,8 @@ def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
         if not role:
             own = last if last not in ("weight", "bias") else path.rpartition(".")[2]
             known = ROLES.get(f"{sublayer}.{own}") or ROLES.get(own)
-            role = f"{known}_bias" if last == "bias" else known
-            if known is None:
-                role = ".".join(filter(None, (path, last))).removesuffix(".weight")
+            inside = ".".join(filter(None, (path, last))).removesuffix(".weight")
+            role = inside if known is None else f"{known}_bias" if last == "bias" else known
         elif last != "weight" and layer >= 0:
             role = f"{role}_{last}"
         by_name[name] = layer, sublayer, role

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
 from lamina.core.frames import Frame
@@ -81,7 +81,9 @@ class HiddenStates(Probe):
     def begin(self, context: Context) -> None:
         self._context = context
         self._batch = 0
-        self._seen = MomentsCache()
+        # One tensor is often watched at several points: a layer's output is the next one's input and that of its norm.
+        # Weak, since anything held between short-lived activations would fragment their memory.
+        self._seen = WeakIdKeyDictionary()
         self._buffer = torch.zeros(0)
         points: list[tuple[int, str, str, Point | None]] = []
         points += [(state, "block", "state", point) for state, point in context.structure.states().items()]
@@ -105,7 +107,8 @@ class HiddenStates(Probe):
 
     def see(self, key: tuple, value: torch.Tensor) -> None:
         totals, inputs = self._totals[key], self._context.batches[self._batch]
-        result = self._seen.get(value)
+        version = 0 if value.is_inference() else value._version
+        result: Moments | None = self._seen.get(value, {}).get(version)
         if result is not None and totals.magnitudes and result.abs_max is None:
             result = None
         if result is None or isinstance(totals, StateTotals):
@@ -118,7 +121,7 @@ class HiddenStates(Probe):
                 magnitude = torch.abs(tokens.x, out=self._buffer)
             if result is None:
                 result = moments(tokens, magnitude)
-                self._seen.put(value, result)
+                self._seen[value] = {version: result}
             if isinstance(totals, StateTotals):
                 assert magnitude is not None
                 totals.add_values(tokens, result, magnitude, inputs.get("input_ids"))
@@ -186,24 +189,23 @@ class HiddenStates(Probe):
             ),
         ]
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         model = frame[frame["layer"] == -1].set_index("metric")["value"]
         variance = states[states["metric"] == "variance"].set_index("layer")["value"].sort_index()
-        text = [growth(variance, model["growth_linear_r2"], model["growth_exponential_r2"])]
+        yield growth(variance, model["growth_linear_r2"], model["growth_exponential_r2"])
         peaks = states[states["metric"] == "abs_max"]
         if peaks["value"].notna().all():
-            text.append(headroom(peaks.loc[peaks["value"].idxmax()]))
-        text.append(massive(states))
+            yield headroom(peaks.loc[peaks["value"].idxmax()])
+        yield massive(states)
         sigma = frame[(frame["metric"] == "sigma") & (frame["role"] == "pre_norm") & (frame["layer"] >= 0)]
         if len(sigma):
             by_layer = sigma.groupby("layer")["value"].mean()
-            text.append(
+            yield (
                 f"The standard deviation at the pre-norms' inputs goes from {by_layer.iloc[0]:.3g} in layer "
                 f"{by_layer.index[0]} to {by_layer.iloc[-1]:.3g} in layer {by_layer.index[-1]}; a norm's Jacobian goes "
                 "with its inverse."
             )
-        return text
 
 
 def r_squared(values: Sequence[float]) -> float:
@@ -319,41 +321,6 @@ def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
     tokens = abs_max.topk(min(count, abs_max.shape[1]), dim=1).indices
     rows = x.gather(1, tokens.unsqueeze(-1).expand(-1, -1, x.shape[-1])).abs().flatten(1)
     return rows.topk(min(count, rows.shape[1]), dim=1).values
-
-
-class MomentsCache:
-    """The results for the tensors of one forward pass: one tensor is often watched at several points.
-
-    A layer's output is the next one's input and that of its first norm. Recognized by identity and version, without
-    keeping the tensor alive.
-    """
-
-    def __init__(self) -> None:
-        self._results: dict[int, tuple[weakref.ref[torch.Tensor], int, Moments]] = {}
-
-    def get(self, value: torch.Tensor) -> Moments | None:
-        """Return what ``put`` stored for this tensor; None for another tensor, or one changed since."""
-        reference, version, result = self._results.get(id(value), (None, 0, None))
-        if reference is None or reference() is not value or version != _version(value):
-            return None
-        return result
-
-    def put(self, value: torch.Tensor, result: Moments) -> None:
-        """Store the result for as long as the tensor lives unchanged.
-
-        No longer: anything held between short-lived activations would fragment their memory.
-        """
-        number, results = id(value), self._results
-        reference = weakref.ref(value, lambda _: results.pop(number, None))
-        results[number] = (reference, _version(value), result)
-
-    def clear(self) -> None:
-        """Forget all, at the end of a forward pass."""
-        self._results.clear()
-
-
-def _version(value: torch.Tensor) -> int:
-    return 0 if value.is_inference() else value._version
 
 
 class Totals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -220,40 +220,39 @@ class JacobianProbe(ShortProbe):
             ),
         ]
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         """Say where norms are largest, what the product bounds, whether layers approach the identity, and the path."""
         norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
         norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))
         model = {(row.role, row.metric): row.value for row in frame[frame.layer == -1].itertuples()}
         num_layers = len(norm)
         product = model["jacobian", "log10_product"]
-        text = [
+        yield (
             f"The blocks' Jacobians have spectral norms from {norm.min():.3g} (layer {norm.idxmin()}) to "
             f"{norm.max():.3g} (layer {norm.idxmax()}); their product over {num_layers} layers is {_power(product)}."
-        ]
+        )
         if ("jacobian", "log10_total") in model:
             total = model["jacobian", "log10_total"]
-            text.append(
+            yield (
                 f"The Jacobian from x^0 to x^{num_layers} itself has the norm {_power(total)}: the product overstates "
                 f"it by a factor of {_power(product - total)}."
             )
         quarter = max(1, num_layers // 4)
         first, last = distance.iloc[:quarter], distance.iloc[-quarter:]
         typical = frame[(frame.role == "identity") & (frame.metric == "typical")].value
-        text.append(
+        yield (
             f"The distance to the identity is {first.median():.3g} in the first quarter of the layers and "
             f"{last.median():.3g} in the last (medians) in the worst direction, {typical.iloc[:quarter].median():.3g} "
             f"and {typical.iloc[-quarter:].median():.3g} in a typical one. "
             "A layer near 0 passes its input on unchanged."
         )
         if ("residual_path", "log10_product") not in model:
-            return text
+            return
         path, keel, fuse = (model[role, "log10_product"] for role in ("residual_path", "keel", "fusenorm"))
-        text.append(
+        yield (
             f"Along the residual path alone the product is {_power(path)}; the formula with the measured sigma gives "
             f"{_power(fuse)}, the one from gains and scales alone (Keel Eq 14-19) {_power(keel)}."
         )
-        return text
 
 
 def _power(exponent: float) -> str:

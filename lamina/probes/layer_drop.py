@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -243,33 +243,33 @@ class LayerDrop(Probe):
             )
         return drawn
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         """Name the layers that matter least and most, those to drop, and whether the angular distance agrees."""
         harm = _harm(frame)
         harm = harm[harm["metric"] == harm["metric"].iloc[0]]
         metric = str(harm["metric"].iloc[0])
         whole = float(frame.loc[frame["layer"] == -1, "value"].iloc[0])
         unit = " nats" if metric == "loss_increase" else ""
-        several, text = _differ(harm), []
+        several = _differ(harm)
         for meaning, group in harm.groupby("meaning", sort=False):
             if meaning != harm["meaning"].iloc[0] and not several:
                 continue
             group = group.dropna(subset="value").sort_values("value")
             if not len(group):
-                text.append(f"The {_words(metric)} is NaN for every layer.")
+                yield f"The {_words(metric)} is NaN for every layer."
                 continue
             least, most, size = group.iloc[0], group.iloc[-1], int(group["size"].iloc[0])
             meant = f" ({_MEANT[str(meaning)]})" if several else ""
             if most["value"] - least["value"] < 1e-5 * abs(whole):
                 dropped = "any one layer" if size == 1 else f"any {size} layers in a row"
-                text.append(f"Dropping {dropped} does equal harm ({_words(metric)} {least['value']:.3g}{unit}){meant}.")
+                yield f"Dropping {dropped} does equal harm ({_words(metric)} {least['value']:.3g}{unit}){meant}."
             else:
-                text.append(
+                yield (
                     f"Dropping {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit})"
                     f", dropping {_which(most['layer'], size)} most ({most['value']:.3g}{unit}){meant}."
                 )
-            text += _could_go(group, whole, unit) if size == 1 else []
-        return text + _agreement(frame, harm)
+            yield from _could_go(group, whole, unit) if size == 1 else []
+        yield from _agreement(frame, harm)
 
 
 def _harm(frame: Frame) -> Frame:
@@ -361,7 +361,7 @@ class _Unchanged(Exception):
     """The layers without their branches return their input, so the pass can stop."""
 
 
-class PassesWithoutLayers:
+class PassesWithoutLayers(ExitStack):
     """Forward passes of one batch without blocks of layers, by their starts in ascending order; used as a context.
 
     Only one state is held. A pass for the start l computes the layers after the omitted ones; those before them
@@ -370,24 +370,25 @@ class PassesWithoutLayers:
     """
 
     def __init__(self, context: Context, run: Callable[[], torch.Tensor]):
+        super().__init__()
         self.context, self.run = context, run
         self.sites = {(id(site.module), site.call): site for site in context.structure.layers}
         self.chained = True
         self._mode, self._start, self._size = "full", 0, 1
         self._calls: dict[int, int] = {}
         self._refill: dict[int, Callable[[torch.Tensor], Output]] = {}
-        self._bases: dict[int, dict[int, int]] = {}
-        self._counts: dict[int, int] = {}
+        self._before: dict[int, Counter[nn.Module]] = {}  # by layer: how often modules had run
+        self._counts: Counter[nn.Module] = Counter()
         self._state = self._next = self._last = torch.zeros(0)
         self._changed = False
 
     def full(self) -> torch.Tensor:
         """Return the whole model's result."""
-        self._mode, self._counts = "full", {}
+        self._mode, self._counts = "full", Counter()
         modules = {s.contribution.module for site in self.context.structure.layers for s in site.sublayers}
 
         def count(module: nn.Module, args: Args) -> None:
-            self._counts[id(module)] = self._counts.get(id(module), 0) + 1
+            self._counts[module] += 1
 
         try:
             with temporary_hooks() as hooks:
@@ -424,18 +425,13 @@ class PassesWithoutLayers:
 
     def __enter__(self) -> PassesWithoutLayers:
         """Intercept the layers' calls."""
-        self._opened = ExitStack()
-        self._opened.enter_context(_uncompiled(self.context.model))
+        self.enter_context(_uncompiled(self.context.model))
         modules = {site.module for site in self.context.structure.layers}
-        self._opened.enter_context(forwards({m: partial(self._call, m, m.forward) for m in modules}))
-        hooks = self._opened.enter_context(temporary_hooks())
+        self.enter_context(forwards({m: partial(self._call, m, m.forward) for m in modules}))
+        hooks = self.enter_context(temporary_hooks())
         for root in self.context.roots:
             hooks.append(root.register_forward_pre_hook(lambda *_: self._calls.clear()))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        """Restore the layers."""
-        self._opened.close()
 
     def _call(self, module: nn.Module, original: Forward, *args: object, **kwargs: object) -> Output:
         number = self._calls.get(id(module), 0)
@@ -466,8 +462,7 @@ class PassesWithoutLayers:
     def _record(self, site: LayerSite, stream: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
         if site.index and (self._last.shape != stream.shape or not torch.equal(self._last, stream)):
             self.chained = False
-        modules = (id(sublayer.contribution.module) for sublayer in site.sublayers)
-        self._bases[site.index] = {module: self._counts.get(module, 0) for module in modules}
+        self._before[site.index] = Counter(self._counts)
         output = original(*args, **kwargs)
         self._refill[site.index] = refill(output)
         self._last = stream_of(output)
@@ -476,11 +471,8 @@ class PassesWithoutLayers:
     def _bare(self, site: LayerSite, stream: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
         args, kwargs = with_argument(args, kwargs, site.argument, stream)
         before = stream.clone()
-        bases = self._bases[site.index]
-        with ExitStack() as stack:
-            for point in _contributions(site):  # counted from the layer's own start: the layers before it did not run
-                point = dataclasses.replace(point, call=point.call - bases[id(point.module)])
-                stack.enter_context(_replaced(self.context.roots, point))
+        # calls are counted from those before the layer in a whole pass: the layers before it did not run
+        with intercept(_contributions(site), _zeros, calls=self._before[site.index]):
             output = original(*args, **kwargs)
         self._changed = self._changed or not torch.equal(stream_of(output), before)
         if site.index == self._start + self._size - 1 and not self._changed:
@@ -533,12 +525,18 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
     roots = context.roots
     with _uncompiled(context.model), ExitStack() as stack:
         for index in layers:
-            site = context.structure.layers[index]
+            site, kept = context.structure.layers[index], {}
+
+            def change(key: str, tensor: torch.Tensor, kept: dict[str, torch.Tensor] = kept) -> torch.Tensor | None:
+                if key == "output":
+                    return kept.pop("input")
+                kept["input"] = tensor.clone()  # a layer may add to it in place
+                return None
+
             if meaning == REMOVE:
-                stack.enter_context(_replaced(roots, site.output, site.input))
+                stack.enter_context(intercept({"input": site.input, "output": site.output}, change, roots=roots))
             else:
-                for point in _contributions(site):
-                    stack.enter_context(_replaced(roots, point))
+                stack.enter_context(intercept(_contributions(site), _zeros, roots=roots))
         yield
 
 
@@ -555,28 +553,14 @@ def _uncompiled(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
-def _contributions(site: LayerSite) -> list[Point]:
+def _contributions(site: LayerSite) -> dict[int, Point]:
     """Return the points of what a layer's sub-layers add. Raises UserError if the sub-layers were not found."""
     if not site.sublayers:
         raise UserError(
             f"meaning: 'branch' needs the sub-layers of layer {site.index}, which were not found (allowed: remove)"
         )
-    return [sublayer.contribution for sublayer in site.sublayers]
+    return {index: sublayer.contribution for index, sublayer in enumerate(site.sublayers)}
 
 
-@contextmanager
-def _replaced(roots: Sequence[nn.Module], point: Point, skip: Point | None = None) -> Iterator[None]:
-    """Replace a point's tensor by the one at ``skip``, or by zeros, in each forward pass of ``roots``."""
-    skipped: torch.Tensor | None = None
-
-    def change(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        nonlocal skipped
-        if key == "skip":
-            skipped = tensor.clone()  # a layer may add to it in place
-            return None
-        before, skipped = skipped, None
-        return torch.zeros_like(tensor) if before is None else before  # times zero would keep NaN
-
-    points = {"point": point} if skip is None else {"skip": skip, "point": point}
-    with intercept(points, change, roots=roots):
-        yield
+def _zeros(key: object, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor)  # times zero would keep NaN

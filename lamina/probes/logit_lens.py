@@ -162,29 +162,28 @@ class LogitLens(Probe):
             drawn += chart(frame[frame["metric"].isin(metrics)], title, unit, caption, **axes)
         return drawn
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         table = frame[frame["layer"] >= 0].pivot(index="layer", columns="metric", values="value")
         loss, agreement = table["cross_entropy"], table["top1_agreement"]
         last = table.index[-1]
         uniform = float(frame.loc[frame["metric"] == "uniform_cross_entropy", "value"].iloc[0])
-        text = [
+        yield (
             f"Read off the states, the loss goes from {loss.iloc[0]:.2f} nats (state 0) to {loss.iloc[-1]:.2f} (state "
             f"{last}); uniform guessing has {uniform:.2f}."
-        ]
+        )
         known = agreement.index[agreement >= 0.5]
-        text.append(
+        yield (
             f"From state {known[0]} of {last} on the final prediction is first for at least half of the tokens."
             if len(known) and (agreement.loc[known[0] :] >= 0.5).all()
             else f"The final prediction is first for {agreement.iloc[-2]:.0%} of the tokens at state {table.index[-2]}."
         )
         worse = table.index[loss > uniform]
         if last in worse:
-            text.append("The model itself is no better than uniform guessing, so the states say little.")
+            yield "The model itself is no better than uniform guessing, so the states say little."
         elif len(worse):
-            text.append(
+            yield (
                 f"States {ranges(worse)} are worse than uniform guessing: they may be in another basis than the last."
             )
-        return text
 
 
 def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -200,7 +200,7 @@ class LowPrecision(Probe):
             )
         return drawn
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         errors = states[states["metric"] == "token_error"]
         largest = [
@@ -208,17 +208,17 @@ class LowPrecision(Probe):
             for kind, part in errors.groupby("format", sort=False)
             if part["value"].notna().any()
         ]
-        text = [f"The largest error of a state's tokens, relative to their norm: {', '.join(largest)}."]
+        yield f"The largest error of a state's tokens, relative to their norm: {', '.join(largest)}."
         over = states[(states["metric"] == "overflow_share") & (states["value"] > 0)]
         for kind, part in over.groupby("format", sort=False):
-            text.append(f"{kind} overflows to inf in states {ranges(part['layer'])}.")
+            yield f"{kind} overflows to inf in states {ranges(part['layer'])}."
         table = errors.pivot_table(index="layer", columns="format", values="value")
         broken = table.index[table["int8_tensor"] > 5 * table["int8_token"]]
         if len(broken):
             worst = table.loc[broken, "int8_tensor"].idxmax()
             lost = states[(states["metric"] == "share_lost") & (states["format"] == "int8_tensor")]
             share = lost.loc[lost["layer"] == worst, "value"].iloc[0]
-            text.append(
+            yield (
                 f"In states {ranges(broken)} a few massive values break INT8 per tensor: in state {worst} it rounds "
                 f"{share:.0%} of the elements to 0 (error {table.loc[worst, 'int8_tensor']:.2g} of a token's norm, "
                 f"{table.loc[worst, 'int8_token']:.2g} with a step for each token)."
@@ -226,8 +226,7 @@ class LowPrecision(Probe):
         losses = frame[frame["metric"] == "loss_increase"]
         if len(losses):
             each = ", ".join(f"{r.format} {r.value:+.3g}" for r in losses.itertuples())
-            text.append(f"With every state rounded, the loss rises by (nats per token): {each}.")
-        return text
+            yield f"With every state rounded, the loss rises by (nats per token): {each}."
 
 
 def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -50,7 +50,8 @@ class Similarity(DirectionsProbe):
         super().__init__(tokens, tokens_per_batch)
         self._by_distance = Ratio()
 
-    compare = DirectionsProbe.cosines
+    def compare(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cosines()
 
     def begin(self, context: Context) -> None:
         super().begin(context)
@@ -103,15 +104,14 @@ class Similarity(DirectionsProbe):
             ),
         ]
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         curve = frame[frame["metric"] == "cosine_by_distance"].set_index("size")["value"]
         influence = frame[frame["metric"] == "block_influence"].set_index("start")["value"].dropna()
         farthest = int(curve.index.max()) if len(curve) else 0
-        text = []
         if farthest > 1:
             middle = farthest // 2
             over = f" over {curve[middle]:.2f} at a distance of {middle} layers" if middle > 1 else ""
-            text.append(
+            yield (
                 f"The cosine between two layers' outputs goes from {curve[1]:.2f} for neighbors{over} to "
                 f"{curve[farthest]:.2f} between the first and the last layer."
             )
@@ -119,8 +119,7 @@ class Similarity(DirectionsProbe):
             count = max(1, round(len(influence) / 10))
             least, most = influence.nsmallest(count), influence.nlargest(1)
             layers = ranges([int(layer) for layer in least.index])
-            text.append(
+            yield (
                 f"Layer{f's {layers} change' if count > 1 else f' {layers} changes'} the stream's direction least "
                 f"(block influence at most {least.max():.3f}), layer {int(most.index[0])} most ({most.iloc[0]:.3f})."
             )
-        return text

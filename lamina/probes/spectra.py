@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 import torch
@@ -97,7 +97,10 @@ class Spectra(Probe):
                 f"spectra: {missing} of {context.structure.num_layers} layers have no dense feed-forward (experts, or "
                 "none): they have no ranks and no condition numbers"
             )
-        if self._enough(context):
+        if not self._widths:
+            context.notes.append("spectra: no dense feed-forward was found, so there are no ranks of its activations")
+        # Images are cut into an unknown number of patches: their tokens are counted as they come.
+        elif self._tokens_suffice(context, context.tokens() if context.reads_tokens else math.inf):
             budget, used = self.memory * 2**30, math.inf
             for key, point in points.items():
                 size = 8 * self._widths[key[0]] ** 2
@@ -111,16 +114,6 @@ class Spectra(Probe):
                     f"spectra: the covariances take {len(self._groups)} passes over the text to stay within "
                     f"{self.memory:g} GiB (option memory)"
                 )
-
-    def _enough(self, context: Context) -> bool:
-        """Return whether there are more tokens than the widest feed-forward has channels."""
-        if not self._widths:
-            context.notes.append("spectra: no dense feed-forward was found, so there are no ranks of its activations")
-            return False
-        first = next(iter(context.batches[0].values()))
-        # Images are cut into an unknown number of patches: their tokens are counted as they come.
-        tokens = sample_of(context.batches).sequences * first.shape[1] if context.reads_tokens else math.inf
-        return self._tokens_suffice(context, tokens)
 
     def _tokens_suffice(self, context: Context, tokens: float) -> bool:
         width = max(self._widths.values())
@@ -231,32 +224,30 @@ class Spectra(Probe):
             drawn += chart(ranks, title, metric, caption, color="role")
         return drawn
 
-    def sentences(self, frame: Frame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Iterator[str]:
         """Return the spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""
-        text = []
         spectrum = frame[frame.metric == "eigenvalue_over_median"].value
         if len(spectrum):
-            text.append(
+            yield (
                 f"The embedding's largest eigenvalue is {spectrum.iloc[0]:.3g} times the median, the smallest "
                 f"{spectrum.iloc[-1]:.3g} times."
             )
         conditions = frame[frame.metric == "condition_number"]
         for role, part in conditions.groupby("role", sort=False):
             worst = part.loc[part.value.idxmax()]
-            text.append(
+            yield (
                 f"{role} has condition numbers of {part.value.median():.3g} (median over the layers), at most "
                 f"{worst.value:.3g} in layer {worst.layer}."
             )
         means = frame[(frame.layer == -1) & frame.role.isin(["pre", "post"])].set_index(["role", "metric"]).value
         for role, side in (("pre", "before"), ("post", "after")):
             if (role, "hard_rank") in means.index:
-                text.append(
+                yield (
                     f"The feed-forward's activations {side} the nonlinearity have a hard rank of "
                     f"{means[role, 'hard_rank']:.3f} and a soft rank of {means[role, 'soft_rank']:.3f} of their width, "
                     f"EDR {means[role, 'edr']:.1f} by our definition (means over the layers, "
                     f"{means[role, 'tokens']:.0f} tokens)."
                 )
-        return text
 
 
 def embedding_rows(context: Context) -> list[Row]:

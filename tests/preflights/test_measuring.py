@@ -80,25 +80,19 @@ def test_loss_and_what_the_input_is_worth(model, ids):
     assert shot.error == pytest.approx(abs((first - 2.5) - (second - 3.5)) / 2, rel=1e-5)
 
 
-def test_states_and_the_similarity_of_tokens(model, ids):
+def test_states_their_gradients_and_the_similarity_of_tokens(model, ids):
     shot = snapshot(model, ids)
-    states, _ = forward(model, ids)
-    for layer, state in enumerate(states, start=-1):
+    states, logits = forward(model, ids)
+    gradients = torch.autograd.grad(naive_loss(logits, ids), states)
+    for layer, (state, gradient) in enumerate(zip(states, gradients, strict=True), start=-1):
+        # the loss is taken in float32, and its gradient with it
+        assert shot.series("state_gradient_norm")[layer] == pytest.approx(float(gradient.norm()), rel=1e-5)
         x = state.detach().flatten(0, 1)
         cosines = [torch.dot(a, b) / (a.norm() * b.norm()) for a in x for b in x]
         assert shot.series("token_similarity")[layer] == pytest.approx(float(sum(cosines)) / len(cosines), rel=1e-9)
         variance = float(((x - x.mean()) ** 2).mean())
         assert shot.series("hidden_variance")[layer] == pytest.approx(variance, rel=1e-5)
         assert shot.series("hidden_abs_max")[layer] == pytest.approx(float(x.abs().max()), rel=1e-6)
-
-
-def test_the_loss_gradient_at_every_state(model, ids):
-    shot = snapshot(model, ids)
-    states, logits = forward(model, ids)
-    gradients = torch.autograd.grad(naive_loss(logits, ids), states)
-    for layer, gradient in enumerate(gradients, start=-1):
-        # the loss is taken in float32, and its gradient with it
-        assert shot.series("state_gradient_norm")[layer] == pytest.approx(float(gradient.norm()), rel=1e-5)
 
 
 def test_the_weights_gradients_by_block(model, ids):

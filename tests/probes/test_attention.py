@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from probes.tiny import TEXT, albert, bert, blocks, gemma2, llama, value, vit
+from probes.tiny import TEXT, albert, bert, blocks, gemma2, llama, made, value, vit
 from torch import nn
 
 from lamina.errors import UserError
@@ -52,14 +52,25 @@ def causal(tokens):
     return torch.ones(tokens, tokens).tril().bool()
 
 
-def test_a_causal_model_with_shared_keys():
-    model, ids = llama(), blocks()
-    frame = measure(model, ids)
-    for layer, weights in enumerate(own_weights(model, input_ids=ids)):
-        expect(frame, layer, weights, causal(16))
-    assert model.config._attn_implementation == "sdpa"
-    assert set(frame["layer"]) == {0, 1, 2}
-    assert frame[(frame["role"] == "head")]["index"].max() == 3
+@pytest.mark.parametrize(
+    ("model", "see"),
+    [
+        (llama(), causal(16)),  # with shared keys
+        (bert(), torch.ones(16, 16).bool()),
+        (albert(initializer_range=0.5), torch.ones(16, 16).bool()),  # with shared layers
+        (vit(), torch.ones(17, 17).bool()),
+    ],
+    ids=["llama", "bert", "albert", "vit"],
+)
+def test_entropy_and_shares_are_those_of_the_models_own_weights(model, see):
+    inputs = torch.randn(4, 3, 16, 16) if model.main_input_name == "pixel_values" else blocks()
+    before = model.config._attn_implementation
+    frame = measure(model, inputs)
+    assert model.config._attn_implementation == before
+    weights = own_weights(model, **{model.main_input_name: inputs})
+    assert set(frame["layer"]) == set(range(len(weights)))
+    for layer, each in enumerate(weights):
+        expect(frame, layer, each, see)
 
 
 def test_the_largest_logit_is_of_the_keys_that_may_be_seen():
@@ -83,13 +94,6 @@ def test_the_largest_logit_is_of_the_keys_that_may_be_seen():
         found = value(frame, "max_logit", role="head", index=head)
         assert found == pytest.approx(float(seen[:, head].max()), rel=1e-4)
     assert value(frame, "max_logit", role="all") == pytest.approx(float(seen.max()), rel=1e-4)
-
-
-def test_an_encoder_sees_both_sides():
-    model, ids = bert(), blocks()
-    frame = measure(model, ids)
-    for layer, weights in enumerate(own_weights(model, input_ids=ids)):
-        expect(frame, layer, weights, torch.ones(16, 16).bool())
 
 
 def gemma(**more):
@@ -132,14 +136,6 @@ def run_on(context, batches):
     return instance.finish(made)
 
 
-def test_shared_layers_are_told_apart():
-    model = albert(initializer_range=0.5)
-    ids = blocks()
-    frame = measure(model, ids)
-    for layer, weights in enumerate(own_weights(model, input_ids=ids)):
-        expect(frame, layer, weights, torch.ones(16, 16).bool())
-
-
 def test_attention_of_another_make_is_seen_too():
     """A layer of torch's own, with no eager implementation to ask for."""
 
@@ -166,13 +162,6 @@ def test_attention_of_another_make_is_seen_too():
     expect(frame, 0, weights.double(), torch.ones(16, 16).bool())
 
 
-def test_a_vision_model_has_attention():
-    model, images = vit(), torch.randn(4, 3, 16, 16)
-    frame = probe(model, ["attention"], images, tolerance=0.0)["attention"]
-    for layer, weights in enumerate(own_weights(model, pixel_values=images)):
-        expect(frame, layer, weights, torch.ones(17, 17).bool())
-
-
 def test_uniform_attention_has_the_entropy_of_its_number_of_keys():
     logits = torch.zeros(1, 2, 5, 5).masked_fill(~causal(5), torch.finfo(torch.float32).min)
     samples, largest = of_heads(logits, logits.softmax(-1), None)
@@ -191,28 +180,14 @@ def test_a_key_far_below_the_best_is_still_seen():
 
 
 def test_a_model_without_attention_is_refused():
-    from transformers import MambaConfig, MambaForCausalLM
-
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4}
-    model = MambaForCausalLM(MambaConfig(**sizes)).eval()
+    model = made("MambaForCausalLM", sizes)
     with pytest.raises(UserError, match="attention: no layer takes a softmax over keys"):
         measure(model, blocks())
 
 
-def test_figures_and_sentences_are_made_of_any_result():
-    frame = measure(llama(), blocks())
-    instance = Attention()
-    assert [bool(figure.data) for figure, _ in instance.figures(frame)] == [True] * 3
-    said = instance.sentences(frame)
-    assert len(said) == 3
-    assert "first token gets" in said[1]
-
-
 def test_a_layer_that_takes_two_softmaxes_has_the_mean_of_all_their_heads():
-    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
-
-    torch.manual_seed(0)
-    model = DiffLlamaForCausalLM(DiffLlamaConfig(**TEXT, num_key_value_heads=2, num_hidden_layers=2)).eval()
+    model = made("DiffLlamaForCausalLM", TEXT, num_key_value_heads=2, num_hidden_layers=2)
     frame = measure(model, blocks())
     heads = frame[(frame.role == "head") & (frame.metric == "entropy")].groupby("layer")["value"].mean()
     means = frame[(frame.role == "all") & (frame.metric == "entropy")].set_index("layer")["value"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from probes.tiny import SIZES, blocks, gemma2, llama, value
+from probes.tiny import SIZES, blocks, gemma2, llama, made, value
 from torch import nn
 
 import lamina
@@ -69,10 +69,8 @@ def test_learned_scales_beside_the_norms_and_no_biases():
 
 @torch.no_grad()
 def test_layer_scale_of_a_vision_model():
-    from transformers import Dinov2Config, Dinov2Model
-
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
-    model = Dinov2Model(Dinov2Config(**sizes, layerscale_value=0.3)).eval()
+    model = made("Dinov2Model", sizes, layerscale_value=0.3)
     model.encoder.layer[1].layer_scale2.lambda1.fill_(0.7) if hasattr(model, "encoder") else None
     frame = probe(model, ["gains"], torch.randn(2, 3, 16, 16), tolerance=0.0)["gains"]
     scales = frame[(frame["metric"] == "gain_mean") & frame["role"].str.contains("lambda")]
@@ -81,19 +79,15 @@ def test_layer_scale_of_a_vision_model():
 
 
 def test_norms_without_a_gain_have_no_rows():
-    from transformers import OlmoConfig, OlmoForCausalLM
-
-    frame = measure(OlmoForCausalLM(OlmoConfig(**SIZES, num_hidden_layers=2)))
+    frame = measure(made("OlmoForCausalLM", SIZES, num_hidden_layers=2))
     assert list(frame.columns[:7]) == ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
     assert frame.empty
-    assert Gains().sentences(frame) == []
+    assert list(Gains().sentences(frame)) == []
     assert Gains().figures(frame) == []
 
 
 def test_norms_of_the_same_role_are_told_apart_by_index():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=2, num_key_value_heads=2, head_dim=8))
+    model = made("Qwen3ForCausalLM", SIZES, num_hidden_layers=2, num_key_value_heads=2, head_dim=8)
     with torch.no_grad():
         model.model.layers[0].self_attn.k_norm.weight.fill_(3.0)
     frame = measure(model)
@@ -106,5 +100,5 @@ def test_norms_of_the_same_role_are_told_apart_by_index():
 
 
 def test_equal_gains_are_one_number():
-    said = Gains().sentences(measure(llama()))
+    said = list(Gains().sentences(measure(llama())))
     assert "The mean gain of the attention's pre_norm is 1 in every layer." in said

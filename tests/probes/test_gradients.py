@@ -137,21 +137,6 @@ def test_shared_and_tied_parameters_count_once():
     assert squares**0.5 == pytest.approx(found[-1, "model", "all"], rel=1e-6)
 
 
-def test_masked_models_are_measured_on_their_masked_tokens():
-    model = small_model("bert")
-    ids = small_inputs(model, tokens=12)["input_ids"]
-    found = table(probe(model, "gradients", ids, tokenizer=Masks())["gradients"])
-    from lamina.probes.engine.losses import masked_positions
-
-    chosen = masked_positions(12)
-    hidden = ids.clone()
-    hidden[:, chosen] = 3
-    logits = model(input_ids=hidden).logits[:, chosen]
-    nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, chosen].flatten()).backward()
-    layer = norm([p.grad for p in model.bert.encoder.layer[1].parameters()])
-    assert found[1, "block", "all"] == pytest.approx(layer, rel=1e-5)
-
-
 @pytest.mark.parametrize("name", [name for name, (_, kind, _) in MODELS.items() if "Image" not in kind])
 def test_every_parameter_of_an_architecture_has_a_place(name):
     model = small_model(name)
@@ -210,9 +195,3 @@ def test_sentences_and_figures(llama):
     total, last = found[-1, "model", "all"], found[2, "block", "all"]
     assert f"The total gradient norm is {total:.3g}, that of the last layer's parameters {last:.3g}." in said
     assert len(made.figures(frame)) == 3
-
-
-def test_images_are_refused():
-    model = small_model("vit")
-    with pytest.raises(UserError, match="gradients: needs a text model"):
-        probe(model, "gradients", small_inputs(model)["pixel_values"])

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 import torch
 from probes.tiny import albert, bert, blocks, llama, outputs, states, value, vit
-from transformers import ViTForImageClassification
 
 import lamina
 from lamina.probes.engine.context import Context
@@ -51,16 +50,6 @@ def test_standard_error_is_that_of_the_sequences():
     assert value(frame, "variance", "standard_error", layer=2, role="state") == pytest.approx(float(wanted), rel=1e-5)
 
 
-def test_the_last_state_is_before_the_final_norm():
-    model, ids = llama(), blocks()
-    frame = measure(model, ids)
-    with torch.no_grad():
-        after_norm = model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
-    last = value(frame, "variance", layer=3, role="state")
-    assert last == pytest.approx(float(states(model, ids)[-1].var(correction=0)), rel=1e-6)
-    assert abs(last - float(after_norm.var(correction=0))) > 0.1 * last
-
-
 def test_contributions_the_stream_behind_them_and_sigma_at_the_norms():
     model, ids = llama(), blocks()
     frame = measure(model, ids)
@@ -92,7 +81,7 @@ def test_a_post_ln_encoder_keeps_its_variance():
     frame = measure(model, ids)
     for layer in (1, 2):  # unit gains: a LayerNorm's output has variance 1
         assert value(frame, "token_variance", layer=layer, role="state") == pytest.approx(1.0, rel=1e-3)
-    said = HiddenStates().sentences(frame)
+    said = list(HiddenStates().sentences(frame))
     assert "stays between" in said[0]
     assert any("No massive activations" in one for one in said)
 
@@ -134,18 +123,13 @@ def test_a_massive_activation_is_found_with_its_channel_and_token():
     assert any("channel 7, token 3" in one and "Massive" in one for one in instance.sentences(frame))
 
 
-@pytest.mark.parametrize(("size", "count"), [(99.0, 0.0), (101.0, 1.0)])
-def test_massive_needs_more_than_100(size, count):
-    x = torch.full((1, 4, 8), 0.01)
+@pytest.mark.parametrize(
+    ("rest", "size", "count"),
+    [(0.01, 99.0, 0.0), (0.01, 101.0, 1.0), (0.2001, 200.01, 0.0), (0.2, 200.01, 1.0)],
+)
+def test_massive_needs_more_than_100_and_a_thousand_medians(rest, size, count):
+    x = torch.full((1, 4, 8), rest)
     x[0, 2, 5] = size
-    frame = of_tensor(x)
-    assert value(frame, "massive_count", layer=0, role="state") == count
-
-
-@pytest.mark.parametrize(("median", "count"), [(0.2001, 0.0), (0.2, 1.0)])
-def test_massive_needs_a_thousand_medians(median, count):
-    x = torch.full((1, 4, 8), median)
-    x[0, 2, 5] = 200.01
     assert value(of_tensor(x), "massive_count", layer=0, role="state") == count
 
 
@@ -205,14 +189,13 @@ def test_what_is_not_finite_is_said():
     frame = of_tensor(x)
     for metric in ("variance", "abs_max", "median"):
         assert math.isnan(value(frame, metric, layer=0, role="state")), metric
-    assert "not finite" in HiddenStates().sentences(frame)[0]
+    assert "not finite" in next(HiddenStates().sentences(frame))
 
 
 def test_the_median_is_exact_and_the_lower_of_the_middle_two():
     x = torch.randn(3, 10, 7)
     found = medians(TokenStates(x, None), x.abs())
     assert found.tolist() == [float(one.abs().flatten().sort().values[34]) for one in x]
-    assert found.tolist() == [float(one.abs().median()) for one in x]
 
 
 def test_the_largest_of_a_sequence_may_lie_in_one_token():
@@ -281,18 +264,8 @@ def test_shared_layers_each_have_a_state():
 
 
 def test_a_vision_model_has_states_and_no_tokens():
-    frame = probe(vit(ViTForImageClassification), ["hidden_states"], torch.randn(4, 3, 16, 16), tolerance=0.0)[
+    frame = probe(vit("ViTForImageClassification"), ["hidden_states"], torch.randn(4, 3, 16, 16), tolerance=0.0)[
         "hidden_states"
     ]
     assert set(frame.loc[frame["role"] == "state", "layer"]) >= {0, 1, 2}
     assert frame["token"].isna().all()
-
-
-def test_figures_and_sentences_are_made_of_any_result():
-    frame = measure(llama(), blocks())
-    instance = HiddenStates()
-    figures = instance.figures(frame)
-    assert len(figures) == 4
-    assert all(caption and figure.data for figure, caption in figures)
-    said = instance.sentences(frame)
-    assert any("65504" in one for one in said)

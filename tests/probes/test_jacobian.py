@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from probes.tiny import outputs
 from tiny_contexts import (
     context_of,
     jacobian_matrix,
@@ -17,6 +18,8 @@ from tiny_contexts import (
 
 import lamina
 from lamina.probes.engine.jacobians import Wiring, block_factor, expected_sigmas, wirings_of
+from lamina.probes.engine.measure import make_context
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import COLUMNS
 from lamina.probes.jacobian import JacobianProbe
 from lamina.probes.structure.hooks import eager_attention
@@ -72,16 +75,10 @@ def rms_norm_jacobian(norm, z):
 
 def residual_path_by_hand(model, ids, layer):
     """The geometric mean over tokens of the path's norm, from each norm's explicit Jacobian and the plan's record."""
-    block, inputs = model.model.backbone.layers[layer], {}
-    hooks = [
-        part.post_norm.register_forward_hook(lambda module, args, output, part=part: inputs.update({part: args[0][0]}))
-        for part in (block.attention, block.feed_forward)
-        if part.post_norm is not None
-    ]
-    with torch.no_grad():
-        model(input_ids=ids)
-    for hook in hooks:
-        hook.remove()
+    block = model.model.backbone.layers[layer]
+    normed = [part for part in (block.attention, block.feed_forward) if part.post_norm is not None]
+    found = outputs(model, ids, [part.post_norm for part in normed])
+    inputs = {part: given[0] for part, (given, _) in zip(normed, found, strict=True)}
     logs = []
     for token in range(ids.shape[1]):
         through = identity = torch.eye(16, dtype=torch.float64)
@@ -213,26 +210,18 @@ def test_a_model_in_16_bits_is_measured_in_float32_and_stays_in_16_bits():
 
 def test_images():
     model = transformers_model("ViTForImageClassification", image_size=8, patch_size=4, num_channels=1)
-    from lamina.probes.engine.measure import make_context
-    from lamina.probes.engine.probe_settings import ProbeSettings
-
     context = make_context(model, ProbeSettings(), torch.randn(2, 1, 8, 8))
     frame = measured(JacobianProbe(sequences=2), context)
     assert value(frame, "norm", "jacobian", 0) > 0
     assert not frame[frame.metric == "norm"].standard_error.isna().any()
 
 
-def test_a_sentence_and_two_figures():
+def test_two_figures_and_sentences_in_which_no_power_is_minus_zero():
     probe = JacobianProbe()
-    frame = measured(probe, context_of(lamina_model("post_ln")))
+    frame = measured(probe, context_of(lamina_model("pre_ln")))
     assert list(frame.columns) == [*COLUMNS, "sequences", "tokens"]
     said = " ".join(probe.sentences(frame))
     assert f"10^{value(frame, 'log10_total', 'jacobian'):.2f}" in said
-    assert len(probe.figures(frame)) == 2
-
-
-def test_no_power_is_minus_zero():
-    probe = JacobianProbe()
-    said = " ".join(probe.sentences(measured(probe, context_of(lamina_model("pre_ln")))))
     assert "Along the residual path alone the product is 10^0.00;" in said
     assert "-0.00" not in said
+    assert len(probe.figures(frame)) == 2

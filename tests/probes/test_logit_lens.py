@@ -61,26 +61,17 @@ def test_a_causal_model_predicts_the_next_token_from_each_state():
 
 
 @torch.no_grad()
-def test_logits_of_few_tokens_at_a_time_give_the_same(monkeypatch):
+def test_logits_of_few_tokens_at_a_time_give_the_same_and_never_stand_whole(monkeypatch):
     model, ids = llama(), blocks()
     whole = measure(model, ids)
-    monkeypatch.setattr(logit_lens, "_LOGITS", 61 * 4)
-    parts = measure(model, ids)
-    torch.testing.assert_close(torch.tensor(parts["value"]), torch.tensor(whole["value"]), rtol=1e-5, atol=1e-6)
-
-
-@torch.no_grad()
-def test_logits_never_stand_whole(monkeypatch):
-    model, ids = llama(), blocks(sequences=2)
-    sizes = []
-    model.lm_head.register_forward_hook(lambda module, args, output: sizes.append(output.shape[:-1].numel()))
-    monkeypatch.setattr(logit_lens, "_LOGITS", 61 * 4)
     context = make_context(model, ProbeSettings(), ids)
-    instance = LogitLens()
+    monkeypatch.setattr(logit_lens, "_LOGITS", 61 * 4)
+    instance, sizes = LogitLens(), []
     instance.begin(context)
-    sizes.clear()
-    instance.finish(context)
+    model.lm_head.register_forward_hook(lambda module, args, output: sizes.append(output.shape[:-1].numel()))
+    parts = instance.finish(context)
     assert max(sizes) == 4
+    torch.testing.assert_close(torch.tensor(parts["value"]), torch.tensor(whole["value"]), rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
@@ -176,20 +167,6 @@ def test_a_head_that_reads_more_than_the_last_layer_is_refused():
     model.model.register_forward_hook(add)
     with pytest.raises(UserError, match="do not follow from its last state alone"):
         LogitLens().begin(context)
-
-
-def test_figures_and_sentences_are_made_of_any_result():
-    frame = measure(llama(), blocks())
-    instance = LogitLens()
-    assert [bool(figure.data) for figure, _ in instance.figures(frame)] == [True, True]
-    said = instance.sentences(frame)
-    assert f"uniform guessing has {math.log(61):.2f}" in said[0]
-    assert len(said) >= 2
-
-
-def test_an_untrained_model_is_not_told_of_another_basis():
-    said = " ".join(LogitLens().sentences(measure(llama(), blocks())))
-    assert "The model itself is no better than uniform guessing" in said or "than uniform guessing: they" not in said
 
 
 def test_logits_that_are_not_finite_end_this_probe_alone():

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import transformers
-from small_models import IMAGE, TEXT, small_inputs, small_model
+from small_models import IMAGE, TEXT, small_model
 
 import lamina
 from lamina.errors import UserError
@@ -72,16 +72,8 @@ def test_a_layer_whose_contributions_do_not_add_up_has_none():
         ["mixer", "feed_forward"]
     ] * 2
     assert all(sublayer.feed_forward is None for site in context.structure.layers for sublayer in site.sublayers)
-    assert not any(norm.role == "post_norm" for site in context.structure.layers for norm in site.norms)
+    assert not any(norm.role == "post_norm" for _, _, norm in context.structure.norms())
     assert any("of layer 0" in note and "left out" in note for note in context.notes)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "bert", "modernbert", "vit", "dinov2", "granite", "phi", "albert"])
-def test_contributions_that_add_up_stay(name: str):
-    model = small_model(name)
-    inputs = small_inputs(model, 4)
-    context = make_context(model, ProbeSettings(), next(iter(inputs.values())))
-    assert all(len(site.sublayers) == 2 for site in context.structure.layers)
 
 
 @pytest.mark.parametrize("name", lamina.placements.names())

@@ -125,19 +125,9 @@ def test_sentences_and_figures():
     assert len(made.figures(frame)) == 3
 
 
-def test_options():
-    model = small_model("llama")
-    ids = small_inputs(model)["input_ids"]
-    few = probe(model, "similarity(tokens_per_batch=4)", ids)["similarity"]
-    last = probe(model, "similarity(tokens=last)", ids)["similarity"]
-    everything = probe(model, "similarity", ids)["similarity"]
-    values = {round(of(frame, "cosine")[0, 3], 5) for frame in (few, last, everything)}
-    assert len(values) == 3
-
-
 @pytest.mark.parametrize(("layers", "words"), [(3, "for neighbors to 0."), (5, "for neighbors over 0.")])
 def test_a_distance_is_named_once(layers, words):
     sizes = range(1, layers)
     rows = [(0, size, "cosine_by_distance", 0.9 - size / 10, 0.0) for size in sizes]
     frame = pd.DataFrame(rows, columns=["start", "size", "metric", "value", "standard_error"])
-    assert words in Similarity().sentences(frame)[0]
+    assert words in next(Similarity().sentences(frame))

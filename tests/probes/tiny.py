@@ -1,45 +1,39 @@
 """Models small enough for a test, and their states caught by hooks of the test's own."""
 
 import torch
-from transformers import (
-    AlbertConfig,
-    AlbertForMaskedLM,
-    BertConfig,
-    BertForMaskedLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTModel,
-)
+import transformers
+from probes import naive_states
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 TEXT = {**SIZES, "max_position_embeddings": 64}
 
 
+def made(name, sizes, **more):
+    """A model of transformers' own class, by its name."""
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(**{**sizes, **more})).eval()
+
+
 def llama(layers=3, width=32, **more):
     sizes = {**TEXT, "hidden_size": width, "num_hidden_layers": layers, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2, **more)).eval()
+    return made("LlamaForCausalLM", sizes, initializer_range=0.2, **more)
 
 
 def bert(layers=2, **more):
-    return BertForMaskedLM(BertConfig(**TEXT, num_hidden_layers=layers, initializer_range=0.2, **more)).eval()
+    return made("BertForMaskedLM", TEXT, num_hidden_layers=layers, initializer_range=0.2, **more)
 
 
 def albert(**more):
-    return AlbertForMaskedLM(AlbertConfig(**TEXT, embedding_size=16, num_hidden_layers=3, **more)).eval()
+    return made("AlbertForMaskedLM", TEXT, embedding_size=16, num_hidden_layers=3, **more)
 
 
 def gemma2(**more):
-    return Gemma2ForCausalLM(
-        Gemma2Config(**SIZES, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, **more)
-    ).eval()
+    return made("Gemma2ForCausalLM", SIZES, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, **more)
 
 
-def vit(cls=ViTModel):
-    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
-    return cls(ViTConfig(**sizes, num_hidden_layers=2, image_size=16, patch_size=4)).eval()
+def vit(name="ViTModel"):
+    sizes = {size: number for size, number in SIZES.items() if size != "vocab_size"}
+    return made(name, sizes, num_hidden_layers=2, image_size=16, patch_size=4)
 
 
 def blocks(sequences=6, tokens=16, vocabulary=61):
@@ -62,14 +56,12 @@ def outputs(model, ids, modules):
     model(input_ids=ids)
     for handle in handles:
         handle.remove()
-    return [found[number] for number in range(len(modules))]
+    return [found[number] for number in sorted(found)]
 
 
 def states(model, ids):
     """x^0 ... x^N before the final norm, float64."""
-    layers = model.model.layers if hasattr(model, "model") else model.bert.encoder.layer
-    found = outputs(model, ids, list(layers))
-    return [found[0][0], *(output for _, output in found)]
+    return list(naive_states.states(model, {"input_ids": ids}))
 
 
 def value(frame, metric, column="value", **where):

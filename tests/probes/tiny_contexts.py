@@ -2,6 +2,7 @@
 
 import torch
 import transformers
+from probes import tiny
 from transformers import LlamaConfig
 
 import lamina
@@ -54,11 +55,7 @@ def measured(probe, context, strict=True):
 
 def value(frame, metric, role, layer=-1, **more):
     """The one value of a row."""
-    rows = frame[(frame.metric == metric) & (frame.role == role) & (frame.layer == layer)]
-    for column, wanted in more.items():
-        rows = rows[rows[column] == wanted]
-    assert len(rows) == 1, rows
-    return float(rows.value.iloc[0])
+    return float(tiny.value(frame, metric, role=role, layer=layer, **more))
 
 
 def state_to_state(context, ids, first, last):

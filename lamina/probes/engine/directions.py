@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Self
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -36,10 +35,8 @@ class DirectionsProbe(Probe):
     Holds the states' unit vectors at the chosen tokens of one batch, float32: one state is read once and written once.
     ``all`` keeps a batch's real tokens as far as ``tokens_per_batch`` allows; where that is None, all of the user's own
     text, and of a corpus as far as they fit a quarter of the model's own memory (at least 64 MiB), else so many
-    positions of every sequence, drawn anew for each batch. ``compare`` is ``cosines`` or ``angles``.
+    positions of every sequence, drawn anew for each batch.
     """
-
-    compare: Callable[[Self], tuple[torch.Tensor, torch.Tensor]]
 
     def __init__(self, tokens: str | None, tokens_per_batch: int | None):
         self.tokens = None if tokens is None else one_of("tokens", tokens, TOKENS)
@@ -80,6 +77,10 @@ class DirectionsProbe(Probe):
         torch.div(value, norms.clamp_min_(_SHORTEST), out=self._vectors[:, key])
         if self._mask is not None:
             self._vectors[:, key].masked_fill_(~self._mask[..., None], 0.0)
+
+    def compare(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the batch's ``cosines`` or ``angles``."""
+        raise NotImplementedError
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         totals, counts = self.compare()

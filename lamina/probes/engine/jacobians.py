@@ -18,19 +18,13 @@ from lamina.probes.structure.sites import LayerSite, NormSite, SublayerSite
 
 @dataclass(frozen=True)
 class SpectralNorm:
-    """A spectral norm and how the search for it ended.
+    """A spectral norm and how the search for it ended."""
 
-    Attributes:
-        value: the norm, float64 on the CPU, [...] one per problem; never above the true one.
-        residual: ||J^T u - s v|| / s for the singular triplet (s, u, v): a singular value lies within this of s.
-        iterations: the products with J and with J^T.
-        converged: whether every residual is below the tolerance.
-    """
-
-    value: torch.Tensor
+    value: torch.Tensor  # the norm, float64 on the CPU, [...] one per problem; never above the true one
+    # ||J^T u - s v|| / s for the singular triplet (s, u, v): a singular value lies within this of s
     residual: torch.Tensor
-    iterations: int
-    converged: bool
+    iterations: int  # the products with J and with J^T
+    converged: bool  # whether every residual is below the tolerance
 
 
 class Jacobian:

@@ -133,7 +133,7 @@ class ShortProbe(Probe):
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
     def take(self, context: Context) -> None:
-        """Set ``inputs``, the batches to measure: the short inputs if both limits are set, or else one sequence each."""
+        """Set ``inputs``: the short inputs if both limits are set, or else one sequence each."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
             self.inputs = [short_inputs(context, sequences, tokens)]

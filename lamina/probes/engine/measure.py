@@ -34,6 +34,10 @@ MIN_SEQUENCES = 16  # with fewer a standard error means little
 _READ = "_is_hf_initialized"  # transformers marks the weights that it read, so as not to initialize them
 logger = logging.getLogger(__name__)
 _SEQUENCES = 64  # of the embedded corpus
+_WITHOUT_HEAD = (
+    "The head is not in the checkpoint ({}: newly initialized), so the model's predictions are random. Left out: "
+    "gradients, layer_drop, logit_lens, and the losses of low_precision and bounds."
+)
 
 
 def run(
@@ -113,8 +117,7 @@ def estimates(context: Context, probes: Sequence[Probe]) -> dict[str, float]:
         forward(context.model, inputs)  # the first pass of a process is slow
         began = time.monotonic()
         forward(context.model, inputs)
-        first = next(iter(inputs.values()))
-        each = (time.monotonic() - began) / (first.numel() if first.ndim == 2 else 256.0)
+        each = (time.monotonic() - began) / context.tokens(1)
     passes = {PASSES: each * context.tokens() if any(probe.streams for probe in probes) else 0.0}
     return passes | {probe.name: each * probe.cost(context) for probe in probes}
 
@@ -218,15 +221,7 @@ def make_context(
 
     ``sample``: the inputs are Lamina's sample of a corpus, not the user's own, which probes measure whole.
     """
-    given = isinstance(model_or_path, nn.Module)
-    if given:
-        for name, parameter in model_or_path.named_parameters():
-            if parameter.is_meta:
-                raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
-        loaded = Loaded(model=model_or_path)
-    else:
-        device = checked_device(settings.device)
-        loaded = load(text("checkpoint", model_or_path), dtype=settings.dtype, device=device)
+    loaded = _loaded(model_or_path, settings)
     model, notes = loaded.model, list(loaded.notes)
     state: RunState = {} if loaded.run is None else {"run": loaded.run}
     tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
@@ -257,12 +252,8 @@ def make_context(
     with evaluating(model):
         structure = prove(structure, {name: tensor.to(device) for name, tensor in batches[0].items()}, base)
     notes += structure.notes
-    new = [] if given or reads_images(model) else new_head(model, structure)
-    warning = (
-        f"The head is not in the checkpoint ({', '.join(new[:3])}{' ...' if len(new) > 3 else ''}: newly initialized), "
-        "so the model's predictions are random. Left out: gradients, layer_drop, logit_lens, and the losses of "
-        "low_precision and bounds."
-    )
+    new = [] if isinstance(model_or_path, nn.Module) or reads_images(model) else new_head(model, structure)
+    names = f"{', '.join(new[:3])}{' ...' if len(new) > 3 else ''}"
     return Context(
         model=model,
         base=base,
@@ -271,10 +262,19 @@ def make_context(
         tokenizer=tokenizer,
         notes=notes,
         state=state,
-        warnings=[warning] if new else [],
+        warnings=[_WITHOUT_HEAD.format(names)] if new else [],
         new_weights=new,
         whole=whole,
     )
+
+
+def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> Loaded:
+    if not isinstance(model_or_path, nn.Module):
+        return load(text("checkpoint", model_or_path), dtype=settings.dtype, device=checked_device(settings.device))
+    for name, parameter in model_or_path.named_parameters():
+        if parameter.is_meta:
+            raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
+    return Loaded(model=model_or_path)
 
 
 def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: str | None = None) -> Structure:

@@ -119,7 +119,7 @@ class Probe:
         """Plotly figures of a result, each with its caption (plain text)."""
         return []
 
-    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+    def sentences(self, frame: pd.DataFrame) -> Iterable[str]:
         """Return the results in plain sentences, with numbers."""
         return []
 

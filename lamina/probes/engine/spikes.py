@@ -52,19 +52,12 @@ def surges(series: Iterable[float]) -> np.ndarray:
     return np.asarray(surge, dtype=bool)
 
 
-def spike_score(series: Iterable[float]) -> float:
-    """Return the share of a run's values that are ``spikes``, in [0, 1]; NaN for an empty series.
-
-    OLMo 2 (arXiv 2501.00656, Sec 3.1) defines it as the percentage of values at least seven standard deviations away
-    from a rolling average of the last 1,000; this counts those above it, since a loss that falls fast is no spike, and
-    gives the share, not the percentage.
-    """
-    marked = spikes(series)
-    return float(marked.mean()) if len(marked) else math.nan
-
-
 def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
-    """(spike score, number of values) of "loss" and "grad_norm" over the logged steps of a run's metrics.jsonl.
+    """Return the share of ``spikes`` and the number of values of "loss" and "grad_norm" in a run's metrics.jsonl.
+
+    OLMo 2 (arXiv 2501.00656, Sec 3.1) defines the score as the percentage of values at least seven standard deviations
+    away from a rolling average of the last 1,000; this counts those above it, since a loss that falls fast is no spike,
+    and gives the share, not the percentage.
 
     A last line that was cut off is left out, and of a step logged twice (a resumed run) the later line counts. A series
     that was not logged is absent; without the file the result is empty.
@@ -77,4 +70,4 @@ def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
                 values[record["step"]] = math.nan if value is None else float(value)  # JSON has no NaN: null is one
     series = {name: [values[step] for step in sorted(values)] for name, values in scores.items()}
     logged = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
-    return {name: (spike_score(values), len(values)) for name, values in logged.items()}
+    return {name: (float(spikes(values).mean()), len(values)) for name, values in logged.items()}

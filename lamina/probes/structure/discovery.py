@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -46,6 +46,10 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
             f"{sum(map(len, others))} more layers ({others[0][0].path}, ...) lie outside of the chain that was found "
             f"at {first.path}; --layers PATH names the list of layers that is meant"
         )
+    outside = [("other", call.module) for chain in others for call in chain]
+    for call in record.calls:  # those that hold layers are left out
+        if call.ended < first.began or call.began > last.ended:
+            outside.append(("embedding" if call.ended < first.began else "readout", call.module))
     return Structure(
         layers=tuple(_site(i, layer) for i, layer in enumerate(resolved)),
         hidden_size=width,
@@ -54,7 +58,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
         final_norm=_outer_norm("final_norm", record, after=last),
         head=_asked(model, "get_output_embeddings"),
         notes=notes,
-        outside=tuple(_outside(record, calls, others)),
+        outside=tuple(outside),
     )
 
 
@@ -109,15 +113,6 @@ def _outside_chains(chains: list[list[Call]], calls: list[Call]) -> list[list[Ca
     outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
     others = [call for chain in outside for call in chain]
     return [c for c in outside if not any(o.began < c[0].began and c[-1].ended < o.ended for o in others)]
-
-
-def _outside(record: Trace, calls: list[Call], others: list[list[Call]]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules outside the chosen layers; those that hold layers are left out."""
-    for call in (call for chain in others for call in chain):
-        yield "other", call.module
-    for call in record.calls:
-        if call.ended < calls[0].began or call.began > calls[-1].ended:
-            yield ("embedding" if call.ended < calls[0].began else "readout"), call.module
 
 
 def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:

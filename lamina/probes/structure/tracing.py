@@ -90,9 +90,10 @@ class Trace:
 
 
 class _Follower(TorchDispatchMode):
-    def __init__(self, trace: Trace):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        self.trace, self.stack, self.clock = trace, [], itertools.count()
+        self.trace, self.stack, self.clock = Trace(), [], itertools.count()
+        self.paths = {module: path for path, module in model.named_modules()}
         self.values: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []  # so that no identity is used twice
         self.times: dict[int, int] = {}
@@ -124,18 +125,18 @@ class _Follower(TorchDispatchMode):
             self.trace.ops.append(Op(kind, next(self.clock), inputs, numbers, call, factor))
         return result
 
-    def enter(self, module: nn.Module, path: str, args: Args, kwargs: Kwargs) -> None:
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         number = self.times.get(id(module), 0)
         self.times[id(module)] = number + 1
         inputs = {key: self.value(a) for key, a in [*enumerate(args), *kwargs.items()] if isinstance(a, torch.Tensor)}
         parent = self.stack[-1] if self.stack else None
-        call = Call(module, path, number, parent, next(self.clock), inputs)
+        call = Call(module, self.paths[module], number, parent, next(self.clock), inputs)
         if parent is not None:
             parent.children.append(call)
         self.trace.calls.append(call)
         self.stack.append(call)
 
-    def leave(self, output: Output) -> None:
+    def leave(self, module: nn.Module, args: Args, output: Output) -> None:
         call = self.stack.pop()
         call.ended = next(self.clock)
         tensor = first_tensor(output)
@@ -164,20 +165,11 @@ def _kind(func: OpOverload, args: Args) -> str | None:
 
 def trace(model: nn.Module, inputs: Mapping[str, object]) -> Trace:
     """Run ``model(**inputs)`` without gradients and write it down. Keep the inputs tiny: every tensor is held."""
-    record = Trace()
-    follower = _Follower(record)
-    paths = {module: path for path, module in model.named_modules()}
-
-    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        follower.enter(module, paths[module], args, kwargs)
-
-    def after(module: nn.Module, args: Args, output: Output) -> None:
-        follower.leave(output)
-
+    follower = _Follower(model)
     with temporary_hooks() as hooks:
-        for module in paths:
-            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            hooks.append(module.register_forward_hook(after))
+        for module in follower.paths:
+            hooks.append(module.register_forward_pre_hook(follower.enter, with_kwargs=True, prepend=True))
+            hooks.append(module.register_forward_hook(follower.leave))
         with torch.no_grad(), follower:
             model(**inputs)
-    return record
+    return follower.trace
