@@ -25,7 +25,17 @@ from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, figure, sentence, write_page
 from lamina.reports.records import Frame, Trial, read_run
 from lamina.reports.style import polish
-from lamina.training.monitor.alarms import AFTER, FACTORS, NOTABLE, Alarm, describe, events, read_alarms, risen
+from lamina.training.monitor.alarms import (
+    AFTER,
+    FACTORS,
+    NOTABLE,
+    Alarm,
+    describe,
+    events,
+    first_before,
+    read_alarms,
+    risen,
+)
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.writers import read_about
 
@@ -116,13 +126,8 @@ class Evidence:
 
     @property
     def first(self) -> Alarm | None:
-        """Return the first alarm of the last event before the loss rose: an earlier event belongs to something else.
-
-        Of the first event, where the loss did not rise or nothing left before it did.
-        """
-        groups = events(self.alarms)
-        before = [group for group in groups if self.rose is not None and group[0].step <= self.rose]
-        return before[-1][0] if before else groups[0][0] if groups else None
+        """Return the alarm that explains most (``first_before``)."""
+        return first_before(self.alarms, self.rose)
 
     def lasts(self, alarm: Alarm) -> bool:
         """Whether a series that rose was still up in all records of the next 8 steps, and the first one after them,

@@ -141,7 +141,7 @@ class Alarms:
     marked: set[int] = field(default_factory=set)
     news: str = ""
     _recent: dict[Series, deque[float]] = field(default_factory=dict)
-    _out: dict[Key, Alarm] = field(default_factory=dict)
+    _out: set[Key] = field(default_factory=set)
     _high: dict[Key, list[Alarm]] = field(default_factory=dict)  # gradients that stood out where they were last seen
     _single: list[Alarm] = field(default_factory=list)  # those that are back
     _losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
@@ -161,11 +161,9 @@ class Alarms:
             alarms += [*followed, *found]
         return self._tell(alarms)
 
-    def first(self) -> Alarm | None:
-        """Return what left first of all that is not back; values that are not finite come first."""
-        left = [*self._out.values(), *chain(*self._high.values()), *self._single]
-        broken = [alarm for alarm in left if alarm.rule == "not_finite"]
-        return min(broken or left, key=lambda alarm: alarm.order, default=None)
+    def first(self, rose: float) -> Alarm | None:
+        """Return ``first_before`` of all that has stood out so far."""
+        return first_before([*self.told, *chain(*self._high.values()), *self._single], rose)
 
     def close(self) -> None:
         """Write what stood out and waits for what follows it: nothing comes any more."""
@@ -192,36 +190,31 @@ class Alarms:
 
     def state_dict(self) -> Json:
         """Return the history of the series, for a checkpoint."""
-        high = [(key, alarm) for key, values in self._high.items() for alarm in values]
-        parts = (self._out.items(), high, [(_key(alarm), alarm) for alarm in self._single])
+        waiting = {key: list(map(asdict, values)) for key, values in self._high.items()}
         state = {
             "recent": [[*series, list(values)] for series, values in self._recent.items()],
-            "left": [[[*series, asdict(alarm)] for (_, series), alarm in part] for part in parts],
+            "out": sorted([rule, *series] for rule, series in self._out),
+            "waiting": [[rule, *series, values] for (rule, series), values in waiting.items()],
+            "back": list(map(asdict, self._single)),
             "losses": list(self._losses),
         }
         return {"alarms": state}
 
     def load_state_dict(self, state: RunState) -> None:
         """Resume with the history from a checkpoint, and with what the folder holds up to its step."""
-        seen = {"recent": [], "left": [[], [], []], "losses": [], **state.get("alarms", {})}
+        seen = {"recent": [], "out": [], "waiting": [], "back": [], "losses": [], **state.get("alarms", {})}
         self._recent = {
             (layer, sublayer, role, metric): deque(values, maxlen=1 if metric == "update_ratio" else self.window)
             for layer, sublayer, role, metric, values in seen["recent"]
         }
-        left, high, single = (
-            [((alarm["rule"], tuple(series)), Alarm(**alarm)) for *series, alarm in part] for part in seen["left"]
-        )
-        self._out, self._high, self._single = dict(left), {}, [alarm for _, alarm in single]
-        for key, alarm in high:
-            self._high.setdefault(key, []).append(alarm)
+        self._out = {(rule, (layer, *names)) for rule, layer, *names in seen["out"]}
+        self._high = {(rule, tuple(series)): [Alarm(**one) for one in v] for rule, *series, v in seen["waiting"]}
+        self._single = [Alarm(**one) for one in seen["back"]]
         self._losses = deque(map(tuple, seen["losses"]), maxlen=_LOSSES)
         if self.folder is not None and "step" in state:
-            waiting = {alarm.step for _, alarm in (*high, *single)}
-            self.told = [
-                alarm
-                for alarm in read_alarms(self.folder)
-                if alarm.step <= state["step"] and not (alarm.rule == NOTABLE and alarm.step in waiting)
-            ]
+            waiting = {alarm.step for alarm in (*chain(*self._high.values()), *self._single)}
+            told = [alarm for alarm in read_alarms(self.folder) if alarm.step <= state["step"]]
+            self.told = [alarm for alarm in told if alarm.rule != NOTABLE or alarm.step not in waiting]
             self._write()
 
     def _judge(self, row: Row, rate: float | None) -> Iterable[Alarm]:
@@ -276,9 +269,10 @@ class Alarms:
         groups = list(_peers(rows, "gradient_norm"))
         lowest = min((row[1] for members in groups for row in members), default=0)
         for members in groups:
+            usual = statistics.median(row[6] for row in members)
             for row in members:
                 others = [other[6] for other in members if other is not row]
-                alarms += self._once("dead", row, 0.0, left=row[6] == 0.0 and max(others, default=1.0) > 0.0)
+                alarms += self._once("dead", row, usual, left=row[6] == 0.0 and max(others, default=1.0) > 0.0)
             peers = [row for row in members if row[1] > lowest]
             usual = statistics.median([row[6] for row in peers] or [0.0])
             for row in peers if len(peers) >= 3 and usual > 0 else ():
@@ -296,11 +290,14 @@ class Alarms:
             if (found and alarm.step <= step <= alarm.step + HELD) or risen(before, after[-AFTER:]):
                 told.append(alarm)
                 if key is not None:
-                    self._out[key] = self._high.pop(key)[0]
+                    self._out.add(key)
+                    del self._high[key]
         self._single = [alarm for alarm in self._single if alarm not in told]
         over = [alarm for alarm in self._single if alarm.step + HELD < step]
         self._single = [alarm for alarm in self._single if alarm not in over]
-        for at in sorted({alarm.step for alarm in over} - {alarm.step for alarm in self.told}):
+        last = max((alarm.step for alarm in self.told if alarm.rule != NOTABLE), default=-math.inf)
+        steps = {alarm.step for alarm in over if alarm.step > last + EVENT}  # else it belongs to what went on
+        for at in sorted(steps - {alarm.step for alarm in self.told}):
             largest = max((alarm for alarm in over if alarm.step == at), key=lambda alarm: alarm.excess)
             told.append(replace(largest, rule=NOTABLE))
         return told
@@ -310,7 +307,7 @@ class Alarms:
         step, layer, sublayer, role, _, metric, value = row
         key = (rule, _series(row))
         if not left:
-            self._out.pop(key, None)
+            self._out.discard(key)
             self._single += self._high.pop(key, [])
         elif key not in self._out:
             self.marked.add(step)
@@ -318,8 +315,8 @@ class Alarms:
             high = self._high.setdefault(key, [])
             high.append(Alarm(step=step, rule=rule, **place, value=value, usual=usual))
             if rule not in ("rise", "apart") or metric not in _GRADIENTS or len(high) == STAYS:
-                self._out[key] = self._high.pop(key)[0]
-                return [self._out[key]]
+                self._out.add(key)
+                return self._high.pop(key)[:1]
         return []
 
 
@@ -394,6 +391,16 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
             groups.append([])
         groups[-1].append(alarm)
     return groups
+
+
+def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
+    """Return the first alarm of the last event before the loss rose: an earlier event belongs to something else.
+
+    Of the first event, if the loss did not rise or nothing left before it did.
+    """
+    groups = events(alarms)
+    before = [group for group in groups if rose is not None and group[0].step <= rose]
+    return before[-1][0] if before else groups[0][0] if groups else None
 
 
 def read_alarms(folder: Path) -> list[Alarm]:

@@ -98,8 +98,8 @@ class DivergenceGuard:
         return {}
 
     def first_to_leave(self) -> str:
-        """Name what left first and is not back, and when, in a clause; values that are not finite come first."""
-        if (first := self.alarms.first()) is None:
+        """Name what left first, and when, in a clause."""
+        if (first := self.alarms.first(math.inf if self.above_since is None else self.above_since)) is None:
             return "no layer's recorded statistics left before it"
         name = "the model" if first.layer < 0 else self.paths.get(first.layer, f"model.model.layers[{first.layer}]")
         return f"{name} left first: {describe(first)}"
