@@ -121,10 +121,9 @@ def shares_or_steps(name: str, value: object) -> str | None:
     """Comma-separated spans of the run, each in steps (1 or more) or as a share of all steps (below 1)."""
     if value is None:
         return None
-    listed = comma_separated(name, value)
+    listed = rate_list(name, value)
     for span in numbers(name, listed, float):
-        if steps_or_share(name, span) <= 0:
-            raise UserError(f"{name}: {span:g} (allowed: numbers above 0)")
+        steps_or_share(name, span)
     return listed
 
 

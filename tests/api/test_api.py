@@ -160,9 +160,9 @@ def test_a_corpus_may_be_texts_paths_or_a_data_set(tmp_path):
         Path(name).write_text(f"text of {name}")
     assert as_settings({"corpus": Path("a.txt"), "output": Path("out")}) == {"corpus": "a.txt", "output": "out"}
     assert as_settings({"corpus": ["a.txt"]}) == {"corpus": "a.txt"}
-    texts = as_settings({"corpus": ["one text", "another"]})["corpus"]
-    assert read(texts) == [{"text": "one text"}, {"text": "another"}]
-    assert as_settings({"corpus": ("one text", "another")})["corpus"] == texts  # the same rows, the same file
+    texts = as_settings({"corpus": ["one/two texts", "another"]})["corpus"]
+    assert read(texts) == [{"text": "one/two texts"}, {"text": "another"}]
+    assert as_settings({"corpus": ("one/two texts", "another")})["corpus"] == texts  # the same rows, the same file
     assert read(as_settings({"corpus": [Path("a.txt"), Path("b.txt")]})["corpus"]) == [
         {"text": "text of a.txt"}, {"text": "text of b.txt"}
     ]  # fmt: skip
@@ -188,12 +188,6 @@ def test_a_real_data_set_is_taken():
 def test_a_corpus_of_no_kind_is_refused(corpus):
     with pytest.raises(UserError, match=r"corpus: .*allowed: a path, a list"):
         lamina.pretrain(corpus=corpus)
-
-
-def test_a_list_of_paths_and_a_misspelled_one_is_no_list_of_texts():
-    Path("a.txt").write_text("x")
-    with pytest.raises(UserError, match=r"'b\.txt' is not a file"):
-        as_settings({"corpus": ["a.txt", "b.txt"]})
 
 
 def test_a_comparison_is_read_like_its_table(tmp_path):
@@ -297,6 +291,7 @@ def test_what_a_preset_says_may_need_what_the_user_says_and_the_other_way_round(
     [
         ({"corpus": [f"my_texts/part-{n}.txt" for n in range(3)]}, "corpus: 'my_texts/part-0.txt': no such file"),
         ({"corpus": ["hf:some/name"]}, "corpus: 'hf:some/name': no such file"),
+        ({"corpus": ["a.txt", "b.txt"]}, r"'b\.txt' is not a file"),
         ({"corpus": SimpleNamespace(column_names={"train": ["text"]})}, r"as in data\['train'\]"),
         ({"placements": 3.5}, "unknown placement '3.5'"),
         ({"placements": [resolve("keel", 2)]}, "placements: Plan .*lamina.build takes a Plan"),
@@ -304,12 +299,9 @@ def test_what_a_preset_says_may_need_what_the_user_says_and_the_other_way_round(
     ],
 )
 def test_objects_that_mean_something_else_are_refused(given, message):
+    Path("a.txt").write_text("x")
     with pytest.raises(UserError, match=message):
         lamina.compare(**given)
-
-
-def test_texts_without_a_place_are_a_corpus():
-    assert as_settings({"corpus": ["one/two three", "a"]})["corpus"].endswith("rows.jsonl")
 
 
 def test_wrong_kinds_of_arguments_are_told_by_name():

@@ -15,7 +15,6 @@ from training.tiny_runs import flags
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lamina.cli import main
-from lamina.errors import UserError
 from lamina.probes.engine import registry
 
 SMALL = ("--tokenizer", "bytes", "--sequence-length", "16", "--sequences", "8", "--batch-size", "2", "--device", "cpu")
@@ -194,23 +193,6 @@ def test_bad_input_is_one_line_and_touches_no_folder(given, said, checkpoint, co
     assert said in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_somebody_elses_folder_is_left_alone(probe, own, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "letter.txt").write_text("mine", encoding="utf-8")
-    for flag in ("--overwrite", "--resume"):
-        assert probe(own[0], flag)[0] == 2
-    assert (tmp_path / "out" / "letter.txt").read_text(encoding="utf-8") == "mine"
-
-
-def test_a_file_that_is_no_probe_is_refused(tmp_path):
-    (tmp_path / "none.py").write_text("x = 1\n", encoding="utf-8")
-    (tmp_path / "torn.py").write_text("x = (\n", encoding="utf-8")
-    with pytest.raises(UserError, match="registers 0 probes"):
-        registry.make(str(tmp_path / "none.py"))
-    with pytest.raises(UserError, match="SyntaxError"):
-        registry.make(str(tmp_path / "torn.py"))
 
 
 def test_the_help_and_the_list_load_no_torch():

@@ -94,13 +94,6 @@ def test_code_that_ends_the_process_is_no_success(monkeypatch, capsys):
     assert "ended the process (0)" in line
 
 
-def test_help_still_ends_well(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["backbones", "--help"])
-    assert ended.value.code == 0
-    assert "usage: lamina backbones" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("words", [("--help",), ("placements",), ("compare", "--help")])
 def test_a_closed_pipe_is_no_fault(words):
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
