@@ -139,19 +139,12 @@ _FIXED = (
 _OFFERED = PretrainSettings.names()
 
 
-def _deciding(argument: str) -> str | None:
-    """Return the setting of a run that decides an argument of the Trainer; None if none does."""
-    if argument in _OFFERED:
-        return argument
-    setting = meaning(argument, _OFFERED, near=True)
-    return None if setting == "trainer" else setting
-
-
-_OURS = {
-    entry.name: setting
+_SETTINGS = {  # by the argument, the setting of a run that decides it
+    entry.name: entry.name if entry.name in _OFFERED else meaning(entry.name, _OFFERED, near=True)
     for entry in fields(TrainingArguments)
-    if entry.init and entry.name not in _FIXED and (setting := _deciding(entry.name)) is not None
+    if entry.init and entry.name not in _FIXED
 }
+_OURS = {argument: setting for argument, setting in _SETTINGS.items() if setting not in (None, "trainer")}
 A = TypeVar("A", bound=TrainingArguments)
 
 

@@ -43,6 +43,9 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
     folder = _folder(settings.from_model)
     refuse_as_output(settings.output, settings.from_model)
     plan, config = _read(folder)
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    # on the hub, loading reports a missing tokenizer
+    lacks_tokenizer = Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in files)
     options = ", ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in plan.options.items())
     stored: Json = {
         "placement": plan.placement + (f"({options})" if options else ""),
@@ -52,7 +55,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
         "num_heads": config.num_attention_heads,
         "untie_embeddings": False,
         "init": "recommended",
-        "tokenizer": folder if _has_tokenizer(folder) else settings.tokenizer,
+        "tokenizer": settings.tokenizer if lacks_tokenizer else folder,
     }
     if given is None:
         defaults = {f.name: f.default for f in fields(settings) if f.default is not MISSING}
@@ -154,11 +157,3 @@ def _read_once(folder: str, changed: int | None) -> _Read:
         return Plan.from_dict(config.plan), backbone_of(config)
     placement = conversion.conversion_of(config.model_type).placement
     return make_plan(placement, config.num_hidden_layers), config
-
-
-def _has_tokenizer(folder: str) -> bool:
-    if not Path(folder).is_dir():
-        return True  # on the hub: loading reports a missing tokenizer
-    return any(
-        (Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    )
