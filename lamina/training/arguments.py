@@ -137,14 +137,12 @@ _FIXED = (
     *("auto_find_batch_size", "ddp_backend", "load_best_model_at_end"),
 )
 _OFFERED = PretrainSettings.names()
-
-
 _SETTINGS = {  # by the argument, the setting of a run that decides it
     entry.name: entry.name if entry.name in _OFFERED else meaning(entry.name, _OFFERED, near=True)
     for entry in fields(TrainingArguments)
     if entry.init and entry.name not in _FIXED
 }
-_OURS = {argument: setting for argument, setting in _SETTINGS.items() if setting not in (None, "trainer")}
+_OURS = {argument: setting for argument, setting in _SETTINGS.items() if setting is not None and setting != "trainer"}
 A = TypeVar("A", bound=TrainingArguments)
 
 
