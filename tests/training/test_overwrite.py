@@ -13,7 +13,6 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.folder import REPLACES, hold, lock
 from lamina.training import pretrain as pretraining
-from lamina.training import resolve as line
 from lamina.training.checkpointing import checkpoints
 
 
@@ -68,7 +67,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_the_old_one(
     before = there(old)
     for _ in range(2):  # a second try keeps the same old content
         with monkeypatch.context() as patch:
-            patch.setattr(line, "build", failing(error))
+            patch.setattr(pretraining, "initial_model", failing(error))
             if isinstance(error, RuntimeError):
                 with pytest.raises(RuntimeError):
                     pretraining.pretrain(settings(corpus, old), overwrite=True, bar=False)
@@ -83,7 +82,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_the_old_one(
 def test_a_killed_run_leaves_the_old_one_until_a_resumed_one_has_a_result(old, aside, corpus, monkeypatch):
     before = there(old)
     with monkeypatch.context() as patch:
-        patch.setattr(line, "build", die)
+        patch.setattr(pretraining, "initial_model", die)
         in_a_child(lambda: overwrite(corpus, old))
     assert there(aside) == before
     assert main(["pretrain", "--output", str(old), "--resume"]) == 0
