@@ -40,9 +40,9 @@ def make(num_layers):
 
 
 # The placement is resolved, and the model cannot be built: in the middle of the run.
-WHEN_BUILT = """import lamina.training.resolve
+WHEN_BUILT = """import lamina.training.pretrain
         def broken(*args, **options): raise RuntimeError("this layer cannot be wired")
-        lamina.training.resolve.build = broken"""
+        lamina.training.pretrain.initial_model = broken"""
 
 
 @pytest.fixture
