@@ -255,20 +255,21 @@ def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
 def _as_stored(model: LaminaForCausalLM, row: Equivalent, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return the tensors of the row's model by their names there, its constants in the gains and embeddings."""
     norms = {name: module for name, module in model.named_modules() if isinstance(module, LaminaNorm)}
-    constant = {name: norm for name, norm in norms.items() if norm.weight is None}
     ours = model.state_dict()
-    ours |= {f"{name}.weight": torch.full((n.hidden_size,), n.initial_gain) for name, n in constant.items()}
+    for name, norm in norms.items():
+        if norm.weight is None:
+            ours[f"{name}.weight"] = torch.full((norm.hidden_size,), norm.initial_gain, device=model.device)
     embedding = "model.backbone.embed_tokens.weight"
     ours[embedding] = model.model._scaled_and_normed(ours[embedding])
     used, tensors = {"model.embedding_norm.weight"}, {}
     for key in keys:
         owner, _, last = lamina_name(key, row.norms).rpartition(".")
-        parts = [owner]
-        if owner.endswith(".gate_up_proj"):
-            parts = [owner.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
-        names = [f"{part}.{last}" for part in (parts if row.gate_and_up else [owner])]
+        stacked = row.gate_and_up and owner.endswith(".gate_up_proj")
+        owners = [owner.replace("gate_up", part) for part in ("gate", "up")] if stacked else [owner]
+        names = [f"{name}.{last}" for name in owners]
         refuse_tensors("source: missing", set(names) - ours.keys(), f"is not in the {type(model).__name__}")
-        value = torch.cat([ours[name] for name in names])
+        values = [ours[name] for name in names]
+        value = torch.cat(values) if len(values) > 1 else values[0]  # no copy of all the weights
         if owner.endswith(".pre_norm"):
             residual = owner.removesuffix(".pre_norm")
             value = value * cast(Residual, model.get_submodule(residual)).pre_scale
