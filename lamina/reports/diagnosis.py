@@ -460,8 +460,11 @@ def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
 def write(folder: Path, evidence: Evidence, cause: Cause | None) -> Path:
     """Write diagnosis.html."""
     texts = "".join(f"<p>{escape(text)}</p>" for text in sentences(evidence, cause))
+    losses = losses_of(evidence.trial)
+    steps = sorted(losses)
+    course = _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
     html = figure(
-        _loss_figure(evidence), "Training loss of every step. Red: where the loss rose; orange: the first alarm."
+        course if losses else None, "Training loss of every step. Red: where the loss rose; orange: the first alarm."
     )
     if (first := evidence.first) is not None:
         quantity = sentence(METRICS[first.metric].quantity)
@@ -485,13 +488,6 @@ def write(folder: Path, evidence: Evidence, cause: Cause | None) -> Path:
             Section(name="Alarms", title="Alarms by step", html=f"<ol>{listed}</ol>" if listed else ""),
         ],
     )
-
-
-def _loss_figure(evidence: Evidence) -> go.Figure | None:
-    if not (losses := losses_of(evidence.trial)):
-        return None
-    steps = sorted(losses)
-    return _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
 
 
 def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:

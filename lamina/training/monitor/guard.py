@@ -162,9 +162,10 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
     evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")
     if len({step for step, _ in (*evaluated, *trained)}) < 2:
         return "only one loss was recorded"
-    pair = _evaluations(evaluated, steps)
-    kind = "eval loss" if pair else "training loss"
-    pair = pair or _means(trained, steps) or trained[-2:]
+    earlier = [point for point in evaluated if evaluated[-1][0] - point[0] >= WINDOW * steps]
+    near = bool(earlier) and evaluated[-1][0] - earlier[-1][0] <= 2 * WINDOW * steps
+    kind = "eval loss" if near else "training loss"
+    pair = [earlier[-1], evaluated[-1]] if near else _means(trained, steps) or trained[-2:]
     if len(pair) < 2:
         return None
     (first, before), (last, after) = pair
@@ -174,14 +175,6 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
     if pace * steps < STILL_FALLING and not unslowed:
         return None
     return f"the {kind} still falls, from {before:.3f} at step {first:g} to {after:.3f} at step {last:g}"
-
-
-def _evaluations(points: list[Point], steps: int) -> list[Point]:
-    """Return the last evaluation, and the latest one that is a fifth to two fifths of the run earlier."""
-    for step, loss in reversed(points[:-1]):
-        if WINDOW * steps <= points[-1][0] - step:
-            return [(step, loss), points[-1]] if points[-1][0] - step <= 2 * WINDOW * steps else []
-    return []
 
 
 def _means(points: list[Point], steps: int) -> list[Point]:

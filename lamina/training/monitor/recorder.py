@@ -59,17 +59,13 @@ class MonitoredTrainer(_Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Norm:
         squares = self._squares()  # before clipping: a norm that is not finite would spoil every layer's gradient
-        norm = _whole(super()._clip_grad_norm(model))
-        self._check(norm, squares)
-        return norm
+        return self._checked(super()._clip_grad_norm(model), squares)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> Norm:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
         squares = self._squares()  # without clipping, Trainer calls only this method
-        norm = _whole(super()._get_grad_norm(model))
-        self._check(norm, squares)
-        return norm
+        return self._checked(super()._get_grad_norm(model), squares)
 
     def _squares(self) -> torch.Tensor:
         if self.gradient_norms is None:
@@ -90,22 +86,24 @@ class MonitoredTrainer(_Trainer):
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
         self.series.end_step(self.state.global_step, skipped=skipped)
 
-    def _check(self, norm: Norm, squares: torch.Tensor) -> None:
+    def _checked(self, norm: Norm, squares: torch.Tensor) -> Norm:
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.series.add_norm(norm)
         step = self.state.global_step + 1
         recorded = is_recorded(step, self.args)
         self.layer_rows = []
         if not recorded and squares.device.type != "cpu":
-            return  # reading the norm would wait for the device
+            return norm  # reading it would wait for the device
         value = float(norm)
         if recorded or not math.isfinite(value):
             assert self.gradient_norms is not None
             self.layer_rows = self.gradient_norms.rows(step, squares)
         if not math.isfinite(value) and self.scaler() is not None and self.overflows_in_a_row < self.guard.patience:
             self.layer_rows = []  # the scaler skips the step and halves its scale: nothing has diverged yet
-            return
+            return norm
         self.guard.alarms.see(self.layer_rows)
         self.guard.see_gradient(step, value)
+        return norm
 
     def continue_records(self) -> None:
         """Restore, when training begins, what the resumed trainer had collected since its last record."""
@@ -114,10 +112,6 @@ class MonitoredTrainer(_Trainer):
         """The model without the wrappers of accelerate and DDP."""
         assert self.model is not None
         return self.accelerator.unwrap_model(self.model)
-
-
-def _whole(norm: Norm) -> Norm:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 TWICE_SECONDS = 3.0

@@ -96,7 +96,10 @@ class ScheduledProbes(TrainerCallback):
             for probe, frame, notes in self._measure(context):
                 if frame is not None:
                     write_part(self.folder / probe.name, step, frame)
-                    self._describe(probe)
+                    about = self.folder / probe.name / ABOUT
+                    if not about.is_file():  # the page's texts: the probe may be the user's own
+                        words = {key: getattr(probe, key) for key in ("title", "summary", "source")}
+                        write_json(about, {**words, "over_steps": list(probe.over_steps)})
                 for note in notes:
                     self._note(probe.name, step, note)
         self.seconds += time.monotonic() - began
@@ -142,13 +145,6 @@ class ScheduledProbes(TrainerCallback):
             reasons = [" ".join(n.removeprefix(start).split()) for n in context.notes if n.startswith(start)]
             results += [(probe, None, [f"{_REFUSED}{reason}" for reason in reasons])] if reasons else []
         return results
-
-    def _describe(self, probe: Probe) -> None:
-        """Store the page's texts about a probe beside its numbers, since it may be the user's own."""
-        path = self.folder / probe.name / ABOUT
-        if not path.is_file():
-            words = {key: getattr(probe, key) for key in ("title", "summary", "source")}
-            write_json(path, {**words, "over_steps": list(probe.over_steps)})
 
     def _note(self, name: str, step: int, note: str) -> None:
         if (name, note) in self._noted:
