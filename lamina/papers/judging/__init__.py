@@ -8,6 +8,7 @@ from lamina.papers.judging.checks import (
     no_worse,
     optimum,
     ordered,
+    same_as_recorded,
     trains,
     values_of,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "no_worse",
     "optimum",
     "ordered",
+    "same_as_recorded",
     "same_order",
     "spreads",
     "trains",

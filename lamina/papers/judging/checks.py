@@ -10,9 +10,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 from lamina.core.frames import Frame
 from lamina.errors import UserError
+from lamina.jobs.names import RESULTS
 from lamina.jobs.status import Status
 from lamina.papers.judging.findings import (
     FEW,
@@ -22,6 +25,8 @@ from lamina.papers.judging.findings import (
     Region,
     Verdict,
     all_of,
+    inconclusive,
+    mean,
     number,
     pairs_in,
     seeds_text,
@@ -106,8 +111,8 @@ def lower(
     needs one. ``any_status``: compare all runs, however they ended, for a column that means something in a run that
     diverged (its spikes, the rate it reached).
     """
-    ours, other = (_read(trials, arm, column, any_status=any_status) for arm in (a, than))
-    return _compared(ours, other, column, Region(below=0.0, least=_least(column, by)))
+    region = Region(below=0.0, least=_least(column, by))
+    return _compared(trials, (a, than), column, region, any_status=any_status)
 
 
 def higher(
@@ -120,8 +125,8 @@ def higher(
     any_status: bool = False,
 ) -> Finding:
     """Whether arm ``a`` has the higher value: ``lower`` with the sides exchanged."""
-    ours, other = (_read(trials, arm, column, any_status=any_status) for arm in (a, than))
-    return _compared(ours, other, column, Region(above=0.0, least=_least(column, by)))
+    region = Region(above=0.0, least=_least(column, by))
+    return _compared(trials, (a, than), column, region, any_status=any_status)
 
 
 def ordered(trials: Trials, arms: Sequence[Arm], *, column: str = "eval_loss", by: float | None = None) -> Finding:
@@ -132,18 +137,46 @@ def ordered(trials: Trials, arms: Sequence[Arm], *, column: str = "eval_loss", b
 def equivalent(trials: Trials, a: Arm, b: Arm, *, within: float = 0.02, column: str = "eval_loss") -> Finding:
     """Whether the arms differ by less than ``within``: two one-sided tests on the pairs, an interval inside."""
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
-    return _compared(_read(trials, a, column), _read(trials, b, column), column, region)
+    return _compared(trials, (a, b), column, region)
 
 
 def no_worse(trials: Trials, a: Arm, *, than: Arm, within: float = 0.01, column: str = "eval_loss") -> Finding:
     """Whether arm ``a`` is at most ``within`` above the other: lower, or level."""
     region = Region(below=within, text=f", claimed at most {number(within)}")
-    return _compared(_read(trials, a, column), _read(trials, than, column), column, region)
+    return _compared(trials, (a, than), column, region)
 
 
 def values_of(trials: Trials, arm: Arm, column: str = "eval_loss") -> dict[int, float]:
     """An arm's values of a column by seed, of the runs that trained."""
     return _read(trials, arm, column).values
+
+
+def same_as_recorded(
+    trials: Trials, a: Arm, *, record: Path, axis: str, value: str, where: str, column: str = "eval_loss"
+) -> Finding:
+    """Whether an arm differs from one that another study recorded, whose trials had other seeds (Welch's t test).
+
+    Args:
+        trials: of this study.
+        a: the arm here.
+        record: the folder of the other study's record; without one the claim is inconclusive.
+        axis, value: the recorded arm is the one with this value on this axis, at its tuned rate.
+        where: the other study in words.
+        column: what is compared.
+    """
+    import pandas as pd
+    from scipy import stats
+
+    ours, other = list(values_of(trials, a, column).values()), list[float]()
+    if (path := record / RESULTS).is_file():
+        rows = pd.read_csv(path)
+        other = rows[(rows[axis] == value) & rows["tuned"].astype(bool)][column].dropna().tolist()
+    if min(len(ours), len(other)) < TOO_FEW:
+        return inconclusive(f"{len(ours)} runs here, {len(other)} recorded at {where}", "")
+    p = float(cast(Any, stats.ttest_ind(ours, other, equal_var=False)).pvalue)
+    gap = mean(ours) - mean(other)
+    text = f"{len(ours)} runs here, {len(other)} at {where}: means {gap:+.4f} apart, Welch's t test p {p:.2g}"
+    return Finding(verdict=Verdict.HOLDS if p >= ALPHA else Verdict.FAILS, ours=text, margin=gap, seeds=len(ours))
 
 
 def fails_to_train(trials: Trials, a: Arm) -> Finding:
@@ -183,7 +216,10 @@ def _least(column: str, by: float | None) -> float:
     return SMALLEST if by is None else by
 
 
-def _compared(ours: _Arm, other: _Arm, column: str, region: Region) -> Finding:
+def _compared(
+    trials: Trials, arms: tuple[Arm, Arm], column: str, region: Region, *, any_status: bool = False
+) -> Finding:
+    ours, other = (_read(trials, arm, column, any_status=any_status) for arm in arms)
     if (failures := _by_failures(ours, other, column, region)) is not None:
         return failures
     finding = pairs_in(region, ours.ranked(column), other.ranked(column), names=(ours.name, other.name))
@@ -229,15 +265,14 @@ def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | Non
     if all(arm.values and arm.short >= MOST * len(arm.values) for arm in (a, b)):
         means = (sum(arm.values.values()) / len(arm.values) for arm in (a, b))
         unlearned = " vs ".join(f"{arm.name} {number(mean)}" for arm, mean in zip((a, b), means, strict=True))
-        note = f"neither {a.name} nor {b.name} has learned yet"
-        return Finding(verdict=Verdict.INCONCLUSIVE, ours=unlearned, seeds=seeds, note=note)
+        return inconclusive(unlearned, f"neither {a.name} nor {b.name} has learned yet", seeds)
     if a.lost_share < MOST and b.lost_share < MOST:
         return None
     if seeds < TOO_FEW:
         return too_few((a.name, b.name), a.values, b.values, seeds)
     ours, worst = f"{_ending(a)} vs {_ending(b)}", _worst(column)
     if math.isnan(worst):
-        return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours, seeds=seeds, note="an arm does not train")
+        return inconclusive(ours, "an arm does not train", seeds)
     p = shares_differ((a.failed, b.failed), (a.runs, b.runs))
     sides = [bound for bound in (region.below, -region.above) if math.isfinite(bound)]
     lowest = a if (a.lost_share < b.lost_share) == (worst > 0) else b
@@ -269,15 +304,11 @@ def _share(trials: Trials, arm: Arm, statuses: Sequence[str], what: str) -> Find
     ended = ", ".join(f"{number} {status}" for status, number in rows.value_counts().items())
     ours = f"{label(arm)}: {count} of {seeds_text(runs)} {what} ({ended or 'no run'})"
     if runs < TOO_FEW:
-        note = f"fewer than {TOO_FEW} seeds"
-        return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours, seeds=runs, note=note)
+        return inconclusive(ours, f"fewer than {TOO_FEW} seeds", runs)
     p, p_not = share_above(count, runs, FEW), share_above(runs - count, runs, FEW)
     low, high = share_interval(count, runs)
-    verdict = Verdict.INCONCLUSIVE
-    if count >= MOST * runs and p < ALPHA:
-        verdict = Verdict.HOLDS
-    elif count <= FEW * runs and p_not < ALPHA:
-        verdict = Verdict.REVERSED
+    verdict = Verdict.HOLDS if count >= MOST * runs and p < ALPHA else Verdict.INCONCLUSIVE
+    verdict = Verdict.REVERSED if count <= FEW * runs and p_not < ALPHA else verdict
     return Finding(
         verdict=verdict,
         ours=f"{ours}, share 95 % {low:.0%} to {high:.0%}",

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lamina.core.frames import Frame
@@ -19,7 +18,7 @@ from lamina.core.python_files import guarded, run_file
 from lamina.errors import UserError
 from lamina.evaluation.generated import CHANCES
 from lamina.papers.judging.checks import NOT_TRAINED, TRAINED
-from lamina.papers.judging.findings import MOST, TOO_FEW, Finding, Verdict
+from lamina.papers.judging.findings import MOST, TOO_FEW, Finding, Verdict, inconclusive
 from lamina.papers.judging.statistics import ALPHA, holm, t_interval
 from lamina.papers.judging.trials import NO_ARM, NotMeasured, Reads, Trials
 
@@ -68,13 +67,8 @@ def limited(
     rows = results[keys.isin(list(reads.columns))]
     beyond = results[keys.isin([key for key, columns in reads.columns.items() if columns != {"status"}])]
     arms = _arms(axes)
-    for why in dict.fromkeys(
-        [
-            *_unlearned(beyond, results, arms, enough=one_learned),
-            *_by_chance(beyond, arms, reads),
-            *_unmoved(beyond, arms),
-        ]
-    ):
+    unlearned = _unlearned(beyond, results, arms, enough=one_learned)
+    for why in dict.fromkeys([*unlearned, *_by_chance(beyond, arms, reads), *_unmoved(beyond, arms)]):
         finding = replace(finding, verdict=Verdict.NEEDS_SCALE).noted(why)
     if finding.verdict == Verdict.NEEDS_SCALE:
         return finding
@@ -108,13 +102,8 @@ def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) ->
 def _by_chance(rows: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
     tasks = {column for columns in reads.columns.values() for column in columns if column.startswith(_SCORE)}
     for column in sorted(tasks & set(rows)):
-        named = [column.removeprefix(f"{_SCORE}_")]
-        if column == _SCORE:
-            named = [
-                each.removeprefix(f"{_SCORE}_")
-                for each in rows
-                if each.startswith(f"{_SCORE}_") and rows[each].notna().any()
-            ]
+        scores = [each for each in rows if each.startswith(f"{_SCORE}_") and rows[each].notna().any()]
+        named = [each.removeprefix(f"{_SCORE}_") for each in (scores if column == _SCORE else [column])]
         if not named or any(name not in CHANCES for name in named):
             continue
         chance = 100 * sum(CHANCES[name] for name in named) / len(named)
@@ -180,31 +169,28 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A claim with its verdict after the correction for the study's claims and looks.
+class Judged(Finding):
+    """A claim's finding after the correction for the study's claims and looks.
 
-    ``p`` is of what the verdict says, for or against the claim, and ``p_holm`` the corrected one. ``record`` is its
-    line in a study's verdicts.
+    ``p`` is of what the verdict says, for or against the claim, and ``p_holm`` the corrected one.
     """
 
     claim: str
     says: str
-    verdict: Verdict
-    ours: str
-    parts: tuple[str, ...]
     paper: str
-    margin: float | None
-    interval: tuple[float, float] | None
-    p: float | None
     p_holm: float | None
-    seeds: int
-    note: str
 
     def record(self) -> Json:
         """Return plain values for JSON, without numbers that JSON lacks."""
-        values = asdict(self) | {"verdict": self.verdict.value, "parts": list(self.parts)}
-        values["interval"] = None if self.interval is None else [_plain(end) for end in self.interval]
-        return values | {"margin": _plain(self.margin), "p": _plain(self.p), "p_holm": _plain(self.p_holm)}
+
+        def plain(value: float | None) -> float | None:
+            return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+        interval = None if self.interval is None else [plain(end) for end in self.interval]
+        found: Json = {"verdict": self.verdict.value, "ours": self.ours, "parts": list(self.parts), "paper": self.paper}
+        numbers: Json = {"margin": plain(self.margin), "interval": interval, "p": plain(self.p)}
+        rest: Json = {"p_holm": plain(self.p_holm), "seeds": self.seeds, "note": self.note}
+        return {"claim": self.claim, "says": self.says, **found, **numbers, **rest}
 
 
 _loading: list[dict[str, Claim]] = []  # of the files that are being read, the innermost last
@@ -244,8 +230,12 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
     """
     if not path.is_file():
         raise UserError(f"claims {str(path)!r}: no such file")
-    with _collected() as claims:
+    claims: dict[str, Claim] = {}
+    _loading.append(claims)
+    try:
         run_file("claims", path, announced=trusted)
+    finally:
+        _loading.pop()
     study = path.stem.replace("_", "-")
     for name in claims:
         if name.split("/")[0] != study:
@@ -277,38 +267,29 @@ def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Ju
         except UserError as error:
             errors.append(error)
             logger.warning("%s", error)
-            findings.append(Finding(verdict=Verdict.INCONCLUSIVE, ours="not judged", note=str(error)))
+            findings.append(inconclusive("not judged", str(error)))
     if claims and len(errors) == len(claims):
         raise errors[0]
-    families = ([finding.p for finding in findings], [finding.p_not for finding in findings])
-    tested = [verdict not in (Verdict.NEEDS_SCALE, Verdict.NOT_RUN) for verdict in (each.verdict for each in findings)]
-    corrected = [
-        [
-            min(1.0, looks * p)
-            for p in holm([1.0 if p is None or not able else p for p, able in zip(ps, tested, strict=True)])
-        ]
-        for ps in families
-    ]
+    tested = [finding.verdict not in (Verdict.NEEDS_SCALE, Verdict.NOT_RUN) for finding in findings]
+    corrected = []
+    for family in ([finding.p for finding in findings], [finding.p_not for finding in findings]):
+        ps = [1.0 if p is None or not able else p for p, able in zip(family, tested, strict=True)]
+        corrected.append([min(1.0, looks * p) for p in holm(ps)])
     return [_judged(claim, finding, p, looks) for claim, finding, *p in zip(claims, findings, *corrected, strict=True)]
 
 
 def _find(claim: Claim, trials: Trials) -> Finding:
-    with guarded(f"claim {claim.name!r}: its code"), _missing_measures(claim):
-        finding = claim.check(trials)
+    with guarded(f"claim {claim.name!r}: its code"):
+        try:
+            finding = claim.check(trials)
+        except NotMeasured as error:
+            raise UserError(
+                f"claim {claim.name!r}: the study does not measure {error.args[0]} (allowed: what its axes and "
+                "measures give)"
+            ) from error
     if not isinstance(finding, Finding):
         raise UserError(f"claim {claim.name!r}: its code returned {finding!r} (allowed: a Finding)")
     return finding
-
-
-@contextmanager
-def _missing_measures(claim: Claim) -> Iterator[None]:
-    try:
-        yield
-    except NotMeasured as error:
-        raise UserError(
-            f"claim {claim.name!r}: the study does not measure {error.args[0]} (allowed: what its axes and measures "
-            "give)"
-        ) from error
 
 
 def _judged(claim: Claim, finding: Finding, corrected: Sequence[float], looks: int) -> Judged:
@@ -322,31 +303,5 @@ def _judged(claim: Claim, finding: Finding, corrected: Sequence[float], looks: i
             )
         elif looks > 1:
             finding = finding.noted(f"seeds were added after a look: p corrected over {over}, {p_holm:.2g}")
-    return Judged(
-        claim=claim.name,
-        says=claim.says,
-        verdict=finding.verdict,
-        ours=finding.ours,
-        parts=finding.parts,
-        paper=claim.paper,
-        margin=finding.margin,
-        interval=finding.interval,
-        p=p,
-        p_holm=None if p is None else p_holm,
-        seeds=finding.seeds,
-        note=finding.note,
-    )
-
-
-@contextmanager
-def _collected() -> Iterator[dict[str, Claim]]:
-    claims: dict[str, Claim] = {}
-    _loading.append(claims)
-    try:
-        yield claims
-    finally:
-        _loading.pop()
-
-
-def _plain(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+    named: Json = {"claim": claim.name, "says": claim.says, "paper": claim.paper}
+    return Judged(**{**vars(finding), "p": p}, **named, p_holm=None if p is None else p_holm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator
 
 from lamina.core.frames import Frame
@@ -53,16 +54,12 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
     """
     chosen = trials.arm(arm)
     chosen = chosen if at == "init" else trained(chosen)
-    if not len(chosen) or (at != "init" and not _has_learned(chosen)):
+    short = int(chosen.statuses().eq(Status.SHORT.value).sum()) if at != "init" else 0
+    if not len(chosen) or (at != "init" and short >= MOST * len(chosen)):
         return {}
     table = chosen.record(probe) if at == "records" else chosen.measure(probe, at=at)
     by_seed = {int(str(seed)): float(value(part)) for seed, part in table.groupby("seed")}
     return {seed: number for seed, number in by_seed.items() if math.isfinite(number)}
-
-
-def _has_learned(trials: Trials) -> bool:
-    """Whether fewer than two thirds of the runs ended before they had learned."""
-    return int(trials.statuses().eq(Status.SHORT.value).sum()) < MOST * len(trials)
 
 
 def rows(table: Frame, **values: object) -> Frame:
@@ -94,10 +91,7 @@ def log10_mean(values: Frame) -> float:
 
 def power(points: dict[float, float]) -> float:
     """The exponent of a power law: the slope of log value over log x, by least squares."""
-    xs = [math.log(x) for x in points]
-    ys = [math.log(value) for value in points.values()]
-    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / sum((x - x_mean) ** 2 for x in xs)
+    return statistics.linear_regression([*map(math.log, points)], [*map(math.log, points.values())]).slope
 
 
 def exponents(values: dict[float, BySeed]) -> BySeed:

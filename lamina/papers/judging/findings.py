@@ -105,6 +105,11 @@ class Finding:
         return replace(self, verdict=Verdict.INCONCLUSIVE).noted(note)
 
 
+def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
+    """Return the finding of a check that has too little to judge by."""
+    return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours.strip(), note=note, seeds=seeds)
+
+
 def needs_scale(scale: str, why: str) -> Finding:
     """The finding of a claim that only a larger scale ("gpu", "paper") can decide; ``why`` in one sentence."""
     return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"decided at scale {scale}: {why}")
@@ -117,12 +122,10 @@ def all_of(*findings: Finding) -> Finding:
     the number of parts (Bonferroni): one that fails by its own p alone leaves the conjunction inconclusive. Margin and
     interval are those of the part that decides: the first that fails or is undecided, else the one of the largest p.
     """
-    assert findings
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]
     if failed:
-        kinds = {each.verdict for each in findings}
-        if len(kinds) == 1:  # all of them
+        if len({each.verdict for each in findings}) == 1:  # all of them
             p_not = _largest([each.p_not for each in findings])
             return _joined(findings, failed[0], failed[0].verdict, p, p_not)
         by_count = any(each.p_not is None for each in failed)
@@ -144,7 +147,6 @@ def any_of(*findings: Finding) -> Finding:
 
     That one holds has its p times the number of parts. That all fail has the largest of their p.
     """
-    assert findings
     p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
     shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)
     for verdict in (*shown, Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE, Verdict.NOT_RUN):
@@ -223,7 +225,10 @@ class Region:
         shown not to lie inside by ``least``. All p values are doubled. With an infinite value, Wilcoxon's signed ranks
         and the median take the place of the t test and the mean.
         """
-        known, center, slack = all(map(math.isfinite, values)), _center(values), 1e-9
+        known, slack = all(map(math.isfinite, values)), 1e-9
+        low, high = statistics.median_low(values), statistics.median_high(values)
+        median = (low + high) / 2 if low != -high or math.isfinite(low) else 0.0
+        center = mean(values) if known else median
         # Each side turned and shifted so that the claim is: below 0.
         sides = [(1.0, self.below)] if math.isfinite(self.below) else []
         sides += [(-1.0, self.above)] if math.isfinite(self.above) else []
@@ -274,13 +279,8 @@ def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) ->
 def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
     """Return the finding of a comparison without enough pairs; it names the arms that lack values."""
     empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
-    found = Finding(
-        verdict=Verdict.INCONCLUSIVE,
-        ours=f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common",
-        seeds=pairs,
-        note=f"fewer than {TOO_FEW} pairs of seeds",
-    )
-    return found.noted(f"no run that has learned: {', '.join(empty)}") if empty else found
+    ours, note = f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common", f"fewer than {TOO_FEW} pairs of seeds"
+    return inconclusive(ours, f"{note}; no run that has learned: {', '.join(empty)}" if empty else note, pairs)
 
 
 def number(value: float) -> str:
@@ -307,11 +307,3 @@ def seeds_text(count: int) -> str:
 def mean(values: Sequence[float]) -> float:
     """The mean."""
     return math.fsum(values) / len(values)
-
-
-def _center(values: Sequence[float]) -> float:
-    """The mean; the median where a value is infinite."""
-    if all(map(math.isfinite, values)):
-        return mean(values)
-    low, high = statistics.median_low(values), statistics.median_high(values)
-    return (low + high) / 2 if low != -high or math.isfinite(low) else 0.0

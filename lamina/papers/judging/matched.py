@@ -92,7 +92,8 @@ def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
     """
     found: dict[int, float] = {}
     for seed, loss in losses.items():
-        points = sorted((each.losses[seed], each.values[seed]) for each in budgets if _has(each, seed))
+        pairs = ((each.losses.get(seed, math.nan), each.values.get(seed, math.nan)) for each in budgets)
+        points = sorted(pair for pair in pairs if all(map(math.isfinite, pair)))
         if points and loss >= points[0][0]:
             found[seed] = interpolated(points, loss)
     return found
@@ -108,11 +109,6 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
     return points[-1][1]
 
 
-def _has(budget: Budget, seed: int) -> bool:
-    pair: Mapping[str, float | None] = {"loss": budget.losses.get(seed), "value": budget.values.get(seed)}
-    return all(number is not None and math.isfinite(number) for number in pair.values())
-
-
 Frontier: TypeAlias = Sequence[tuple[float, float]]
 """The reward that a policy had at each KL to its start, in nats per answer, sorted by the KL."""
 
@@ -125,12 +121,8 @@ def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
     chosen = trained(trials.arm(arm))
     if not len(chosen):
         return {}
-    table: Frame = chosen.record("held_out")
-    found: dict[int, Frontier] = {}
-    for seed, rows in table.groupby("seed"):
-        means = rows.groupby("step")[["kl", "reward"]].mean()
-        found[int(str(seed))] = sorted((float(kl), float(reward)) for kl, reward in means.to_numpy())
-    return found
+    means: Frame = chosen.record("held_out").groupby(["seed", "step"])[["kl", "reward"]].mean()
+    return {int(seed): sorted(map(tuple, rows.to_numpy().tolist())) for seed, rows in means.groupby("seed")}
 
 
 def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from contextlib import suppress
 
 from lamina.core.frames import Frame
 from lamina.papers.judging.checks import NOT_TRAINED, optimum, values_of
-from lamina.papers.judging.statistics import CONFIDENCE, Optimum
+from lamina.papers.judging.statistics import CONFIDENCE
 from lamina.papers.judging.trials import Trials
 
 
@@ -53,22 +53,18 @@ def spreads(trials: Trials, *, reference: str = "pre_ln", pairs: int = 5) -> Fra
     """
     import pandas as pd
 
-    best = {arm: at_best for arm in trials.values("placement") if (at_best := _best(trials, str(arm)))}
+    best = {}
+    for arm in map(str, trials.values("placement")):
+        with suppress(ValueError):  # it trains at no rate
+            found = optimum(trials, arm)
+            best[arm] = found, values_of(trials.where(placement=arm, learning_rate=found.trained), arm)
     rows = []
     for arm, (found, losses) in best.items():
-        row = [
-            arm,
-            found.trained,
-            found.rate,
-            found.at_edge,
-            _mean(losses.values()),
-            _std(losses.values()),
-            len(losses),
-        ]
         others = best[reference][1] if reference in best and arm != reference else {}
-        differences = [losses[seed] - others[seed] for seed in losses if seed in others]
-        std = _std(differences)
-        rows.append([*row, _mean(differences), std, detectable(std, pairs)])
+        mean, std = _mean_and_std(list(losses.values()))
+        row = [arm, found.trained, found.rate, found.at_edge, mean, std, len(losses)]
+        difference, std = _mean_and_std([losses[seed] - others[seed] for seed in losses if seed in others])
+        rows.append([*row, difference, std, detectable(std, pairs)])
     return pd.DataFrame(rows, columns=[*COLUMNS, *PAIRED]).sort_values("loss", ignore_index=True)
 
 
@@ -80,20 +76,7 @@ def detectable(std: float, pairs: int) -> float:
     return float(quantiles.sum()) * std / math.sqrt(pairs)
 
 
-def _best(trials: Trials, arm: str) -> tuple[Optimum, dict[int, float]] | None:
-    try:
-        found = optimum(trials, arm)
-    except ValueError:  # it trains at no rate
-        return None
-    return found, values_of(trials.where(placement=arm, learning_rate=found.trained), arm)
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return math.fsum(numbers) / len(numbers) if numbers else math.nan
-
-
-def _std(values: Iterable[float]) -> float:
-    """Return the standard deviation of a sample (n - 1); NaN for fewer than two values."""
-    numbers = list(values)
-    return statistics.stdev(numbers) if len(numbers) > 1 else math.nan
+def _mean_and_std(values: list[float]) -> tuple[float, float]:
+    """Return the mean and a sample's standard deviation (n - 1); NaN where there are too few values."""
+    mean = statistics.fmean(values) if values else math.nan
+    return mean, statistics.stdev(values) if len(values) > 1 else math.nan

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from lamina.core.frames import Frame
@@ -114,10 +115,8 @@ def left_out(trials: Frame, size: str) -> float:
     """Return the law's mean error in nats for the losses of a size that it was not fitted on."""
     rest, out = trials[trials["size"] != size], trials[trials["size"] == size]
     law = fit_law(rest)
-    errors = [
-        row.eval_loss - law.loss(row.arm, row.parameters, row.tokens) for row in cast(Any, out).itertuples(index=False)
-    ]
-    return sum(errors) / len(errors)
+    columns = (out[name] for name in ("eval_loss", "arm", "parameters", "tokens"))
+    return fmean(loss - law.loss(arm, size, tokens) for loss, arm, size, tokens in zip(*columns, strict=True))
 
 
 def gap_trend(trials: Frame, arm: str, than: str) -> Trend:
@@ -191,7 +190,7 @@ def tolerance(losses: Mapping[float, Sequence[float]], within: float = 0.02) -> 
         within: nats.
     """
     rates = sorted(losses)
-    means = [sum(losses[rate]) / len(losses[rate]) for rate in rates]
+    means = [fmean(losses[rate]) for rate in rates]
     best = min(range(len(rates)), key=means.__getitem__)
     limit = means[best] + within
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 CONFIDENCE = 0.95
@@ -94,8 +93,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     A NaN counts as 1.
     """
     ps = [1.0 if math.isnan(p) else p for p in ps]
-    adjusted = [0.0] * len(ps)
-    largest = 0.0
+    adjusted, largest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
         largest = max(largest, min(1.0, ps[index] * (len(ps) - rank)))
         adjusted[index] = largest
@@ -106,7 +104,8 @@ def kendall(a: Sequence[float], b: Sequence[float]) -> float:
     """Kendall's tau-b; 0 where one side is constant."""
     from scipy import stats
 
-    with _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of nearly equal values: the result says it
         tau = float(cast(_Test, stats.kendalltau(a, b)).statistic)
     return 0.0 if math.isnan(tau) else tau
 
@@ -158,24 +157,15 @@ def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
         raise ValueError("no rate of the sweep has a finite loss")
     best = min(finite, key=lambda rate: losses[rate])
     place = rates.index(best)
-    if place in (0, len(rates) - 1):
-        return Optimum(rate=best, loss=losses[best], at_edge=True, trained=best)
+    lowest = Optimum(rate=best, loss=losses[best], at_edge=place in (0, len(rates) - 1), trained=best)
+    if lowest.at_edge or not all(math.isfinite(losses[rates[each]]) for each in (place - 1, place + 1)):
+        return lowest
     left, right = rates[place - 1], rates[place + 1]
-    if not (math.isfinite(losses[left]) and math.isfinite(losses[right])):
-        return Optimum(rate=best, loss=losses[best], at_edge=False, trained=best)
     x0, x2 = math.log(left / best), math.log(right / best)
     y0, y2 = losses[left] - losses[best], losses[right] - losses[best]
     slope = (y0 * x2 / x0 - y2 * x0 / x2) / (x2 - x0)
     curvature = (y2 / x2 - y0 / x0) / (x2 - x0)
     if curvature <= 0:
-        return Optimum(rate=best, loss=losses[best], at_edge=False, trained=best)
+        return lowest
     x = -slope / (2 * curvature)
-    return Optimum(rate=best * math.exp(x), loss=losses[best] + x * slope / 2, at_edge=False, trained=best)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence scipy's warnings of nearly equal values, which the result shows anyway."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    return replace(lowest, rate=best * math.exp(x), loss=losses[best] + x * slope / 2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping
 
 from lamina.papers.judging.findings import (
     TOO_FEW,
@@ -11,6 +12,7 @@ from lamina.papers.judging.findings import (
     Finding,
     Region,
     Verdict,
+    inconclusive,
     mean,
     number,
     p_text,
@@ -83,17 +85,14 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
     course = ", ".join(number(mean([values[x][seed] for seed in seeds])) if seeds else "-" for x in xs)
     text = f"{name} {course} at {places}".strip()
     if len(seeds) < TOO_FEW:
-        note = f"fewer than {TOO_FEW} seeds with all of {places}"
-        return Finding(verdict=Verdict.INCONCLUSIVE, ours=text, seeds=len(seeds), note=note)
+        return inconclusive(text, f"fewer than {TOO_FEW} seeds with all of {places}", len(seeds))
     sign = 1 if rising else -1
     tau = mean([kendall(xs, [sign * values[x][seed] for x in xs]) for seed in seeds])
-    slopes = [_slope([sign * values[x][seed] for x in xs]) for seed in seeds]
+    ranks = range(len(xs))
+    slopes = [statistics.linear_regression(ranks, [sign * values[x][seed] for x in xs]).slope for seed in seeds]
     p, p_not = p_above(slopes), p_above([-slope for slope in slopes])
-    verdict = Verdict.INCONCLUSIVE
-    if tau >= at_least and p < ALPHA:
-        verdict = Verdict.HOLDS
-    elif tau <= -at_least and p_not < ALPHA:
-        verdict = Verdict.REVERSED
+    verdict = Verdict.HOLDS if tau >= at_least and p < ALPHA else Verdict.INCONCLUSIVE
+    verdict = Verdict.REVERSED if tau <= -at_least and p_not < ALPHA else verdict
     shown = p_text(p_not if verdict.failed else p)
     return Finding(
         verdict=verdict,
@@ -115,8 +114,9 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
     seeds = min(len(set().union(*one.values())) for one in (a, b))
     if len(arms) < _RANKED or seeds < TOO_FEW:
         few = f"fewer than {_RANKED} arms" if len(arms) < _RANKED else f"fewer than {TOO_FEW} seeds"
-        return Finding(verdict=Verdict.INCONCLUSIVE, ours=f"{name} {len(arms)} arms".strip(), note=few, seeds=seeds)
-    tau = kendall(*([_center(one[arm].values()) for arm in arms] for one in (a, b)))
+        return inconclusive(f"{name} {len(arms)} arms", few, seeds)
+    means = ([mean([*one[arm].values()]) if one[arm] else math.inf for arm in arms] for one in (a, b))
+    tau = kendall(*means)
     draws = sorted(tau_draws(*([list(one[arm].values()) for arm in arms] for one in (a, b))))
     count = len(draws)
     low, high = draws[round(ALPHA / 2 * count)], draws[round((1 - ALPHA / 2) * count) - 1]
@@ -144,7 +144,7 @@ def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: i
     """
     cases = [bool(flag) for flag in flags]
     if not cases:
-        return Finding(verdict=Verdict.INCONCLUSIVE, ours=f"{name} no case".strip(), note="nothing to count")
+        return inconclusive(f"{name} no case", "nothing to count")
     share, few = sum(cases) / len(cases), len(cases) < TOO_FEW
     verdict = Verdict.HOLDS if share >= at_least else Verdict.FAILS
     return Finding(
@@ -156,27 +156,9 @@ def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: i
     )
 
 
-def _slope(values: Sequence[float]) -> float:
-    """Return the slope of the least-squares line through values at 0, 1, 2, ..."""
-    center = (len(values) - 1) / 2
-    return sum((x - center) * value for x, value in enumerate(values)) / sum(
-        (x - center) ** 2 for x in range(len(values))
-    )
-
-
 def _bounded(values: BySeed, region: Region, name: str) -> Finding:
     numbers = [float(value) for value in values.values() if math.isfinite(value)]
     if len(numbers) < TOO_FEW:
-        return Finding(
-            verdict=Verdict.INCONCLUSIVE,
-            ours=f"{name} {', '.join(map(number, numbers)) or 'no value'}{region.text}".strip(),
-            seeds=len(numbers),
-            note=f"fewer than {TOO_FEW} seeds",
-        )
+        ours = f"{name} {', '.join(map(number, numbers)) or 'no value'}{region.text}"
+        return inconclusive(ours, f"fewer than {TOO_FEW} seeds", len(numbers))
     return region.find(numbers, name=name)
-
-
-def _center(values: Iterable[float]) -> float:
-    """The mean; infinite without a value."""
-    known = list(values)
-    return mean(known) if known else math.inf
