@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from lamina.papers.catalog.definition import names, read_study, records_folder
+from lamina.papers.catalog import names, read_study, records_folder
 from lamina.papers.engine.verdicts import all_verdicts
 from lamina.papers.results import write_results
 from lamina.papers.results.verdicts import findings

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import pandas as pd
 
@@ -16,16 +16,12 @@ from lamina.jobs import columns
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_result, write_text
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import ResumePolicy, open_job
+from lamina.jobs.job import Job, ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS
+from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED
-from lamina.studies.record import (
-    refuse_another_plan,
-    refuse_another_trial,
-    stored_study,
-    write_study,
-)
+from lamina.studies.record import refuse_another_trial, stored_study, write_study
 from lamina.studies.running import cores, run_tasks
 from lamina.studies.settings import CompareSettings, MaxRateSettings, MaxRateStudySettings
 from lamina.studies.task import Task
@@ -34,17 +30,14 @@ from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import launched
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.max_rate_rules import MaxRateGuard
-from lamina.training.pretrain import pretrain
+from lamina.training.pretrain import pretrain, read_data
 from lamina.training.resolve import resolve_run
 from lamina.training.setting_groups import GuardSettings
 from lamina.training.settings import PretrainSettings
 
-COLUMNS = columns.names()
+S = TypeVar("S", bound=Settings)
 OneRun: TypeAlias = PretrainSettings | MaxRateSettings
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
-
-
-POLICY = ResumePolicy(what="study", free=CompareSettings.undecided())
 
 
 def compare(
@@ -62,40 +55,41 @@ def compare(
         OSError: the disk is full.
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
-    job = open_job(
-        Kind.COMPARE, CompareSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
-    )
+    job = open_study(Kind.COMPARE, CompareSettings, settings, resume=resume, overwrite=overwrite)
     complete = decided(job.settings)
     trials = complete.trials()
-    refuse_launcher(complete.command_name)
-    for trial in trials.values():
-        plan = resolve_run(trial).plan
-        if resume:
-            refuse_another_plan(Path(trial.output), trial.placement, plan)
-            refuse_another_trial(trial)
-    read_study_data(list(trials.values()), bar)
+    check_trials(list(trials.values()), resume=resume, bar=bar)
     with job:
         return run_study(job.settings, complete.to_dict(), trials, job.folder, bar=bar)
 
 
-def read_study_data(trials: Sequence[PretrainSettings], bar: bool) -> None:
-    """Read a study's data, which all its trials then find in the cache; ``bar``: show progress.
+def open_study(
+    kind: Kind, record: type[S], settings: S | Mapping[str, Any], *, resume: Resume, overwrite: bool
+) -> Job[S]:
+    """Open a study's job. Raises UserError where a launcher (torchrun, accelerate) has started several processes."""
+    policy = ResumePolicy(what="study", free=record.undecided())
+    job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)
+    if (count := launched()[1]) > 1:
+        raise UserError(
+            f"WORLD_SIZE: {count} processes (allowed: 1, since {record.command_name} starts its own: see --workers; "
+            "lamina pretrain trains one model in several)"
+        )
+    return job
 
-    Raises UserError for data that can't be read, or with which a trial that ended was not trained.
+
+def check_trials(trials: Sequence[PretrainSettings], *, resume: Resume, bar: bool) -> None:
+    """Check the trials of a study, and read the data that they then find in the cache; ``bar``: show progress.
+
+    Raises UserError for a trial that can't be built, one that ended with other settings, and data that can't be read.
     """
-    splits, _ = resolve_run(trials[0]).read(bar=bar)
+    for trial in trials:
+        plan = resolve_run(trial).plan
+        if resume:
+            refuse_another_trial(trial, plan)
+    splits, _ = read_data(resolve_run(trials[0]), bar)
     for trial in trials:
         if read_result(Path(trial.output)) is not None:
             refuse_another_text(trial, Path(trial.output), splits.stats.fingerprint)
-
-
-def refuse_launcher(command: str) -> None:
-    """Raise UserError where a launcher (torchrun, accelerate) has started several processes of a study."""
-    if (count := launched()[1]) > 1:
-        raise UserError(
-            f"WORLD_SIZE: {count} processes (allowed: 1, since {command} starts its own: see --workers; "
-            "lamina pretrain trains one model in several)"
-        )
 
 
 def run_study(
@@ -119,45 +113,30 @@ def run_study(
     # On small models, two processes with one thread each beat one process with two.
     trials = {t: replace(s, threads=s.threads or max(1, cores() // workers)) for t, s in trials.items()}
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    study = {
-        **(header or {}),
-        "command": settings.command(),
-        "version": environment(0)["versions"].get("lamina"),
-        "created": created,
-    }
-    write_study(folder, {**study, "settings": recorded})
+    run = {"command": settings.command(), "version": environment(0)["versions"].get("lamina"), "created": created}
+    write_study(folder, {**(header or {}), **run, "settings": recorded})
     results = {t: r for t, s in trials.items() if (r := read_result(Path(s.output))) and r["status"] in ENDED}
-    todo = {t: s for t, s in trials.items() if t not in results}
-    tasks = {trial: Task(settings=s, job=job) for trial, s in todo.items()}
+    tasks = {trial: Task(settings=s, job=job) for trial, s in trials.items() if trial not in results}
+    names = list(dict.fromkeys([*columns.names(), *keys]))
+
+    def write() -> pd.DataFrame:
+        """Write results.csv, one row per trial that has ended."""
+        rows = [
+            {**dict.fromkeys(names), **results[t], **{k: getattr(s, k) for k in keys}, "trial": t}
+            for t, s in trials.items()
+            if t in results
+        ]
+        table = pd.DataFrame(rows, columns=names)
+        write_text(folder / RESULTS, table.to_csv(index=False))
+        return table
 
     def ended(trial: str, result: Json) -> None:
         results[trial] = result
-        write_results(folder, trials, results, keys)
+        write()
 
-    write_results(folder, trials, results, keys)
+    write()
     run_tasks(tasks, done=len(results), workers=workers, bar=bar, ended=ended)
-    return write_results(folder, trials, results, keys)
-
-
-def write_results(
-    folder: Path,
-    trials: Mapping[str, OneRun],
-    results: dict[str, Json],
-    keys: Sequence[str] = _FROM_SETTINGS,
-) -> pd.DataFrame:
-    """Write results.csv, one row per trial that has ended, and return it."""
-    rows = [
-        {**dict.fromkeys(COLUMNS), **results[t], **{k: getattr(s, k) for k in keys}, "trial": t}
-        for t, s in trials.items()
-        if t in results
-    ]
-    table = pd.DataFrame(rows, columns=[*COLUMNS, *(key for key in keys if key not in COLUMNS)])
-    write_text(folder / RESULTS, table.to_csv(index=False))
-    return table
-
-
-KEYS = ("placement", "seed")
-POLICY = ResumePolicy(what="study", free=MaxRateStudySettings.undecided())
+    return write()
 
 
 def run_max_rate(
@@ -196,18 +175,11 @@ def max_lr(
         OSError: the disk is full.
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
-    modes: Json = {"resume": resume, "overwrite": overwrite, "policy": POLICY, "stored": stored_study}
-    job = open_job(Kind.MAX_LR, MaxRateStudySettings, settings, **modes)
+    job = open_study(Kind.MAX_LR, MaxRateStudySettings, settings, resume=resume, overwrite=overwrite)
     complete = decided(job.settings)
     trials = complete.trials()
-    refuse_launcher(complete.command_name)
-    runs = {name: trial.run() for name, trial in trials.items()}
-    for run in runs.values():
-        plan = resolve_run(run).plan
-        if resume:
-            refuse_another_plan(Path(run.output), run.placement, plan)
-            refuse_another_trial(run)
-    read_study_data(list(runs.values()), bar)
+    check_trials([trial.run() for trial in trials.values()], resume=resume, bar=bar)
+    more: Json = {"header": {"kind": str(Kind.MAX_LR)}, "keys": ("placement", "seed")}
     with job:
-        modes = {"header": {"kind": str(Kind.MAX_LR)}, "keys": KEYS, "job": "lamina.studies.compare:run_max_rate"}
-        return run_study(job.settings, complete.to_dict(), trials, job.folder, bar=bar, **modes)
+        job_of_trial = "lamina.studies.compare:run_max_rate"
+        return run_study(job.settings, complete.to_dict(), trials, job.folder, bar=bar, job=job_of_trial, **more)

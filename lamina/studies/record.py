@@ -47,22 +47,19 @@ def stored_study(folder: Path) -> Json:
     return read_study(folder)["settings"]
 
 
-def refuse_another_plan(folder: Path, placement: str, plan: Plan) -> None:
-    """Raise UserError if a trial's folder holds another plan than its placement now resolves to."""
+def refuse_another_trial(trial: PretrainSettings, plan: Plan) -> None:
+    """Raise UserError if a trial has another plan now, or if it ended with other settings than the study now has."""
+    folder = Path(trial.output)
+    known = json.loads(json.dumps(plan.to_dict()))
     try:
         stored = json.loads((folder / PLAN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return
-    if stored != json.loads(json.dumps(plan.to_dict())):
+        stored = known
+    if stored != known:
         raise UserError(
-            f"placements: {placement!r} has changed since its trial in {str(folder)!r} was trained (allowed with "
+            f"placements: {trial.placement!r} has changed since its trial in {str(folder)!r} was trained (allowed with "
             "--resume: the same; else another --output, or --overwrite)"
         )
-
-
-def refuse_another_trial(trial: PretrainSettings) -> None:
-    """Raise UserError if a trial that ended was trained with other settings than the study now has for it."""
-    folder = Path(trial.output)
     result = read_result(folder)
     if result is None or result["status"] not in ENDED:
         return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import pandas as pd
@@ -15,21 +15,18 @@ from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_json
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS, TRANSFER
 from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
-from lamina.studies.compare import read_study_data, run_study
-from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
+from lamina.studies.compare import check_trials, open_study, run_study
 from lamina.studies.settings import TransferSettings
 from lamina.training.execution.devices import decided
 from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
-POLICY = ResumePolicy(what="study", free=TransferSettings.undecided())
 KEYS = ("placement", "hidden_size", "learning_rate", "seed")
 HEADROOM = 2.0  # a rate more than this factor below the first failing rate is safe
 
@@ -47,6 +44,11 @@ class Rate:
     best: bool = False
     risk: str = ""
 
+    @property
+    def fails(self) -> bool:
+        """Whether a run at this rate diverged or got stuck."""
+        return self.status in ("diverged", "stuck")
+
 
 def transfer(
     settings: TransferSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
@@ -61,24 +63,11 @@ def transfer(
         OSError: the disk is full.
         KeyboardInterrupt: after the running trials have ended as `interrupted` and the numbers are written.
     """
-    job = open_job(
-        Kind.TRANSFER,
-        TransferSettings,
-        settings,
-        resume=resume,
-        overwrite=overwrite,
-        policy=POLICY,
-        stored=stored_study,
-    )
+    job = open_study(Kind.TRANSFER, TransferSettings, settings, resume=resume, overwrite=overwrite)
     complete, folder = decided(job.settings), job.folder
     trials = complete.trials()
-    plans = {trial.hidden_size: trial for trial in trials.values()}  # the modules' limits depend on the width alone
-    checked = {width: resolve_run(trial).plan for width, trial in plans.items()}
-    for trial in trials.values() if resume else ():
-        refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
-        refuse_another_trial(trial)
     factors = role_rates(complete)  # fails before hours of training if the target cannot be built
-    read_study_data(list(trials.values()), bar)
+    check_trials(list(trials.values()), resume=resume, bar=bar)
     with job:
         try:
             header = {"kind": str(Kind.TRANSFER)}
@@ -152,26 +141,25 @@ def judged(results: Frame, margin: float) -> list[Rate]:
     """Return the rates of one width in ascending order, with status, loss, and risk at other widths."""
     rates = []
     for rate, trials in results.groupby("learning_rate"):
-        statuses = list(trials["status"])
-        worst = max(statuses, key=severity)
+        worst = max(trials["status"], key=severity)
         loss = float(trials["eval_loss"].mean()) if worst == "finished" else math.nan
         rates.append(Rate(learning_rate=float(rate), status=worst, eval_loss=loss))
     lowest = min((r.eval_loss for r in rates if r.status == "finished"), default=math.nan)
-    rates = [Rate(**{**asdict(r), "best": r.eval_loss <= lowest + margin}) for r in rates]
-    return [Rate(**{**asdict(r), "risk": _risk(rates, r)}) for r in rates]
+    rates = [replace(rate, best=rate.eval_loss <= lowest + margin) for rate in rates]
+    return [replace(rate, risk=_risk(rates, rate)) for rate in rates]
 
 
 def _risk(rates: list[Rate], rate: Rate) -> str:
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if rate.status == "stuck" and best and rate.learning_rate < best.learning_rate:
         return "too slow on the proxy, and expected to be"
-    if rate.status in ("diverged", "stuck"):
+    if rate.fails:
         return "fails on the proxy, and is expected to fail"
     if rate.status == "short":
         return "not known: too few steps on the proxy, where its loss still falls"
     if rate.status != "finished":
         return "not known"
-    failing = [r.learning_rate for r in rates if _fails(r) and r.learning_rate > rate.learning_rate]
+    failing = [r.learning_rate for r in rates if r.fails and r.learning_rate > rate.learning_rate]
     if not failing:
         return "stable on the proxy, where no larger rate failed"
     if min(failing) / rate.learning_rate <= HEADROOM * (1 + 1e-9):
@@ -184,12 +172,10 @@ def _stable(rates: list[Rate]) -> list[Rate]:
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []
-    low = high = rates.index(best)
-    while low > 0 and rates[low - 1].status == "finished":
-        low -= 1
-    while high + 1 < len(rates) and rates[high + 1].status == "finished":
-        high += 1
-    return rates[low : high + 1]
+    place = rates.index(best)
+    below = takewhile(lambda rate: rate.status == "finished", reversed(rates[:place]))
+    above = takewhile(lambda rate: rate.status == "finished", rates[place + 1 :])
+    return [*reversed([*below]), best, *above]
 
 
 def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
@@ -202,7 +188,3 @@ def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
 
 def _status(rates: list[Rate], learning_rate: float) -> str | None:
     return next((r.status for r in rates if math.isclose(r.learning_rate, learning_rate)), None)
-
-
-def _fails(rate: Rate) -> bool:
-    return rate.status in ("diverged", "stuck")

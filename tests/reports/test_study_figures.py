@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from synthetic_claims import BEST, PLACEMENTS, write_claims_study
 
-from lamina.papers.catalog.definition import names, read_study
+from lamina.papers.catalog import names, read_study
 from lamina.papers.pages import figures, matplotlib_figures, plotly_figures
 from lamina.papers.pages.drawing import Request
 from lamina.papers.pages.figures import KINDS, _parts, _rows, drawings, sweep

@@ -10,7 +10,8 @@ from training.tiny_runs import SMALL, flags, layers, records, result, settings, 
 
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.studies.compare import COLUMNS, compare
+from lamina.jobs import columns
+from lamina.studies.compare import compare
 from lamina.training.pretrain import pretrain
 
 DESIGN = [
@@ -60,8 +61,8 @@ def breaking(tmp_path):
 def test_the_results_hold_the_columns_of_the_design_and_a_row_for_each_trial(study, tmp_path):
     table = compare(study(learning_rates="1e-3,3e-3", seeds="0,1"), bar=False)
     written = pd.read_csv(tmp_path / "study" / "results.csv")
-    assert list(written.columns) == list(COLUMNS) == list(table.columns)
-    assert set(DESIGN) <= set(COLUMNS)
+    assert list(written.columns) == list(columns.names()) == list(table.columns)
+    assert set(DESIGN) <= set(columns.names())
     assert len(written) == len(table) == 8
     assert set(zip(written.placement, written.learning_rate, written.seed, strict=True)) == {
         (p, r, s) for p in ("pre_ln", "keel") for r in (1e-3, 3e-3) for s in (0, 1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lamina.errors import UserError
-from lamina.papers.catalog.definition import names, read_study
+from lamina.papers.catalog import names, read_study
 from lamina.papers.engine.plan import StudyPlan
 from lamina.studies.dry_run import dry_run, table
 from lamina.training.settings import PretrainSettings

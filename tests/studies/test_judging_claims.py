@@ -7,7 +7,7 @@ import pytest
 from synthetic_trials import rows, trials
 
 from lamina.errors import UserError
-from lamina.papers.catalog.definition import Scale
+from lamina.papers.catalog import Scale
 from lamina.papers.engine.verdicts import _reader
 from lamina.papers.judging import Finding, Verdict, claim, judge, load_claims, lower, needs_scale
 from lamina.papers.judging.claims import Claim

@@ -8,7 +8,7 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.columns import RESULT_COLUMNS
-from lamina.papers.catalog.definition import read_study
+from lamina.papers.catalog import read_study
 from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.study_run import _refuse_edited, results_table
@@ -266,5 +266,5 @@ def test_a_stage_of_pretraining_is_none(tmp_path, corpus):
     data = yaml.safe_load(file.read_text())
     data["scales"]["cpu"]["job"] = "sft"
     file.write_text(yaml.safe_dump(data))
-    with pytest.raises(UserError, match=r"unknown job 'sft' \(allowed: init, max-lr, pretrain\)"):
+    with pytest.raises(UserError, match=r"unknown job in mine.yaml: cpu 'sft' \(allowed: init, max-lr, pretrain\)"):
         read_study(file)

@@ -8,7 +8,7 @@ import pytest
 from posttraining.tiny import preferences, write_rows
 from studies.study_files import run_here, write_study
 
-from lamina.papers.catalog.definition import read_study
+from lamina.papers.catalog import read_study
 from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.study_run import measured_table, results_table

@@ -10,7 +10,7 @@ from studies.study_files import write_study
 from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.papers.catalog.definition import read_study
+from lamina.papers.catalog import read_study
 from lamina.papers.engine.driver import runnable
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.verdicts import all_verdicts

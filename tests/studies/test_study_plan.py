@@ -9,11 +9,11 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.papers.catalog.definition import read_study
+from lamina.papers.catalog import read_study
 from lamina.papers.engine.describe_study import description, dry_run_text
 from lamina.papers.engine.plan import Best, StudyPlan, _rank, arms, best_rate
 from lamina.papers.engine.settings import StudySettings
-from lamina.papers.engine.study_run import _named, _refuse_edited, make_plan, results_table, run_study
+from lamina.papers.engine.study_run import _refuse_edited, make_plan, result_row, results_table, run_study
 from lamina.papers.judging import Trials
 
 AXES = {"placement": ["pre_ln", "keel", "post_ln"], "num_layers": [2, 3]}
@@ -335,5 +335,6 @@ def test_an_arm_may_say_its_rate_where_the_study_does_not(tmp_path, corpus):
 
 
 def test_a_row_names_a_placement_file_without_its_folders():
-    assert _named("/home/me/mine.yaml(alpha=1/2)") == "mine.yaml(alpha=1/2)"
-    assert _named("mix_ln(alpha=0.5)") == "mix_ln(alpha=0.5)"
+    for placement, shown in (("/home/me/mine.yaml(alpha=1/2)", "mine.yaml(alpha=1/2)"), ("mix_ln(alpha=0.5)",) * 2):
+        trial = SimpleNamespace(key="k", job="pretrain", seed=0, learning_rate=1e-3, placement=placement)
+        assert result_row(trial, {}, {})["placement"] == shown

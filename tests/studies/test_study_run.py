@@ -14,7 +14,7 @@ from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.papers.catalog.definition import read_study
+from lamina.papers.catalog import read_study
 from lamina.papers.engine import run as studies_run
 from lamina.papers.engine import verdicts
 from lamina.papers.engine.plan import _rank

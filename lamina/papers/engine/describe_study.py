@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.settings import Settings
-from lamina.papers.catalog.definition import StudyDefinition, read_study
-from lamina.papers.catalog.scale import Stage, Tuning
+from lamina.papers.catalog import StudyDefinition, Tuning, read_study
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.settings import StudySettings
 from lamina.papers.engine.study_run import make_plan, records_are_of, store_of
@@ -30,12 +27,11 @@ def description(settings: StudySettings) -> str:
     lines = [f"{study.name}: {study.title}", *source, f"scales: {', '.join(study.scales)}", ""]
     lines += [f"scale {settings.scale}: {plan.scale.needs}"] if plan.scale.needs else _trials(plan, settings)
     told = verdicts_of(study, settings.records_folder) if records_are_of(study, settings) else []
-    return "\n".join([*lines, "", *(line for one in told for line in _verdict(one))])
-
-
-def _verdict(one: Json) -> list[str]:
-    lines = [f"{one['verdict']} ({one['scale']}): {one['claim']}: {one['says']}"]
-    return lines + [f"    {word}: {one[word]}" for word in ("ours", "paper", "note") if one.get(word)]
+    lines.append("")
+    for one in told:
+        lines.append(f"{one['verdict']} ({one['scale']}): {one['claim']}: {one['says']}")
+        lines += [f"    {word}: {one[word]}" for word in ("ours", "paper", "note") if one.get(word)]
+    return "\n".join(lines)
 
 
 def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
@@ -51,7 +47,9 @@ def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
     for axis, values in scale.axes.items():
         lines.append(f"  {axis}: {', '.join(values)}")
     if scale.stages:
-        lines.append(f"  then: {', '.join(_stage(stage) for stage in scale.stages)}")
+        jobs = {stage.name: "" if stage.job == stage.name else f"{stage.job}, " for stage in scale.stages}
+        sources = {stage.name: " and ".join(stage.inputs.values()) for stage in scale.stages}
+        lines.append(f"  then: {', '.join(f'{name} ({job}from {sources[name]})' for name, job in jobs.items())}")
     rates = tuning.rates if tuning else scale.rates
     if rates:
         how = f"{_tuned(tuning, scale.seeds)}" if tuning else "a sweep"
@@ -68,11 +66,6 @@ def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
     return f"tuned with {seeds_text(len(sweep))}{own}{', then widened at an edge' if tuning.widen else ''}{rule}"
 
 
-def _stage(stage: Stage) -> str:
-    job = "" if stage.job == stage.name else f"{stage.job}, "
-    return f"{stage.name} ({job}from {' and '.join(stage.inputs.values())})"
-
-
 def dry_run_text(settings: StudySettings) -> str:
     """Say what a scale would train: parameters, tokens, FLOPs, GPU-hours, and at the scale cpu the minutes here."""
     from lamina.studies.dry_run import dry_run, minutes_here, table
@@ -85,15 +78,14 @@ def dry_run_text(settings: StudySettings) -> str:
     plan = make_plan(study, settings)
     arms = plan.dry_arms()
     labels = {name: arm for arm, trials in arms.items() for name in trials}
-    trials = {name: _run(one) for arm in arms.values() for name, one in arm.items()}
+    trials = {
+        name: one.run() if isinstance(one, MaxRateSettings) else cast(PretrainSettings, one)
+        for arm in arms.values()
+        for name, one in arm.items()
+    }
     note = "" if JOBS[scale.job].trains else f"The job {scale.job} trains nothing: only the models are built.\n"
     frame = dry_run(trials, labels=labels)
     here = scale.name == "cpu" and JOBS[scale.job].trains
     workers = settings.workers or cores()
     time = minutes_here(trials, frame, workers=workers, threads=settings.threads) if here else ""
     return "\n".join(filter(None, (f"{study.name}, scale {scale.name}\n{note}{table(frame)}", time)))
-
-
-def _run(settings: Settings) -> PretrainSettings:
-    """The run that a trial trains."""
-    return settings.run() if isinstance(settings, MaxRateSettings) else cast(PretrainSettings, settings)

@@ -45,16 +45,6 @@ def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
     return None
 
 
-def without_model(ran: Mapping[str, StudyTrial], waiting: Iterable[StudyTrial], store: Store) -> dict[str, Json]:
-    """Return "failed" for trials that left no model although another trial needs it: they would be run for ever."""
-    needed = {source.key for trial in waiting for source in trial.inputs.values()}
-    return {
-        key: {"status": "failed", "reason": "it left no model"}
-        for key, trial in ran.items()
-        if key in needed and not store.has_model(trial)
-    }
-
-
 def run_plan(
     plan: StudyPlan,
     store: Store,
@@ -97,14 +87,10 @@ def run_plan(
             ended()
 
         run_tasks(tasks, done=done, waiting=waiting, workers=workers, bar=bar, ended=one_ended, execute=execute)
-        failed.update(_unmeasured(todo, store, failed))
-        failed.update(without_model(todo, [trial for trial in wanted if known(trial) is None], store))
-
-
-def _unmeasured(todo: Mapping[str, StudyTrial], store: Store, failed: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the ended trials that still lack measures, so that they are not tried for ever."""
-    return {
-        key: result
-        for key, trial in todo.items()
-        if key not in failed and store.complete(trial) is None and (result := store.result(trial)) is not None
-    }
+        # What ended without its measures, or without a model that another trial needs, would be run for ever.
+        for key, trial in todo.items():
+            if key not in failed and store.complete(trial) is None and (found := store.result(trial)) is not None:
+                failed[key] = found
+        needed = {source.key for trial in wanted if known(trial) is None for source in trial.inputs.values()}
+        lost = [key for key, trial in todo.items() if key in needed and not store.has_model(trial)]
+        failed.update({key: {"status": "failed", "reason": "it left no model"} for key in lost})

@@ -17,8 +17,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, severity
-from lamina.papers.catalog.definition import Scale
-from lamina.papers.catalog.scale import ENGINE, STAGE, Rule, Stage, Tuning
+from lamina.papers.catalog import ENGINE, STAGE, Rule, Scale, Stage, Tuning
 from lamina.papers.trials import measures
 from lamina.papers.trials.trial import StudyTrial, make_chained, make_trial
 
@@ -51,16 +50,13 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
         settings = {**scale.settings, **(changes or {})}
         for axis, label in values.items():
             settings |= scale.axes[axis][label]
-        found.append(Arm(values=values, settings=resolved(settings, scale)))
+        placement = str(settings.get("placement", ""))
+        if placement.startswith("./"):  # relative to the study's file
+            settings["placement"] = str(scale.folder / placement[2:])
+        found.append(Arm(values=values, settings=settings))
     if not found:
         raise UserError(f"skip: leaves no arm of the {scale.name} scale (allowed: to skip some combinations)")
     return found
-
-
-def resolved(settings: Json, scale: Scale) -> Json:
-    """Make a placement that begins with ``./`` relative to the study's file."""
-    placement = str(settings.get("placement", ""))
-    return {**settings, "placement": str(scale.folder / placement[2:])} if placement.startswith("./") else settings
 
 
 def refuse_without_effect(scale: Scale, changes: Json) -> None:
@@ -77,10 +73,8 @@ def refuse_without_effect(scale: Scale, changes: Json) -> None:
 
 def matches(values: Mapping[str, str], pattern: Json) -> bool:
     """Whether values on the axes are those of a pattern under ``skip``."""
-    for axis, label in pattern.items():
-        if values[axis] not in ([str(one) for one in label] if isinstance(label, list) else [str(label)]):
-            return False
-    return True
+    listed = {axis: label if isinstance(label, list) else [label] for axis, label in pattern.items()}
+    return all(values[axis] in map(str, labels) for axis, labels in listed.items())
 
 
 Results = Callable[[StudyTrial], Json | None]
@@ -216,20 +210,22 @@ class StudyPlan:
         """The rates to try for an arm, and the best one once all of them are known."""
         rates = sorted(tuning.rates)
         for widening in range(tuning.widen + 1):
-            known = {rate: self._known(number, rate, seeds, result) for rate in rates}
-            if any(results is None for results in known.values()):
+            known: dict[float, list[Json]] = {}
+            for rate in rates:
+                results = (result(self._trial(number, rate, seed, measured=False)) for seed in seeds)
+                known[rate] = [each for each in results if each is not None]
+            if any(len(results) < len(seeds) for results in known.values()):
                 return rates, None
-            best = best_rate({rate: results or [] for rate, results in known.items()}, tuning.rule)
-            nothing = all(math.isinf(_rank(results or [])[0]) for results in known.values())  # no trial ended
+            best = best_rate(known, tuning.rule)
+            nothing = all(math.isinf(_rank(results)[0]) for results in known.values())  # no trial ended
             inside = best.lowest not in (rates[0], rates[-1])
             if nothing or len(rates) == 1 or inside or widening == tuning.widen:
                 return rates, best
-            rates = sorted([*rates, _beyond(rates, best.lowest)])
+            # Beyond the edge, in the ratio of the last two, with two digits more than the eye needs.
+            down = best.lowest == rates[0]
+            beyond = rates[0] / (rates[1] / rates[0]) if down else rates[-1] * (rates[-1] / rates[-2])
+            rates = sorted([*rates, float(f"{beyond:.4g}")])
         raise AssertionError("the loop returns")
-
-    def _known(self, number: int, rate: float, seeds: tuple[int, ...], result: Results) -> list[Json] | None:
-        results = [result(self._trial(number, rate, seed, measured=False)) for seed in seeds]
-        return None if None in results else [known for known in results if known is not None]
 
 
 def _label(arm: Arm, scale: Scale) -> str:
@@ -256,7 +252,12 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
     its seeds; it needs two of them.
     """
     if rule == "one-se":
-        known = {rate: [_learned(one) for one in results] for rate, results in known.items()}
+        known = {
+            rate: [
+                one if severity(str(one["status"])) <= severity("short") else {**one, "eval_loss": None} for one in part
+            ]
+            for rate, part in known.items()
+        }
     ranks = {rate: _rank(results) for rate, results in known.items()}
     lowest = min(ranks, key=lambda rate: ranks[rate])
     losses = [float(one["eval_loss"]) for one in known[lowest] if one.get("eval_loss") is not None]
@@ -265,11 +266,6 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
     share, mean = ranks[lowest]
     limit = mean + stdev(losses) / math.sqrt(len(losses))
     return Best(lowest=lowest, chosen=min(rate for rate, rank in ranks.items() if rank <= (share, limit)))
-
-
-def _learned(result: Json) -> Json:
-    """A result without the loss of a run that did not learn."""
-    return result if severity(str(result["status"])) <= severity("short") else {**result, "eval_loss": None}
 
 
 def _rank(results: list[Json]) -> tuple[float, float]:
@@ -283,10 +279,3 @@ def _rank(results: list[Json]) -> tuple[float, float]:
     bad = sum(severity(str(one["status"])) > severity("short") for one in ended)
     losses = [float(one["eval_loss"]) for one in ended if one.get("eval_loss") is not None]
     return bad / len(ended), sum(losses) / len(losses) if losses else math.inf
-
-
-def _beyond(rates: list[float], best: float) -> float:
-    """Return the next rate beyond the edge, in the ratio of the last two, with two extra significant digits."""
-    factor = rates[1] / rates[0] if best == rates[0] else rates[-1] / rates[-2]
-    beyond = best / factor if best == rates[0] else best * factor
-    return float(f"{beyond:.4g}")

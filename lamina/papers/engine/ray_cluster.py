@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,7 @@ class _Runs:
 
     def __init__(self, ray: Any, trials: Mapping[str, Task], shares: Json):
         self.ray, self.trials, self.shares = ray, trials, shares
-        passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-        self.environment = passed_on
+        self.environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         self.running: dict[Any, str] = {}
 
     def run(self, ended: Ended, tick: Callable[[list[str]], None]) -> None:
@@ -179,40 +178,35 @@ def _free_place() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free.getsockname()[1]
 
 
-class _cluster(contextlib.AbstractContextManager[Any]):
-    """A connection to the cluster at an address, or a cluster of this machine."""
-
-    def __init__(self, address: str | None, cpus: int):
-        self.address, self.cpus, self.ours = address, cpus, False
-
-    def __enter__(self) -> Any:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:
-            ray = importlib.import_module("ray")
-        except ImportError:
-            raise UserError("engine: 'ray' is not installed (pip install 'lamina[ray]'; allowed: local)") from None
-        if ray.is_initialized():
-            return ray
-        options: Json = {"logging_level": "ERROR", "log_to_driver": False, "ignore_reinit_error": True}
-        if self.address is None:
-            environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            options |= {"num_cpus": self.cpus, "include_dashboard": False, "runtime_env": {"env_vars": environment}}
-        else:
-            _reach(self.address)
-            options["address"] = self.address
-        try:
-            ray.init(**options)
-        except Exception as error:  # a bare one where the machine is too busy for the cluster to start in time
-            place = "engine: 'ray': no cluster could be started on this machine (allowed: local)"
-            if self.address is not None:
-                place = f"address: {self.address!r}: the cluster cannot be reached"
-            raise UserError(f"{place}: {one_line(error)}") from None
-        self.ours = True
-        return ray
-
-    def __exit__(self, *error: object) -> None:
-        if self.ours:
-            importlib.import_module("ray").shutdown()
+@contextlib.contextmanager
+def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
+    """Connect to the cluster at an address, or start a cluster of this machine."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError:
+        raise UserError("engine: 'ray' is not installed (pip install 'lamina[ray]'; allowed: local)") from None
+    if ray.is_initialized():
+        yield ray
+        return
+    options: Json = {"logging_level": "ERROR", "log_to_driver": False, "ignore_reinit_error": True}
+    if address is None:
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        options |= {"num_cpus": cpus, "include_dashboard": False, "runtime_env": {"env_vars": environment}}
+    else:
+        _reach(address)
+        options["address"] = address
+    try:
+        ray.init(**options)
+    except Exception as error:  # a bare one where the machine is too busy for the cluster to start in time
+        place = "engine: 'ray': no cluster could be started on this machine (allowed: local)"
+        if address is not None:
+            place = f"address: {address!r}: the cluster cannot be reached"
+        raise UserError(f"{place}: {one_line(error)}") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def _reach(address: str) -> None:

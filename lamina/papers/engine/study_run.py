@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import math
@@ -24,8 +25,7 @@ from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CLAIMS, RESULTS, STUDY
 from lamina.jobs.status import ENDED
-from lamina.papers.catalog.definition import StudyDefinition, catalog_folder, read_study
-from lamina.papers.catalog.scale import check_seeds
+from lamina.papers.catalog import StudyDefinition, catalog_folder, check_seeds, read_study
 from lamina.papers.engine import verdicts
 from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan, refuse_without_effect
@@ -92,7 +92,11 @@ def run_study(
         _refuse_edited(read_record(job.folder), read_mapping(study.file), plan, store)
     # Before the folder is touched: a placement or the corpus may be unreadable.
     wanted = [] if plan.scale.needs else plan.wanted(store.result)
-    _say_damage(store.damage(wanted))
+    damage = store.damage(wanted)  # in trials that are only reused, which nothing else reads
+    for line in damage[:SHOWN]:
+        logger.warning("store: %s", line)
+    if len(damage) > SHOWN:
+        logger.warning("store: %d more files are damaged", len(damage) - SHOWN)
     if complete.engine == "local" and any(store.complete(trial) is None for trial in wanted):
         processes.prepare()
     execute = _executor(complete)
@@ -197,8 +201,7 @@ def _run(
 
     if plan.scale.needs:
         write_study(folder, {**header, "trials": []})
-        results = results_table(plan, store)
-        write_results(folder, results)
+        write_results(folder, results := results_table(plan, store))
     else:
         write_study(folder, {**header, "trials": sorted({trial.key for trial in plan.wanted(store.result)})})
         try:
@@ -206,8 +209,7 @@ def _run(
         finally:
             write()
         failed = {key: result for key, result in outcome.items() if result["status"] not in ENDED}
-        results = with_bigrams(results_table(plan, store, failed), plan, store)
-        write_results(folder, results)
+        write_results(folder, results := with_bigrams(results_table(plan, store, failed), plan, store))
         write_study(folder, {**header, "trials": sorted(outcome)})
         _write_tables(plan, results, store, folder)
     ended = results[results["status"].isin(ENDED)] if "status" in results else results
@@ -218,14 +220,6 @@ def _run(
     )
     write_json(folder / CLAIMS, judged)
     return results
-
-
-def _say_damage(lines: list[str]) -> None:
-    """Warn of damage in trials that are only reused, since nothing else reads them."""
-    for line in lines[:SHOWN]:
-        logger.warning("store: %s", line)
-    if len(lines) > SHOWN:
-        logger.warning("store: %d more files are damaged", len(lines) - SHOWN)
 
 
 def _write_tables(plan: StudyPlan, results: pd.DataFrame, store: Store, folder: Path) -> None:
@@ -240,7 +234,9 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
         "(allowed: the study as it was; another --output; or --overwrite, which keeps all trials in the store and "
         "runs only what is new)"
     )
-    before, now = (_scale_of(one, plan.scale.name) for one in (stored.get("definition"), definition))
+    written = (one.get("scales", {}).get(plan.scale.name) or {} for one in (stored.get("definition") or {}, definition))
+    told = ("notes", "figure", "figures")  # only text or figures
+    before, now = ({key: value for key, value in one.items() if key not in told} for one in written)
     ran = set(stored.get("trials", []))
 
     # A rate of which a trial failed was known to lose when the study ran here.
@@ -255,12 +251,6 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
             f"study: it has changed since it ran here: {len(gone)} of its {len(ran)} trials no longer fit (the first: "
             f"{gone[0]}) {allowed}"
         )
-
-
-def _scale_of(definition: object, name: str) -> object:
-    """Return a scale of a study's YAML without the fields that are only text or figures."""
-    scale = definition.get("scales", {}).get(name) if isinstance(definition, dict) else None
-    return {key: value for key, value in (scale or {}).items() if key not in ("notes", "figure", "figures")}
 
 
 def _record(study: StudyDefinition, settings: StudySettings, folder: Path, *, whole: bool = True) -> None:
@@ -304,17 +294,18 @@ _NOTES = {*columns.NOTES, "rollbacks", "key", "tuned", "at_edge"}
 
 def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
     """Return a row per trial with a result: its key, its place on the axes and in its arm's sweep, and the result."""
-    failed = failed or {}
+    failed, axes = failed or {}, plan.scale.axes
     found: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
 
     def known(trial: StudyTrial) -> Json | None:
         return failed.get(trial.key) or store.result(trial)
 
     for trial in plan.wanted(known):
-        if (result := known(trial)) is not None:
-            found[trial.key, *trial.values.values()] = result_row(
-                trial, result, _values(plan, trial), **plan.places(trial)
-            )
+        if (result := known(trial)) is not None:  # a setting's value as written, or a label
+            values = {
+                axis: axes[axis][name].get(axis, name) if axis in axes else name for axis, name in trial.values.items()
+            }
+            found[trial.key, *trial.values.values()] = result_row(trial, result, values, **plan.places(trial))
     return as_table(found.values(), list(plan.scale.axis_names))
 
 
@@ -337,43 +328,26 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
     left_out = {*_NOTES, *values, "trial"}
     numbers = JOBS[trial.job].numbers(result)
     scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
-    own: Json = {"key": trial.key, "placement": _named(trial.placement), **values, "seed": trial.seed}
+    placement = re.sub(r"^[^(]*/", "", trial.placement)  # without the folder of a file that only this machine has
+    own: Json = {"key": trial.key, "placement": placement, **values, "seed": trial.seed}
     return {**scalars, **own, "learning_rate": trial.learning_rate, **places}
-
-
-def _named(placement: str) -> str:
-    """Return a placement's spec without the folder of a user's own file, which only this machine has."""
-    return re.sub(r"^[^(]*/", "", placement)
-
-
-def _values(plan: StudyPlan, trial: StudyTrial) -> Json:
-    """Return a trial's value on each axis: a setting's value as written, or a label."""
-    axes = plan.scale.axes
-    return {axis: axes[axis][label].get(axis, label) if axis in axes else label for axis, label in trial.values.items()}
 
 
 def with_bigrams(results: pd.DataFrame, plan: StudyPlan, store: Store) -> pd.DataFrame:
     """Add ``bigram_entropy`` to older rows that were stored without it, computed from the text that they read."""
     lacking = results["bigram_entropy"].isna() if "bigram_entropy" in results else results["key"].notna()
     keys = set(results.loc[lacking, "key"])
-    found = {
-        trial.key: _bigrams(trial)
-        for trial in plan.wanted(store.result)
-        if trial.key in keys and trial.job == "pretrain"
-    }
+    found = {}
+    for trial in plan.wanted(store.result):
+        if trial.key in keys and trial.job == "pretrain":
+            from lamina.training.objectives.bigram import bigram_entropy  # it loads torch
+
+            with contextlib.suppress(UserError):  # the text is not on this machine
+                entropy = bigram_entropy(cast(PretrainSettings, trial.settings))
+                found[trial.key] = math.nan if entropy is None else entropy
     return results.assign(bigram_entropy=results.get("bigram_entropy", math.nan)).assign(
         bigram_entropy=lambda table: table["bigram_entropy"].fillna(table["key"].map(found))
     )
-
-
-def _bigrams(trial: StudyTrial) -> float:
-    from lamina.training.objectives.bigram import bigram_entropy  # it loads torch
-
-    try:
-        found = bigram_entropy(cast(PretrainSettings, trial.settings))
-    except UserError:  # the text is not on this machine
-        found = None
-    return math.nan if found is None else found
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:

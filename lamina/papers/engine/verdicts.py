@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from lamina.errors import UserError
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_sealed
 from lamina.jobs.names import CLAIMS, STUDY
-from lamina.papers.catalog.definition import Scale, StudyDefinition, catalog_folder, names, read_study, records_folder
+from lamina.papers.catalog import Scale, StudyDefinition, catalog_folder, names, read_study, records_folder
 from lamina.papers.judging.claims import Claim, judge, judgeable, load_claims
 from lamina.papers.judging.findings import Verdict
 from lamina.papers.judging.trials import Reader, Trials
@@ -38,29 +39,44 @@ def judge_study(
     """
     if not study.claims_file.is_file():
         return []
-    claims = _load(study)
+    claims, known = _load(study), environment(0)
     if scale.needs:
         judged = [_unjudged(claim, Verdict.NEEDS_SCALE, scale.needs) for claim in claims]
     elif missing:
-        note = f"{missing} of {len(results)} planned trials have not ended{_cost(results, missing)}"
+        seconds = float(results["seconds"].mean()) if "seconds" in results else math.nan
+        cost = "" if math.isnan(seconds) else f" (about {missing * seconds / 60:.0f} core-minutes)"
+        note = f"{missing} of {len(results)} planned trials have not ended{cost}"
         judged = [_unjudged(claim, Verdict.NOT_RUN, note) for claim in claims]
     else:
         axes = list(scale.axis_names)
         rows = judgeable(results, axes, scale.tuning_seeds, scale.seeds)
         trials = Trials(rows, axes=axes, scale=scale.name, measures=_reader(scale, store))
         judged = [one.record() for one in judge(claims, trials, looks=max(looks, scale.looks))]
-    return [{**one, **_provenance(study, scale)} for one in judged]
+    provenance: Json = {
+        "study": study.name,
+        "scale": scale.name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "revision": known["git_revision"],
+        "machine": known["machine"]["processor"],
+        "versions": known["versions"],
+    }
+    return [{**one, **provenance} for one in judged]
+
+
+def _reader(scale: Scale, store: Store) -> Reader:
+    """Return what reads a trial's table under the name that a claim gives it: as in the YAML, or the probe's alone."""
+
+    def read(key: str, name: str, at: str) -> Frame | None:
+        listed = scale.all_measures.get(at, ())
+        fits = [one for one in listed if name in (one, specs.parse(one, "probe")[0])]
+        return store.table(key, f"{at}/{fits[0]}") if fits else None
+
+    return read
 
 
 def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
     shared = {"claim": claim.name, "says": claim.says, "verdict": str(verdict), "ours": "", "seeds": 0}
     return {**shared, "paper": claim.paper, "note": note}
-
-
-def _cost(results: Frame, missing: int) -> str:
-    """Estimate the cost of the missing trials from those that have ended."""
-    seconds = float(results["seconds"].mean()) if "seconds" in results else float("nan")
-    return f" (about {missing * seconds / 60:.0f} core-minutes)" if seconds == seconds else ""
 
 
 def looks_of(record: Path, trials: Collection[str]) -> list[int]:
@@ -72,29 +88,6 @@ def looks_of(record: Path, trials: Collection[str]) -> list[int]:
     if (record / STUDY).is_file() and set(trials) & set(recorded_keys(record)):
         before = [int(each) for each in read_sealed(record / STUDY).get("looks", [])]
     return sorted({*before, len(set(trials))})
-
-
-def _reader(scale: Scale, store: Store) -> Reader:
-    """Reads a trial's table under the name that a claim gives it: as in the YAML, or the probe's name alone."""
-
-    def read(key: str, name: str, at: str) -> Frame | None:
-        listed = scale.all_measures.get(at, ())
-        fits = [one for one in listed if name in (one, specs.parse(one, "probe")[0])]
-        return store.table(key, f"{at}/{fits[0]}") if fits else None
-
-    return read
-
-
-def _provenance(study: StudyDefinition, scale: Scale) -> Json:
-    known = environment(0)
-    return {
-        "study": study.name,
-        "scale": scale.name,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "revision": known["git_revision"],
-        "machine": known["machine"]["processor"],
-        "versions": known["versions"],
-    }
 
 
 def all_verdicts(records: Path | None = None) -> list[Json]:
@@ -114,22 +107,20 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
     """
     found = []
     for scale in study.scales:
-        stored = read_claims(records / f"{study.name}-{scale}")
-        if stored is not None:
-            found += [_of(one, study, scale, records) for one in stored]
-        elif scale == "cpu" and study.file.parent == catalog_folder():
-            found += [_not_run(study, scale, claim) for claim in _claims(study)]
+        folder = records / f"{study.name}-{scale}"
+        stored = read_claims(folder)
+        if stored is None and scale == "cpu" and study.file.parent == catalog_folder():
+            note, place = f"lamina study run {study.name} --scale {scale}", {"study": study.name, "scale": scale}
+            claims = _load(study) if study.claims_file.is_file() else []
+            found += [{**_unjudged(claim, Verdict.NOT_RUN, note), **place, "date": None} for claim in claims]
+        for one in stored or ():
+            if (own := (one.get("study"), one.get("scale"))) != (study.name, scale):  # the folder was exchanged
+                raise UserError(
+                    f"records: {str(folder)!r} holds a verdict of {own[0]}-{own[1]} (allowed: each study's record "
+                    "under its own name)"
+                )
+            found.append(one)
     return found
-
-
-def _of(verdict: Json, study: StudyDefinition, scale: str, records: Path) -> Json:
-    """Return the verdict. Raises UserError if it is another study's, whose folder may have been exchanged."""
-    if (own := (verdict.get("study"), verdict.get("scale"))) != (study.name, scale):
-        raise UserError(
-            f"records: {str(records / f'{study.name}-{scale}')!r} holds a verdict of {own[0]}-{own[1]} (allowed: "
-            "each study's record under its own name)"
-        )
-    return verdict
 
 
 def read_claims(folder: Path) -> list[Json] | None:
@@ -146,25 +137,6 @@ def read_claims(folder: Path) -> list[Json] | None:
     return claims
 
 
-def _claims(study: StudyDefinition) -> list[Json]:
-    if not study.claims_file.is_file():
-        return []
-    return [{"claim": claim.name, "says": claim.says, "paper": claim.paper} for claim in _load(study)]
-
-
 def _load(study: StudyDefinition) -> list[Claim]:
     """Load the claims of a study. Only a user's own file is announced as code."""
     return load_claims(study.claims_file, trusted=study.file.parent == catalog_folder())
-
-
-def _not_run(study: StudyDefinition, scale: str, claim: Json) -> Json:
-    return {
-        **claim,
-        "study": study.name,
-        "scale": scale,
-        "verdict": str(Verdict.NOT_RUN),
-        "ours": "",
-        "seeds": 0,
-        "date": None,
-        "note": f"lamina study run {study.name} --scale {scale}",
-    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,8 +111,7 @@ def lower(
     needs one. ``any_status``: compare all runs, however they ended, for a column that means something in a run that
     diverged (its spikes, the rate it reached).
     """
-    region = Region(below=0.0, least=_least(column, by))
-    return _compared(trials, (a, than), column, region, any_status=any_status)
+    return _compared(trials, (a, than), column, Region(below=0.0), by=by, any_status=any_status)
 
 
 def higher(
@@ -125,8 +124,7 @@ def higher(
     any_status: bool = False,
 ) -> Finding:
     """Whether arm ``a`` has the higher value: ``lower`` with the sides exchanged."""
-    region = Region(above=0.0, least=_least(column, by))
-    return _compared(trials, (a, than), column, region, any_status=any_status)
+    return _compared(trials, (a, than), column, Region(above=0.0), by=by, any_status=any_status)
 
 
 def ordered(trials: Trials, arms: Sequence[Arm], *, column: str = "eval_loss", by: float | None = None) -> Finding:
@@ -210,16 +208,19 @@ def optimum(trials: Trials, a: Arm, column: str = "eval_loss") -> Optimum:
     return parabola_optimum(losses)
 
 
-def _least(column: str, by: float | None) -> float:
-    if by is None and column != "eval_loss":
-        raise UserError(f"by: none given for {column!r} (allowed: the smallest difference that counts, in its unit)")
-    return SMALLEST if by is None else by
-
-
 def _compared(
-    trials: Trials, arms: tuple[Arm, Arm], column: str, region: Region, *, any_status: bool = False
+    trials: Trials,
+    arms: tuple[Arm, Arm],
+    column: str,
+    region: Region,
+    *,
+    by: float | None = 0.0,
+    any_status: bool = False,
 ) -> Finding:
     ours, other = (_read(trials, arm, column, any_status=any_status) for arm in arms)
+    if by is None and column != "eval_loss":
+        raise UserError(f"by: none given for {column!r} (allowed: the smallest difference that counts, in its unit)")
+    region = replace(region, least=SMALLEST if by is None else by)
     if (failures := _by_failures(ours, other, column, region)) is not None:
         return failures
     finding = pairs_in(region, ours.ranked(column), other.ranked(column), names=(ours.name, other.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from lamina.papers.catalog.scale import STAGE
+from lamina.papers.catalog import STAGE
 from lamina.papers.pages.drawing import Axis, Panel, Series, Value
 from lamina.papers.pages.folder import StudyFolder
 from lamina.reports.records import Frame, rows_of

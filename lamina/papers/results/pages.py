@@ -10,7 +10,7 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_text
 from lamina.jobs.names import CLAIMS, RESULTS
-from lamina.papers.catalog.definition import StudyDefinition
+from lamina.papers.catalog import StudyDefinition
 from lamina.papers.judging.checks import TRAINED
 from lamina.papers.judging.rates import spreads
 from lamina.papers.judging.scaling import tolerance
@@ -57,7 +57,7 @@ def index(studies: Sequence[StudyDefinition], verdicts: Sequence[Json], folders:
         "# What the papers claim, and what we found",
         said.counts(verdicts),
         _on_scale(list(folders)),
-        table(["verdict", "it means"], [[f"**{verdict}**", meaning] for verdict, meaning in said.MEANINGS.items()]),
+        table(["verdict", "it means"], [[f"**{verdict}**", words[-1]] for verdict, words in said.WORDS.items()]),
         _HOW,
     ]
     for paper, title in PAPERS.items():
@@ -86,12 +86,16 @@ def study_page(
         f"# {study.name}: {plain(study.title)}",
         "Lamina's own." if study.source == OURS else f"{plain(study.source)}. {PAPERS.get(study.paper, study.paper)}.",
     ]
-    for scale in study.scales:
-        here = [one for one in own if one["scale"] == scale]
-        if scale in folders:
-            parts += _ran(folders[scale], here, figures.get(scale, []))
+    for name, scale in study.scales.items():
+        here = [one for one in own if one["scale"] == name]
+        says = "".join(f"\n- {plain(one.get('says') or one['claim'])}" for one in here)
+        if name in folders:
+            parts += _ran(folders[name], here, figures.get(name, []))
+        elif scale.needs:
+            parts += [f"## At scale {name}", f"Not decidable at this scale: {plain(scale.needs)}"]
         else:
-            parts += [f"## At scale {scale}", _not_run(study, scale, here)]
+            again = f"Not run yet: {code(said.command(study.name, name))}"
+            parts += [f"## At scale {name}", f"{again}\n{says}" if says else again]
     return "\n\n".join(parts) + "\n"
 
 
@@ -127,14 +131,6 @@ def _claim(study: StudyDefinition, one: Json) -> list[str]:
     ]
 
 
-def _not_run(study: StudyDefinition, scale: str, verdicts: Sequence[Json]) -> str:
-    needs = study.scales[scale].needs
-    if needs:
-        return f"Not decidable at this scale: {plain(needs)}"
-    says = "".join(f"\n- {plain(one.get('says') or one['claim'])}" for one in verdicts)
-    return f"Not run yet: {code(said.command(study.name, scale))}" + (f"\n{says}" if says else "")
-
-
 def _ran(folder: StudyFolder, verdicts: Sequence[Json], drawings: Sequence[Drawing]) -> list[str]:
     headings = ["claim", "verdict", "ours", "paper", "margin and 95 % interval", "p (Holm):", "seeds:", "note"]
     parts = [f"## At scale {folder.scale}", said.summary(verdicts)]
@@ -152,23 +148,21 @@ def _arms(folder: StudyFolder) -> str:
     rows = arms(folder)
     if rows.empty:
         return ""
-    several = folder.results["learning_rate"].nunique() > 1
-    rate = "best learning rate:" if several else "learning rate:"
-    value = arms_title(folder)
-    widths = tolerances(folder)
+    several, widths = folder.results["learning_rate"].nunique() > 1, tolerances(folder)
     cells = [
-        [
-            plain(row["label"]),
-            number(row["learning_rate"], "g"),
-            _mean(row["mean"], row["std"]),
-            f"{row['trained']}",
-            plain(row["ended"] or NONE),
-            *([widths.get(str(row["label"]), NONE)] if widths else []),
-        ]
+        {
+            "arm": plain(row["label"]),
+            "best learning rate:" if several else "learning rate:": number(row["learning_rate"], "g"),
+            f"{arms_title(folder)}, mean ± std:": _with_spread(
+                row["mean"], row["std"], ".4f" if abs(row["mean"]) >= 0.1 else ".3g"
+            ),
+            "trials in the mean:": f"{row['trained']}",
+            "how all ended": plain(row["ended"] or NONE),
+            **({_TOLERANCE: widths.get(str(row["label"]), NONE)} if widths else {}),
+        }
         for row in rows_of(rows)
     ]
-    headings = ["arm", rate, f"{value}, mean ± std:", "trials in the mean:", "how all ended"]
-    return "### The arms\n\n" + table([*headings, *([_TOLERANCE] if widths else [])], cells)
+    return "### The arms\n\n" + table(list(cells[0]), [[*each.values()] for each in cells])
 
 
 def tolerances(folder: StudyFolder) -> dict[str, str]:
@@ -184,20 +178,13 @@ def tolerances(folder: StudyFolder) -> dict[str, str]:
     for label, arm in rows.groupby("label", sort=False):
         losses = arm["eval_loss"].where(arm["status"].isin(TRAINED), math.inf)
         swept = arm.assign(eval_loss=losses).pivot_table(index="seed", columns="learning_rate", values="eval_loss")
-        swept = swept.dropna()
-        if swept.empty or swept.shape[1] < _SWEPT or not math.isfinite(float(swept.mean().min())):
+        means = swept.dropna().mean()
+        if len(means) < _SWEPT or not math.isfinite(float(means.min())):
             continue
-        means = swept.mean()
         width = tolerance({float(rate): [float(mean)] for rate, mean in means.items()}, WITHIN)
         edge = min(means.iloc[0], means.iloc[-1]) <= means.min() + WITHIN
         widths[str(label)] = f"{'≥ ' if edge else ''}{width:.1f}"
     return widths
-
-
-def _mean(mean: float, std: float) -> str:
-    form = ".4f" if abs(mean) >= 0.1 else ".3g"
-    spread = number(std, form)
-    return number(mean, form) + ("" if spread == NONE else f" ± {spread}")
 
 
 def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
@@ -227,51 +214,37 @@ def resolution(folder: StudyFolder) -> list[str]:
     rows = rows_of(spreads(trials, reference=_REFERENCE, pairs=PAIRS))
     if not rows:
         return []
-    headings = [
-        "placement",
-        "best rate tried:",
-        "optimum of a parabola:",
-        "loss there, mean ± std over seeds:",
-        "seeds:",
-        f"less that of {_REFERENCE}, paired:",
-        "std of the paired difference:",
-        f"difference that {PAIRS} pairs show:",
-    ]
     cells = [
-        [
-            plain(row["placement"]),
-            number(row["best_rate"], "g"),
-            number(row["optimum"], ".2g") + (" (at the edge)" if row["at_edge"] else ""),
-            _with_spread(row["loss"], row["std"]),
-            str(row["seeds"]),
-            number(row["difference"], "+.3f"),
-            number(row["paired_std"], ".3f"),
-            number(row["detectable"], ".3f"),
-        ]
+        {
+            "placement": plain(row["placement"]),
+            "best rate tried:": number(row["best_rate"], "g"),
+            "optimum of a parabola:": number(row["optimum"], ".2g") + (" (at the edge)" if row["at_edge"] else ""),
+            "loss there, mean ± std over seeds:": _with_spread(row["loss"], row["std"], ".3f"),
+            "seeds:": str(row["seeds"]),
+            f"less that of {_REFERENCE}, paired:": number(row["difference"], "+.3f"),
+            "std of the paired difference:": number(row["paired_std"], ".3f"),
+            f"difference that {PAIRS} pairs show:": number(row["detectable"], ".3f"),
+        }
         for row in rows
     ]
     trained = {row["placement"] for row in rows}
     lost = [str(placement) for placement in trials.values("placement") if placement not in trained]
-    return [
-        "### What this size can decide",
-        table(headings, cells),
-        _sentence([row["detectable"] for row in rows], lost),
-    ]
-
-
-def _with_spread(mean: float, std: float) -> str:
-    spread = number(std, ".3f")
-    return number(mean, ".3f") + ("" if spread == NONE else f" ± {spread}")
-
-
-def _sentence(detectable: list[float], lost: list[str]) -> str:
-    known = sorted(value for value in detectable if math.isfinite(value))
+    shown = sorted(row["detectable"] for row in rows if math.isfinite(row["detectable"]))
     words = [
         "A difference that pairs show is one that a two-sided t test at 95 % finds nine times in ten.",
-        *([f"Here {PAIRS} pairs show {known[0]:.3f} nats at best, {known[-1]:.3f} at worst."] if known else []),
+        *([f"Here {PAIRS} pairs show {shown[0]:.3f} nats at best, {shown[-1]:.3f} at worst."] if shown else []),
         *([f"At no rate did all seeds of these train: {', '.join(map(plain, lost))}."] if lost else []),
     ]
-    return " ".join(words)
+    return [
+        "### What this size can decide",
+        table(list(cells[0]), [[*each.values()] for each in cells]),
+        " ".join(words),
+    ]
+
+
+def _with_spread(mean: float, std: float, form: str) -> str:
+    spread = number(std, form)
+    return number(mean, form) + ("" if spread == NONE else f" ± {spread}")
 
 
 _FIGURES_OF_A_PAGE = 3
@@ -297,13 +270,18 @@ def write_results(
     folders: list[StudyFolder] = []
     for study in studies:
         places = {scale: records / f"{study.name}-{scale}" for scale in study.scales}
-        ran = {scale: read_folder(place) for scale, place in places.items() if _is_whole(place)}
+        ran = {
+            scale: read_folder(place)
+            for scale, place in places.items()
+            if (place / RESULTS).is_file() and (place / CLAIMS).is_file()
+        }
         figures = {scale: drawings(one)[:_FIGURES_OF_A_PAGE] for scale, one in ran.items()}
         folders += ran.values()
         pages[folder / f"{study.name}.md"] = study_page(study, verdicts, ran, figures)
-        if draw:
-            for drawing in (drawing for listed in figures.values() for drawing in listed):
-                drawn |= _draw(drawing, folder / FIGURES)
+        for drawing in (drawing for listed in figures.values() for drawing in listed) if draw else ():
+            path, figure = folder / FIGURES / f"{drawing.name}.json", _rounded(json.loads(str(plot(drawing).to_json())))
+            write_text(path, json.dumps(figure, separators=(",", ":"), allow_nan=False) + "\n")
+            drawn |= {path, *write(drawing, folder / FIGURES, ["svg"])}
     pages[folder / "index.md"] = index(studies, verdicts, folders)
     for path, text in pages.items():
         write_text(path, text)
@@ -312,18 +290,6 @@ def write_results(
         if path not in pages and path not in drawn:
             path.unlink()
     return sorted(pages)
-
-
-def _is_whole(folder: Path) -> bool:
-    """Return whether a record is of a study that has ended; one that was stopped has no verdicts."""
-    return all((folder / name).is_file() for name in (RESULTS, CLAIMS))
-
-
-def _draw(drawing: Drawing, folder: Path) -> set[Path]:
-    path = folder / f"{drawing.name}.json"
-    figure = _rounded(json.loads(str(plot(drawing).to_json())))
-    write_text(path, json.dumps(figure, separators=(",", ":"), allow_nan=False) + "\n")
-    return {path, *write(drawing, folder, ["svg"])}
 
 
 def _rounded(value: object) -> object:

@@ -18,7 +18,8 @@ def plain(text: object) -> str:
     """Escape a text so that Markdown shows its very characters, on one line."""
     line = " ".join(str(text).split())
     line = re.sub(r"[&<>|\[\]`]", lambda found: _ENTITIES[found[0]], line)
-    return re.sub(r"\*|(?<!\w)_|_(?!\w)|^[#+-](?= )|^\d+(?=\. )", lambda found: _escaped(found[0]), line)
+    marks = r"\*|(?<!\w)_|_(?!\w)|^[#+-](?= )|^\d+(?=\. )"
+    return re.sub(marks, lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", line)
 
 
 def code(text: object) -> str:
@@ -39,22 +40,40 @@ def number(value: object, form: str) -> str:
     return format(value, form).replace("-", "−") if known else NONE
 
 
-def _escaped(mark: str) -> str:
-    return f"{mark}\\" if mark.isdigit() else f"\\{mark}"
-
-
-MEANINGS = {
-    Verdict.HOLDS: "our trials show it",
-    Verdict.HOLDS_AT_ISO_LOSS: "our trials show it, and at equal loss of pretraining, too",
-    Verdict.EXPLAINED: "our trials show it, but at equal loss of pretraining it is gone",
-    Verdict.REVERSED: "our trials show the opposite, at this scale",
-    Verdict.EXCLUDED: "a difference as large as the smallest that counts is excluded, at this scale",
-    Verdict.PART_FAILED: "our trials show that a part of it is false; each link has its own verdict",
-    Verdict.FAILS: "a count of runs or a formula contradicts it, at this scale",
-    Verdict.INCONCLUSIVE: "the difference is inside the spread over seeds",
-    Verdict.NEEDS_SCALE: "this scale cannot decide it; the note says why",
-    Verdict.NOT_RUN: "not all of its planned trials have been trained; the command is beside it",
+WORDS = {
+    Verdict.HOLDS: ("holds", "hold", "Held", "our trials show it"),
+    Verdict.HOLDS_AT_ISO_LOSS: (
+        *("holds at iso-loss", "hold at iso-loss", "Held at equal loss, too"),
+        "our trials show it, and at equal loss of pretraining, too",
+    ),
+    Verdict.EXPLAINED: (
+        *("is explained by the loss", "are explained by the loss", "Explained by the loss"),
+        "our trials show it, but at equal loss of pretraining it is gone",
+    ),
+    Verdict.REVERSED: ("is reversed", "are reversed", "The opposite", "our trials show the opposite, at this scale"),
+    Verdict.EXCLUDED: (
+        *("is excluded", "are excluded", "Excluded"),
+        "a difference as large as the smallest that counts is excluded, at this scale",
+    ),
+    Verdict.PART_FAILED: (
+        *("has a part that failed", "have a part that failed", "Failed in a part"),
+        "our trials show that a part of it is false; each link has its own verdict",
+    ),
+    Verdict.FAILS: ("fails", "fail", "Contradicted", "a count of runs or a formula contradicts it, at this scale"),
+    Verdict.INCONCLUSIVE: (
+        *("is inconclusive", "are inconclusive", "Not decided by these trials"),
+        "the difference is inside the spread over seeds",
+    ),
+    Verdict.NEEDS_SCALE: (
+        *("needs a larger scale", "need a larger scale", "Not decidable at this scale"),
+        "this scale cannot decide it; the note says why",
+    ),
+    Verdict.NOT_RUN: (
+        *("has not been run yet", "have not been run yet", "Not run yet"),
+        "not all of its planned trials have been trained; the command is beside it",
+    ),
 }
+"""Of each verdict: what one claim does, what several do, the head of their list, and what the verdict means."""
 
 
 def counts(verdicts: Sequence[Json]) -> str:
@@ -70,23 +89,10 @@ def counts(verdicts: Sequence[Json]) -> str:
 
 
 def _numbers(by_claim: Sequence[Json]) -> str:
-    number_of = {verdict: sum(one["verdict"] == verdict for one in by_claim) for verdict in Verdict}
-    words = [
-        f"**{number_of[verdict]}** {word[number_of[verdict] != 1]}"
-        for verdict, word in (
-            (Verdict.HOLDS, ("holds", "hold")),
-            (Verdict.HOLDS_AT_ISO_LOSS, ("holds at iso-loss", "hold at iso-loss")),
-            (Verdict.EXPLAINED, ("is explained by the loss", "are explained by the loss")),
-            (Verdict.REVERSED, ("is reversed", "are reversed")),
-            (Verdict.EXCLUDED, ("is excluded", "are excluded")),
-            (Verdict.PART_FAILED, ("has a part that failed", "have a part that failed")),
-            (Verdict.FAILS, ("fails", "fail")),
-            (Verdict.INCONCLUSIVE, ("is inconclusive", "are inconclusive")),
-            (Verdict.NEEDS_SCALE, ("needs a larger scale", "need a larger scale")),
-            (Verdict.NOT_RUN, ("has not been run yet", "have not been run yet")),
-        )
-        if number_of[verdict]
-    ]
+    words = []
+    for verdict, (one, several, *_) in WORDS.items():
+        if number := sum(each["verdict"] == verdict for each in by_claim):
+            words.append(f"**{number}** {one if number == 1 else several}")
     return listed(words)
 
 
@@ -111,18 +117,7 @@ def best(verdicts: Iterable[Json]) -> list[Json]:
 def summary(verdicts: Sequence[Json]) -> str:
     """Summarize the claims, a sentence per verdict."""
     sentences = []
-    for verdict, head in (
-        (Verdict.HOLDS, "Held"),
-        (Verdict.HOLDS_AT_ISO_LOSS, "Held at equal loss, too"),
-        (Verdict.EXPLAINED, "Explained by the loss"),
-        (Verdict.REVERSED, "The opposite"),
-        (Verdict.EXCLUDED, "Excluded"),
-        (Verdict.PART_FAILED, "Failed in a part"),
-        (Verdict.FAILS, "Contradicted"),
-        (Verdict.INCONCLUSIVE, "Not decided by these trials"),
-        (Verdict.NEEDS_SCALE, "Not decidable at this scale"),
-        (Verdict.NOT_RUN, "Not run yet"),
-    ):
+    for verdict, (_, _, head, _) in WORDS.items():
         said = [plain(one.get("says") or one["claim"]).rstrip(".") for one in verdicts if one["verdict"] == verdict]
         if said:
             sentences.append(f"**{head}:** {'; '.join(said)}.")
@@ -168,12 +163,10 @@ def row(one: Json) -> list[str]:
 def findings(verdicts: Iterable[Json]) -> dict[str, str]:
     """Return a sentence for each claim that was decided, by the claim's name."""
     decided = {Verdict.HOLDS, *FAILED, Verdict.INCONCLUSIVE}
-    return {str(one["claim"]): _finding(one) for one in best(verdicts) if one["verdict"] in decided and one["ours"]}
-
-
-def _finding(one: Json) -> str:
-    """Return a claim, its verdict, and its number if it has only one; the study's page has the rest."""
-    number = f"; {one['ours']}" if len(one["parts"]) == 1 else ""
-    verdict = one["verdict"] if one["verdict"] in ("holds", "fails") else f"is {one['verdict']}"
-    verdict = "failed in a part" if one["verdict"] == Verdict.PART_FAILED else verdict
-    return f'"{one["says"]}" {verdict} at scale {one["scale"]} ({one["claim"]}{number})'
+    sentences = {}
+    for one in (one for one in best(verdicts) if one["verdict"] in decided and one["ours"]):
+        number = f"; {one['ours']}" if len(one["parts"]) == 1 else ""  # the study's page has several
+        verdict = one["verdict"] if one["verdict"] in ("holds", "fails") else f"is {one['verdict']}"
+        verdict = "failed in a part" if one["verdict"] == Verdict.PART_FAILED else verdict
+        sentences[str(one["claim"])] = f'"{one["says"]}" {verdict} at scale {one["scale"]} ({one["claim"]}{number})'
+    return sentences

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,6 @@ from lamina.jobs.files import read_result, read_yaml, write_json, write_text, wr
 from lamina.jobs.folder import lock
 from lamina.jobs.manifest import MODEL, what_is_missing
 from lamina.jobs.names import CONFIG, MANIFEST, RESULT, RESULTS
-from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status
 from lamina.papers.trials import measures
 from lamina.papers.trials.jobs import JOBS
@@ -51,20 +50,22 @@ class Records:
         """Return the result of every recorded trial by its key. Raises UserError for a file that can't be read."""
         import pandas as pd
 
-        tables, places = [], set()
+        tables, places, own = [], set(), {"key", *columns.names()}
         for path in self._files(RESULTS):
             try:
                 table = pd.read_csv(path.absolute(), dtype={"key": str})
                 tables.append(table[table["status"].isin(ENDED)])  # what failed may be tried again
-                places |= _places(table)
+                places |= {*map(str, table.columns[: list(table.columns).index("tuned")])}  # on the study's axes
             except (OSError, ValueError, KeyError) as error:
                 raise UserError(f"{str(path)!r}: no record of a study ({type(error).__name__}: {error})") from None
         rows: dict[str, Json] = {}
         for table in tables:
-            kept = table.drop(columns=[name for name in table if name in places]).astype(object)
+            kept = table.drop(columns=[name for name in table if name in places - own]).astype(object)
             for row in kept.where(kept.notna(), None).to_dict("records"):
-                key = str(row["key"])
-                rows[key] = _filled({str(name): value for name, value in row.items()}, rows.get(key, {}))
+                row, other = {str(name): value for name, value in row.items()}, rows.get(str(row["key"]), {})
+                if row.get("eval_loss") == other.get("eval_loss"):  # else trained again, on another kind of machine
+                    row = {**other, **{n: value for n, value in row.items() if value is not None or n not in other}}
+                rows[str(row["key"])] = row
         return rows
 
     def row(self, trial: StudyTrial) -> Json | None:
@@ -98,19 +99,6 @@ class Records:
             for name, rows in read_table(path).groupby("key", sort=False):
                 found[str(name)] = rows.drop(columns="key").reset_index(drop=True)
         return found
-
-
-def _places(table: pd.DataFrame) -> set[str]:
-    """Return the columns that are only a trial's place on a study's axes, not part of its result."""
-    ahead = [str(name) for name in table.columns[: list(table.columns).index("tuned")]]
-    return set(ahead) - {"key", *columns.names()}
-
-
-def _filled(row: Json, other: Json) -> Json:
-    """Return a trial's row, with columns that only another study's newer record of it has."""
-    if row.get("eval_loss") != other.get("eval_loss"):
-        return row  # trained again, on another kind of machine
-    return {**other, **{name: value for name, value in row.items() if value is not None or name not in other}}
 
 
 def recorded_keys(record: Path) -> list[str]:
@@ -161,14 +149,24 @@ class StoredTask(Task):
         stored = {"measures": tuple(request["measures"]), "identity": request["identity"]}
         return cls(settings=task.settings, job=task.job, trains=task.trains, **stored)
 
-    def claim(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def claim(self) -> Iterator[None]:
         """Hold the trial while it runs. Entering raises Busy if another driver runs it."""
-        return _claimed(self.folder)
+        with ExitStack() as held:
+            try:
+                held.enter_context(lock(self.folder.parent / _CLAIMS / self.folder.name))
+            except UserError as error:
+                raise Busy(str(error)) from None
+            yield
 
     def run(self) -> Json:
         """Run or resume the trial, then measure what it does not have yet; returns its result."""
         refuse_another(self.folder)
-        settings = _as_stored(self.settings, self.folder)
+        # In the words of the trial's folder: its name is the hash of what they mean, so these only differ in how they
+        # say it, such as a depth that is the backbone's own or given, or another path of the same text.
+        path = self.folder / CONFIG
+        stored, ours = read_yaml(path) if path.is_file() else {}, self.settings.to_dict()
+        settings = replace(self.settings, **{name: stored[name] for name in SPELLED if name in stored and name in ours})
         write_json(self.folder / IDENTITY, self.identity)
         result = load(self.job)(settings, resume="auto", bar=False)
         if self.measures and result["status"] in ENDED:
@@ -193,33 +191,6 @@ def refuse_another(folder: Path) -> None:
             f"store: the folder {str(folder)!r} holds the trial {own}, as its {IDENTITY} says (allowed: each trial in "
             "the folder of its name; without the folder, the trial is run again)"
         )
-
-
-def _as_stored(settings: Settings, folder: Path) -> Settings:
-    """Return the settings in the words of the trial's folder.
-
-    The folder's name is the hash of what they mean, so these only differ in how they say it: a depth that is the
-    backbone's own or given, another path of the same text.
-    """
-    path = folder / CONFIG
-    stored = read_yaml(path) if path.is_file() else {}
-    ours = settings.to_dict()
-    changes = {name: stored[name] for name in SPELLED if name in stored and name in ours and stored[name] != ours[name]}
-    return replace(settings, **changes) if changes else settings
-
-
-class _claimed(AbstractContextManager[None]):
-    def __init__(self, folder: Path):
-        self._lock = lock(folder.parent / _CLAIMS / folder.name)
-
-    def __enter__(self) -> None:
-        try:
-            self._lock.__enter__()
-        except UserError as error:
-            raise Busy(str(error)) from None
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.__exit__(None, None, None)
 
 
 UNTRAINED = (Status.DIVERGED.value, Status.STUCK.value)
@@ -310,7 +281,8 @@ class Store:
         if result is None or not trial.measures or place in self._complete or self._inherited(trial) is not None:
             return result
         lacking = measures.missing(self.place(trial.key), trial.measures)
-        if any(self.records.table(trial.key, measure) is None for measure in lacking) and self._can_measure(result):
+        model = result["status"] != "diverged" or "key" not in result  # training again gives none of a recorded one
+        if model and any(self.records.table(trial.key, measure) is None for measure in lacking):
             return None
         self._complete.add(place)
         return result
@@ -319,7 +291,3 @@ class Store:
         """Read a measure's table of one trial; None if it has none or the file was altered."""
         table = measures.table(self.place(key), measure)
         return table if table is not None else self.records.table(key, measure)
-
-    def _can_measure(self, result: Json) -> bool:
-        """Return whether training again would give a model; a recorded trial that diverged would not."""
-        return result["status"] != "diverged" or "key" not in result
