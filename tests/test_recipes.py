@@ -34,7 +34,7 @@ def test_a_recipe_is_a_whole_configuration(path):
     assert f"--config recipes/{path.name}" in text
     settings = settings_of(path)
     assert settings.placement
-    cost = dry_run({path.stem: settings}).iloc[0]
+    cost = dry_run({path.stem: {path.stem: settings}}).iloc[0]
     if settings.corpus == "mnist":  # for two cores; no paper's
         assert cost["tokens"] < 1e7
         return

@@ -11,7 +11,7 @@ import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -49,7 +49,6 @@ Measurement: TypeAlias = tuple[int, int, str, str, float]
 COLUMNS = ("width", "seed", "step", "layer", "module", "metric", "value")
 METRICS = ("size", "change")  # mean |x|, and mean |x - x before the first step|
 _LAYER = re.compile(r"(?:model\.)?(?:backbone\.)?(?:layers\.(\d+)\.?)?(.*)")
-POLICY = ResumePolicy(what="check", free=CoordCheckSettings.undecided())
 
 
 def coord_check(
@@ -67,7 +66,12 @@ def coord_check(
         UserError: for invalid settings, a corpus that cannot be read, an output folder in use.
         OSError: the disk is full.
     """
-    modes: Json = {"resume": resume, "overwrite": overwrite, "policy": POLICY, "stored": _stored}
+
+    def stored(folder: Path) -> Json | None:
+        return stored_study(folder) if has_study(folder) else None
+
+    policy = ResumePolicy(what="check", free=CoordCheckSettings.undecided())
+    modes: Json = {"resume": resume, "overwrite": overwrite, "policy": policy, "stored": stored}
     job = open_job(Kind.COORD_CHECK, CoordCheckSettings, settings, **modes)
     checked, folder, runs = job.settings, job.folder, job.settings.runs()
     for width in checked.all_widths:
@@ -84,7 +88,11 @@ def coord_check(
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         header = {"kind": str(Kind.COORD_CHECK), "command": checked.command(), "created": created}
         write_study(folder, {**header, "settings": checked.to_dict()})
-        table = _read(folder) if job.resumes else pd.DataFrame(columns=list(COLUMNS))
+        table = pd.DataFrame(columns=list(COLUMNS))
+        with suppress(OSError, ValueError, KeyError):
+            if job.resumes:  # what was measured, unless a bit of it has flipped
+                path = (folder / COORDINATES).absolute()
+                table = pd.read_parquet(path, page_checksum_verification=True)[list(COLUMNS)]
         done = set(zip(table["width"], table["seed"], strict=True))
         todo = {pair: run for pair, run in runs.items() if pair not in done}
         with tqdm(
@@ -95,16 +103,14 @@ def coord_check(
                 rows = [(width, seed, *row) for row in measure(run, ids, vocabulary, progress.update)]
                 new = pd.DataFrame(rows, columns=list(COLUMNS))
                 table = new if table.empty else pd.concat([table, new], ignore_index=True)
-                _write(folder, table)
+                # absolute: a relative path with a colon would be a URI; checksums: reading detects a flipped bit
+                with writing(folder / COORDINATES) as temporary:
+                    table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)
         wanted = [pair in runs for pair in zip(table["width"], table["seed"], strict=True)]
         result = slopes(table[wanted], checked.tolerance)
         job.write_text(SLOPES, result.to_csv(index=False))
         job.write_json(RESULT, verdict(result, checked))
     return result
-
-
-def _stored(folder: Path) -> Json | None:
-    return stored_study(folder) if has_study(folder) else None
 
 
 def measure(
@@ -135,7 +141,9 @@ def measure(
     def record(step: int) -> None:
         first.update(outputs if step == 0 else {})
         for name, value in outputs.items():
-            place = _place(step, name)
+            match = _LAYER.fullmatch(name)
+            assert match is not None
+            place = step, -1 if match[1] is None else int(match[1]), match[2] or "block"
             measurements.append((*place, "size", value.abs().mean().item()))
             if step:
                 measurements.append((*place, "change", (value - first[name]).abs().mean().item()))
@@ -218,10 +226,11 @@ def slopes(table: Frame, tolerance: float) -> Frame:
     each = pd.Series(means.to_numpy(dtype=float) @ x, index=means.index)
     groups = each.groupby(level=["metric", "module", "step"], sort=False)
     rows: Frame = groups.agg(slope=lambda v: v.mean(skipna=False), low="min", high="max", layers="size").reset_index()
-    rows["verdict"] = [
-        _verdict(row.slope, tolerance) if row.metric == "size" else None for row in rows.itertuples(index=False)
-    ]
-    return rows
+    verdicts = []
+    for metric, slope in zip(rows["metric"], rows["slope"], strict=True):
+        word = "grows" if slope > tolerance else "shrinks" if slope < -tolerance else "flat"
+        verdicts.append(None if metric != "size" else word if math.isfinite(slope) else "broken")
+    return rows.assign(verdict=verdicts)
 
 
 def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
@@ -243,30 +252,3 @@ def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
         else {"module": steepest["module"], "step": int(steepest["step"]), "slope": float(steepest["slope"])},
         "tolerance": settings.tolerance,
     }
-
-
-def _verdict(slope: float, tolerance: float) -> str:
-    if not math.isfinite(slope):
-        return "broken"
-    return "grows" if slope > tolerance else "shrinks" if slope < -tolerance else "flat"
-
-
-def _place(step: int, name: str) -> tuple[int, int, str]:
-    match = _LAYER.fullmatch(name)
-    assert match is not None
-    layer, rest = match.groups()
-    return step, -1 if layer is None else int(layer), rest or "block"
-
-
-def _read(folder: Path) -> Frame:
-    try:
-        table = pd.read_parquet((folder / COORDINATES).absolute(), page_checksum_verification=True)
-        return table[list(COLUMNS)]
-    except (OSError, ValueError, KeyError):
-        return pd.DataFrame(columns=list(COLUMNS))
-
-
-def _write(folder: Path, table: Frame) -> None:
-    # absolute: a relative path with a colon would be a URI; checksums: reading detects a flipped bit
-    with writing(folder / COORDINATES) as temporary:
-        table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)

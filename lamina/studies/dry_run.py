@@ -7,7 +7,7 @@ parameters and FLOPs are counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from lamina.core.frames import Frame
 from lamina.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from lamina.placements import Plan
     from lamina.training.objectives.objective import Objective
@@ -43,24 +43,13 @@ MOST_TRIED = 20e6
 """Parameters of the largest model of which a step is timed."""
 COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "flops", "gpu_hours", "total_gpu_hours"),)
 """Per arm: its trials, and of one trial the parameters (those one token uses), tokens, FLOPs and GPU-hours."""
-_ONE_ARM = ("learning_rate", "seed", "output")  # settings that an arm's trials may differ in
-_FITTING = ("batch_size", "gradient_accumulation", "gradient_checkpointing")  # follow from a size, mostly
 
 
-def dry_run(
-    trials: Mapping[str, PretrainSettings],
-    *,
-    labels: Mapping[str, str] | None = None,
-    teraflops: float = TERAFLOPS,
-    utilization: float = UTILIZATION,
-) -> Frame:
-    """Build every trial's model on the meta device and count.
+def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
+    """Build a model of every arm on the meta device and count.
 
     Args:
-        trials: complete settings by any name; those that differ in rate and seed alone are one row.
-        labels: of each trial's arm, by the trial's name: then an arm is one row.
-        teraflops: the peak of one GPU in TFLOP/s.
-        utilization: the share of the peak to expect, in (0, 1].
+        arms: by arm, the complete settings of its trials by any name, which differ in rate and seed alone.
 
     Returns:
         A row per arm with ``COLUMNS``: sizes and costs are those of one trial, ``total_gpu_hours`` those of all its
@@ -71,30 +60,22 @@ def dry_run(
     """
     import pandas as pd
 
-    if not teraflops > 0:
-        raise UserError(f"teraflops: {teraflops!r} (allowed: a number above 0)")
-    if not 0 < utilization <= 1:
-        raise UserError(f"utilization: {utilization!r} (allowed: a number above 0 and at most 1)")
-    arms: dict[str, list[str]] = {}
-    for name, settings in trials.items():
-        arms.setdefault(repr(_common(settings)) if labels is None else labels[name], []).append(name)
-    shown = _labels({key: trials[names[0]] for key, names in arms.items()}) if labels is None else {a: a for a in arms}
     counts: dict[str, tuple[int, int, float]] = {}
     rows = []
-    for key, names in arms.items():
-        settings = trials[names[0]]
+    for arm, trials in arms.items():
+        name, settings = next(iter(trials.items()))
         try:
             parameters, active, vocabulary, length, flops = _counted(settings, counts)
         except UserError as error:
-            raise UserError(f"{names[0]}: {error}") from None
+            raise UserError(f"{name}: {error}") from None
         tokens = settings.steps * settings.batch_size * settings.gradient_accumulation * length
-        hours = flops * tokens / (teraflops * 1e12 * utilization) / 3600
-        sizes = (shown[key], len(names), parameters, active, vocabulary, tokens)
-        rows.append((*sizes, flops * tokens, hours, hours * len(names)))
+        hours = flops * tokens / (TERAFLOPS * 1e12 * UTILIZATION) / 3600
+        sizes = (arm, len(trials), parameters, active, vocabulary, tokens)
+        rows.append((*sizes, flops * tokens, hours, hours * len(trials)))
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def table(frame: Frame, *, teraflops: float = TERAFLOPS, utilization: float = UTILIZATION) -> str:
+def table(frame: Frame) -> str:
     """Return the rows of ``dry_run`` as text, with totals and the assumptions behind the GPU-hours."""
     width = max([len("arm"), *(len(str(arm)) for arm in frame["arm"])])
     lines = [
@@ -110,13 +91,15 @@ def table(frame: Frame, *, teraflops: float = TERAFLOPS, utilization: float = UT
     tokens, flops = (float((frame[name] * frame["trials"]).sum()) for name in ("tokens", "flops"))
     lines.append(
         f"\n{int(frame['trials'].sum())} trials: {_short(tokens)} tokens, {flops:.3g} FLOPs, "
-        f"{frame['total_gpu_hours'].sum():,.4g} GPU-hours at {teraflops:g} TFLOP/s (peak, bfloat16) and "
-        f"{utilization:.0%} of it."
+        f"{frame['total_gpu_hours'].sum():,.4g} GPU-hours at {TERAFLOPS:g} TFLOP/s (peak, bfloat16) and "
+        f"{UTILIZATION:.0%} of it."
     )
     return "\n".join(lines)
 
 
-def minutes_here(trials: Mapping[str, PretrainSettings], frame: Frame, *, workers: int, threads: int | None) -> str:
+def minutes_here(
+    arms: Mapping[str, Mapping[str, PretrainSettings]], frame: Frame, *, workers: int, threads: int | None
+) -> str:
     """Say how many minutes the rows of ``dry_run`` take on this machine; empty for models too large to try.
 
     Two steps of the first trial are timed, on tokens at random; the other trials take as long by their FLOPs.
@@ -125,14 +108,18 @@ def minutes_here(trials: Mapping[str, PretrainSettings], frame: Frame, *, worker
 
     import torch
 
-    name, settings = next(iter(trials.items()))
+    from lamina.modeling.building import build
+    from lamina.training.optimization.optimizer import width_scaling_of
+
+    name, settings = next(iter(next(iter(arms.values())).items()))
     first = frame.iloc[0]
     if max(frame["parameters"]) > MOST_TRIED or not first["vocabulary"]:
         return ""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        model, vocabulary, length = _made(settings)
+        config, plan, objective, vocabulary, length = _resolved(settings)
+        model = build(config, plan, head=objective.head, init="normal", width_scaling=width_scaling_of(settings))
         optimizer = torch.optim.AdamW(model.parameters())
         ids, seconds = torch.randint(vocabulary, (settings.batch_size, length)), []
         for _ in range(3):
@@ -151,16 +138,6 @@ def minutes_here(trials: Mapping[str, PretrainSettings], frame: Frame, *, worker
     )
 
 
-def _made(settings: PretrainSettings) -> tuple[PreTrainedModel, int, int]:
-    """A trial's model with weights, its vocabulary and its block's length."""
-    from lamina.modeling.building import build
-    from lamina.training.optimization.optimizer import width_scaling_of
-
-    config, plan, objective, vocabulary, length = _resolved(settings)
-    scaling = width_scaling_of(settings)
-    return build(config, plan, head=objective.head, init="normal", width_scaling=scaling), vocabulary, length
-
-
 def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
     """Return the size of a trial's vocabulary without its tokenizer; an unknown one counts as the backbone's."""
     from lamina.data.tokenizers import is_trained
@@ -173,34 +150,14 @@ def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
     return VOCABULARIES.get(tokenizer, int(config.vocab_size))
 
 
-def _common(settings: PretrainSettings) -> dict[str, object]:
-    return {name: value for name, value in settings.to_dict().items() if name not in _ONE_ARM}
-
-
-def _labels(arms: Mapping[str, PretrainSettings]) -> dict[str, str]:
-    """Name each arm by the settings in which arms differ: the placement first, settings about memory last."""
-    values = {key: _common(settings) for key, settings in arms.items()}
-    names = [name for name in next(iter(values.values()), {}) if len({repr(v[name]) for v in values.values()}) > 1]
-    names = ["placement", *(name for name in names if name != "placement")]
-    short = [name for name in names if name not in _FITTING]
-    labels = {key: _label(each, short) for key, each in values.items()}
-    if len(set(labels.values())) < len(labels):
-        labels = {key: _label(each, names) for key, each in values.items()}
-    return labels
-
-
-def _label(values: Mapping[str, object], names: Sequence[str]) -> str:
-    words = [f"{name}={values[name]}" for name in names if name != "placement" and values[name] is not None]
-    return " ".join([str(values["placement"]), *words])
-
-
 def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, int, float]:
     """Count parameters, those that one token uses, vocabulary, tokens per item and FLOPs per token, once per model."""
     import torch
 
+    from lamina.modeling.backbones.presets import parameters_of
     from lamina.modeling.building import build
     from lamina.training.optimization.optimizer import width_scaling_of
-    from lamina.training.resolve import check_settings
+    from lamina.training.resolve import check_settings, training_flops
 
     config, plan, objective, vocabulary, length = _resolved(settings)
     # what depends on this machine is checked where the trial runs
@@ -209,7 +166,8 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
     if key not in counts:
         with torch.device("meta"):
             model = build(config, plan, head=objective.head, init="normal", width_scaling=width_scaling_of(settings))
-        counts[key] = _counts(model, plan, length)
+        count = parameters_of(model)
+        counts[key] = count.total, count.active, training_flops(model, plan, length)
     parameters, active, flops = counts[key]
     return parameters, active, vocabulary, length, flops
 
@@ -227,14 +185,6 @@ def _resolved(settings: PretrainSettings) -> tuple[PreTrainedConfig, Plan, Objec
         config = with_vocabulary(config, vocabulary := vocabulary_of(settings, config))
     plan = plan_of(settings, config.num_hidden_layers)
     return config, plan, objective, vocabulary, objective.item_tokens(config, settings)
-
-
-def _counts(model: PreTrainedModel, plan: Plan, length: int) -> tuple[int, int, float]:
-    from lamina.modeling.backbones.presets import parameters_of
-    from lamina.training.resolve import training_flops
-
-    count = parameters_of(model)
-    return count.total, count.active, training_flops(model, plan, length)
 
 
 def _short(count: float) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,21 +138,16 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         """The trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
         trials: dict[str, PretrainSettings] = {}
         common = self.shared_with(PretrainSettings) | {"init": self.init.removeprefix(SAME)}
-        for spec, rate, seed in self._grid():
+        rates = {spec: self.rates(spec) for spec in self.specs}
+        rows = [zip(rates, row, strict=True) for row in zip_longest(*rates.values())]
+        grid = [(spec, rate) for row in rows for spec, rate in row if rate is not None]
+        # Seeds outermost: a study that stops early has every placement once before any twice.
+        for seed, (spec, rate) in product(self.all_seeds, grid):
             trial = f"{slug(spec)}-lr{rate!r}-seed{seed}"
             varied = {"placement": spec, "learning_rate": rate, "seed": seed}
             folder = str(Path(self.output) / "trials" / trial)
             trials[trial] = PretrainSettings(**{**common, **varied, "output": folder})
         return trials
-
-    def _grid(self) -> Iterator[tuple[str, float, int]]:
-        rates = {spec: self.rates(spec) for spec in self.specs}
-        # Seeds outermost: a study that stops early has every placement once before any twice.
-        for seed in self.all_seeds:
-            for row in zip_longest(*rates.values()):
-                for spec, rate in zip(rates, row, strict=True):
-                    if rate is not None:
-                        yield spec, rate, seed
 
 
 def slug(spec: str) -> str:
@@ -269,17 +264,12 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
         """The trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
         common: Json = self.shared_with(MaxRateSettings) | {"init": self.init.removeprefix(SAME)}
         trials = {}
-        for spec, seed in self._grid():
+        # Seeds outermost: a study that stops early has every placement once before any twice.
+        for seed, spec in product(self.all_seeds, self.specs):
             trial = f"{slug(spec)}-seed{seed}"
             folder = str(Path(self.output) / "trials" / trial)
             trials[trial] = MaxRateSettings(**{**common, "placement": spec, "seed": seed, "output": folder})
         return trials
-
-    def _grid(self) -> Iterator[tuple[str, int]]:
-        # Seeds outermost: a study that stops early has every placement once before any twice.
-        for seed in self.all_seeds:
-            for spec in self.specs:
-                yield spec, seed
 
 
 @takes(Numbers)

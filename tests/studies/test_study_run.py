@@ -15,7 +15,7 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
 from lamina.papers.catalog import read_study
-from lamina.papers.engine import run as studies_run
+from lamina.papers.engine import study_run as studies_run
 from lamina.papers.engine import verdicts
 from lamina.papers.engine.plan import _rank
 from lamina.papers.judging import Trials, judge, load_claims
@@ -256,7 +256,7 @@ def test_other_seeds_and_another_text_are_other_trials(run, tmp_path, corpus):
         ({"axes": {"placment": ["keel"]}}, r"unknown axis .*'placment'; did you mean 'placement'"),
         ({"axes": {"placement": ["keell"]}}, r"did you mean 'keel'"),
         ({"measures": {"records": ["metric"]}}, r"unknown record .*did you mean 'metrics'"),
-        ({"job": "train"}, r"unknown job 'train'"),
+        ({"job": "train"}, r"unknown job in .*'train'"),
         ({"base": "smal"}, r"unknown base .*did you mean 'small'"),
         ({"axes": {"learning_rate": {"tune": []}}}, r"learning_rate: \[\]"),
         ({"axes": {"seed": 0}}, r"seed: 0 \(allowed"),

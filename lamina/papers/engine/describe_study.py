@@ -76,16 +76,15 @@ def dry_run_text(settings: StudySettings) -> str:
     if scale.needs:
         return f"{study.name}, scale {scale.name}: {scale.needs}"
     plan = make_plan(study, settings)
-    arms = plan.dry_arms()
-    labels = {name: arm for arm, trials in arms.items() for name in trials}
-    trials = {
-        name: one.run() if isinstance(one, MaxRateSettings) else cast(PretrainSettings, one)
-        for arm in arms.values()
-        for name, one in arm.items()
+    arms = {
+        arm: {
+            n: one.run() if isinstance(one, MaxRateSettings) else cast(PretrainSettings, one) for n, one in each.items()
+        }
+        for arm, each in plan.dry().items()
     }
     note = "" if JOBS[scale.job].trains else f"The job {scale.job} trains nothing: only the models are built.\n"
-    frame = dry_run(trials, labels=labels)
+    frame = dry_run(arms)
     here = scale.name == "cpu" and JOBS[scale.job].trains
     workers = settings.workers or cores()
-    time = minutes_here(trials, frame, workers=workers, threads=settings.threads) if here else ""
+    time = minutes_here(arms, frame, workers=workers, threads=settings.threads) if here else ""
     return "\n".join(filter(None, (f"{study.name}, scale {scale.name}\n{note}{table(frame)}", time)))

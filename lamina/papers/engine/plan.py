@@ -101,12 +101,8 @@ class StudyPlan:
         self._measures = measures.names(self.scale.measures)
         self._made: dict[tuple[int, float | None, int, bool | str], StudyTrial] = {}
 
-    def dry(self) -> dict[str, Settings]:
-        """Return the settings of all trials by name without reading the text; a tuned arm has its first rate."""
-        return {name: settings for trials in self.dry_arms().values() for name, settings in trials.items()}
-
-    def dry_arms(self) -> dict[str, dict[str, Settings]]:
-        """The same by arm, under the labels of its values."""
+    def dry(self) -> dict[str, dict[str, Settings]]:
+        """Return the trials' settings by arm and name without reading the text; a tuned arm has its first rate."""
         scale, found = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
         rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)

@@ -25,12 +25,14 @@ def claims_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a study with claims. Raises UserError where a file of it is damaged."""
     study = read_folder(folder)
     definition, header = study.definition, study.header
+    recorded = {"Settings": header.get("settings"), "The study": definition or None}
+    settings = [details(name, tables.settings_table(one)) for name, one in recorded.items() if isinstance(one, dict)]
     title = str(definition.get("title") or study.name)
     return write_page(
         folder / PAGE,
         title=f"{study.name}: {title}",
         facts=[
-            _source(str(definition.get("source") or "")),
+            "Lamina's own study" if definition.get("source") == OURS else str(definition.get("source") or ""),
             f"scale {study.scale}",
             f"{len(study.results):,} trials",
             f"lamina {header['version']}" if header.get("version") else "",
@@ -41,39 +43,33 @@ def claims_report(folder: Path) -> Path:
             Section("Verdicts", "What the study found", _verdicts(study)),
             *_figures(study),
             Section("Arms", "The arms", _arms(study)),
-            Section("Settings", "Settings", _settings(study)),
+            Section("Settings", "Settings", "".join(settings)),
         ],
     )
-
-
-def _source(source: str) -> str:
-    return "Lamina's own study" if source == OURS else source
 
 
 def _verdicts(study: StudyFolder) -> str:
     if not study.claims:
         return "<p>This study judges no claim.</p>"
+
+    def said(row: Row, name: str) -> str:
+        return escape(str(row.get(name) or ""))
+
+    def ours(row: Row) -> str:
+        return "<br>".join(escape(str(part)) for part in row.get("parts") or [row.get("ours") or "–"])
+
     fields = [
-        Field("claim", _claim, "reason"),
+        Field("claim", lambda row: f"{said(row, 'says')} <code>{said(row, 'claim')}</code>", "reason"),
         status("verdict", "verdict"),
-        Field("ours", _ours, "reason"),
-        Field("paper", lambda row: escape(str(row.get("paper") or "–")), "reason"),
+        Field("ours", ours, "reason"),
+        Field("paper", lambda row: said(row, "paper") or "–", "reason"),
         Field("margin", _margin, "number"),
         Field("p (Holm)", lambda row: in_form(row.get("p_holm"), ".2g"), "number"),
-        Field("seeds", lambda row: escape(str(row.get("seeds") or "–")), "number"),
-        Field("note", lambda row: escape(str(row.get("note") or "")), "reason"),
+        Field("seeds", lambda row: said(row, "seeds") or "–", "number"),
+        Field("note", lambda row: said(row, "note"), "reason"),
     ]
     notes = "".join(f'<p class="source">{escape(note)}</p>' for note in (_HOW, *scale_note(study.results)))
     return table(fields, study.claims, "trials claims") + notes
-
-
-def _ours(row: Row) -> str:
-    parts = row.get("parts") or [row.get("ours") or "–"]
-    return "<br>".join(escape(str(part)) for part in parts)
-
-
-def _claim(row: Row) -> str:
-    return f"{escape(str(row.get('says') or ''))} <code>{escape(str(row.get('claim') or ''))}</code>"
 
 
 def _margin(row: Row) -> str:
@@ -110,12 +106,6 @@ def _arms(study: StudyFolder) -> str:
     ]
     trials = tables.trials_table(study.results, colors(study.results["placement"]))
     return table(fields, rows_of(rows), "ranking") + details(f"All {len(study.results)} trials", trials)
-
-
-def _settings(study: StudyFolder) -> str:
-    settings = study.header.get("settings")
-    html = details("Settings", tables.settings_table(settings)) if isinstance(settings, dict) else ""
-    return html + (details("The study", tables.settings_table(study.definition)) if study.definition else "")
 
 
 _HOW = (
