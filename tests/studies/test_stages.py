@@ -58,9 +58,11 @@ def by_place(plan, store):
     return {(t.values["stage"], t.values["placement"], t.seed): t for t in plan.wanted(store.result)}
 
 
-def finish(folder, **result):
+def finish(task, **result):
     """What a trial's process leaves; a model unless it diverged or failed."""
+    folder = task.folder
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trial.json").write_text(json.dumps(task.identity))
     result = {"status": "finished", "eval_loss": 1.0, **result}
     if result["status"] == "finished":
         (folder / "model").mkdir()
@@ -74,7 +76,7 @@ def executor(ran, **results):
     def execute(trials, *, workers, ended, tick):
         ran.append(sorted({task.job for task in trials.values()}))
         for name, task in trials.items():
-            ended(name, finish(task.folder, **results.get(task.job, {})))
+            ended(name, finish(task, **results.get(task.job, {})))
 
     return execute
 
@@ -160,9 +162,9 @@ def test_one_failed_trial_of_a_sweep_hides_no_other(plan, store):
         for name, task in trials.items():
             rate = task.settings.learning_rate
             if rate == 1e-3:
-                ended(name, finish(task.folder, status="failed", reason="out of memory"))
+                ended(name, finish(task, status="failed", reason="out of memory"))
             else:
-                ended(name, finish(task.folder, eval_loss=rate))
+                ended(name, finish(task, eval_loss=rate))
 
     outcome = run_plan(tuned, store, workers=1, bar=False, execute=execute)
     failed = {key: result for key, result in outcome.items() if result["status"] == "failed"}
@@ -176,7 +178,7 @@ def test_one_failed_trial_of_a_sweep_hides_no_other(plan, store):
 
 def test_what_does_not_train_is_not_tuned_and_its_rows_say_so(plan, store, stages):
     made, ran = plan(stages), []
-    finish(store.folder / by_place(made, store)["pretrain", "keel", 0].key, status="diverged", reason="loss 9")
+    finish(store.task(by_place(made, store)["pretrain", "keel", 0]), status="diverged", reason="loss 9")
     run_plan(made, store, workers=1, bar=False, execute=executor(ran))
     rows = results_table(made, store)
     lost = rows[(rows["placement"] == "keel") & (rows["seed"] == 0)].set_index("stage")
@@ -218,7 +220,7 @@ def test_tuned_rates_are_known_before_a_chain_begins(plan, store, stages):
     def execute(trials, *, workers, ended, tick):
         for name, task in trials.items():
             rate = task.settings.learning_rate
-            ended(name, finish(task.folder, eval_loss=abs(rate - 2e-3) if task.job == "pretrain" else 1.0))
+            ended(name, finish(task, eval_loss=abs(rate - 2e-3) if task.job == "pretrain" else 1.0))
 
     run_plan(tuned, store, workers=1, bar=False, execute=execute)
     rows = results_table(tuned, store)

@@ -98,10 +98,17 @@ def test_a_rate_at_which_nothing_ended_is_not_widened(tmp_path, corpus):
     assert rates == {5e-4, 1e-3, 2e-3, 4e-3, 8e-3}
 
 
-def test_rates_that_each_lost_a_seed_are_told_apart_by_the_others():
-    lost = {"status": "diverged", "eval_loss": None}
-    one, other = ([lost, {"status": "finished", "eval_loss": loss}] for loss in (3.0, 2.4))
-    assert _rank(other) < _rank(one)
+def test_rates_are_ranked_by_the_trials_that_ended_the_share_lost_first():
+    """A trial that failed says nothing; of rates that each lost a seed, the other seeds decide."""
+
+    def results(*losses):
+        known = {None: "diverged", "failed": "failed"}
+        return [{"status": known.get(x, "finished"), "eval_loss": None if x in known else x} for x in losses]
+
+    ranks = [_rank(results(*losses)) for losses in ((2.0, "failed"), (2.0, 2.2), (2.4, None), (3.0, None), ("failed",))]
+    assert ranks[0] == (0.0, 2.0)
+    assert ranks == sorted(ranks)
+    assert len(set(ranks)) == 5
 
 
 def sweep(**losses):
