@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from lamina.papers.catalog import names, read_study, records_folder
 from lamina.papers.engine.verdicts import all_verdicts
 from lamina.papers.results import write_results
 from lamina.papers.results.verdicts import findings
+from lamina.papers.study_catalog import names, read_study, records_folder
 from lamina.reports.diagnosis import CAUSES, FINDINGS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -61,8 +61,8 @@ def _list(argv: list[str]) -> int:
     chosen = parser.parse(argv)
     from pathlib import Path
 
-    from lamina.papers.catalog import records_folder
     from lamina.papers.engine.verdicts import all_verdicts
+    from lamina.papers.study_catalog import records_folder
 
     found = all_verdicts(None if chosen.records is None else Path(chosen.records))
     if chosen.json:
@@ -91,7 +91,7 @@ def _show(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     typed, others = _given("run", "Train what is missing, measure, and judge the claims.", argv)
-    from lamina.papers.catalog import names
+    from lamina.papers.study_catalog import names
 
     listed = str(typed.pop("study", None) or "")
     chosen = names() if listed == "all" else [name.strip() for name in listed.split(",") if name.strip()]

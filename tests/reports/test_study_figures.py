@@ -8,13 +8,13 @@ import pandas as pd
 import pytest
 from synthetic_claims import BEST, PLACEMENTS, write_claims_study
 
-from lamina.papers.catalog import names, read_study
-from lamina.papers.pages import figures, matplotlib_figures, plotly_figures
+from lamina.papers.pages import matplotlib_figures, plotly_figures, study_figures
 from lamina.papers.pages.drawing import Request
-from lamina.papers.pages.figures import KINDS, _parts, _rows, drawings, sweep
 from lamina.papers.pages.folder import arms, read_folder
 from lamina.papers.pages.lines import ordered_values
 from lamina.papers.pages.page import _figures, claims_report
+from lamina.papers.pages.study_figures import KINDS, _parts, _rows, drawings, sweep
+from lamina.papers.study_catalog import names, read_study
 from lamina.reports.style import look
 
 
@@ -152,10 +152,10 @@ def test_figures_beyond_the_first_few_are_named_and_written_for_a_paper(tmp_path
     study = read_folder(folder)
     everything = [drawing.name for drawing in drawings(study)]
     assert len(everything) > 1
-    monkeypatch.setattr(figures, "_MOST", 1)
-    shown, left_out = figures.chosen(study)
+    monkeypatch.setattr(study_figures, "_MOST", 1)
+    shown, left_out = study_figures.chosen(study)
     assert [drawing.name for drawing in (*shown, *left_out)] == everything
-    assert len(shown) == max(1, len(figures._written(study)))
+    assert len(shown) == max(1, len(study_figures._written(study)))
     [section] = _figures(study)
     assert all(drawing.title in section.html.split("not drawn here:")[1] for drawing in left_out)
     assert {path.stem for path in matplotlib_figures.write_all(folder)} == set(everything)
@@ -174,7 +174,8 @@ def test_figures_for_a_paper_are_svg_and_pdf_and_the_same_again(everything, tmp_
 
 def test_figures_load_no_torch():
     code = (
-        "import sys, lamina.papers.pages.matplotlib_figures as p, lamina.papers.pages.figures, matplotlib.figure; "
+        "import sys, lamina.papers.pages.study_figures, matplotlib.figure; "
+        "import lamina.papers.pages.matplotlib_figures as p; "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,10 +7,10 @@ from synthetic_claims import write_claims_study
 
 from lamina.papers.pages import matplotlib_figures
 from lamina.papers.pages.drawing import Axis, Drawing, Panel, Request, Series
-from lamina.papers.pages.figures import KINDS, drawings
 from lamina.papers.pages.folder import read_folder
 from lamina.papers.pages.lines import value_title
 from lamina.papers.pages.plotly_figures import plot
+from lamina.papers.pages.study_figures import KINDS, drawings
 from lamina.reports.style import Look
 
 

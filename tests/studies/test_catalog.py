@@ -14,9 +14,9 @@ from lamina.core.backbone_presets import PRESETS
 from lamina.errors import UserError
 from lamina.evaluation.generated import NAMES
 from lamina.jobs import columns
-from lamina.papers.catalog import BASES, SCALES, catalog_folder, read_study
 from lamina.papers.engine.plan import arms, matches
 from lamina.papers.judging import Trials, judge, load_claims
+from lamina.papers.study_catalog import BASES, SCALES, catalog_folder, read_study
 from lamina.placements import resolve
 from lamina.probes.engine.registry import listed
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lamina.errors import UserError
-from lamina.papers.catalog import names, read_study
 from lamina.papers.engine.plan import StudyPlan
+from lamina.papers.study_catalog import names, read_study
 from lamina.studies.dry_run import dry_run, table
 from lamina.training.settings import PretrainSettings
 

@@ -7,10 +7,10 @@ import pytest
 from synthetic_trials import rows, trials
 
 from lamina.errors import UserError
-from lamina.papers.catalog import Scale
 from lamina.papers.engine.verdicts import _reader
 from lamina.papers.judging import Finding, Verdict, claim, judge, load_claims, lower, needs_scale
 from lamina.papers.judging.claims import Claim
+from lamina.papers.study_catalog import Scale
 
 CLAIMS = '''
 """Mix-LN Table 1."""

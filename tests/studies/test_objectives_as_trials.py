@@ -6,10 +6,10 @@ from studies.study_files import run_here, write_study
 from training.tiny_runs import SMALL
 from transformers import ModernBertConfig
 
-from lamina.papers.catalog import read_study
 from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.study_run import results_table
+from lamina.papers.study_catalog import read_study
 from lamina.papers.trials.store import Records, Store
 from lamina.papers.trials.trial import read_again
 

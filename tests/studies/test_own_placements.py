@@ -2,7 +2,7 @@
 
 import pytest
 
-from lamina.papers.catalog import catalog_folder
+from lamina.papers.study_catalog import catalog_folder
 from lamina.placements import Norm, resolve
 
 FOLDER = catalog_folder() / "placements"

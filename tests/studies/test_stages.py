@@ -8,16 +8,18 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.columns import RESULT_COLUMNS
-from lamina.papers.catalog import read_study
 from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.study_run import _refuse_edited, results_table
-from lamina.papers.trials.jobs import columns_of
+from lamina.papers.study_catalog import read_study
+from lamina.papers.trials.jobs import JOBS, columns_of
 from lamina.papers.trials.measures import measure, missing
 from lamina.papers.trials.store import Records, Store, write_results
 
 ROWS = [{"prompt": f"{i}?", "completion": f" {i}"} for i in range(12)]
 SHORT = {"steps": 2, "batch_size": 2, "eval_fraction": 0.25}
+
+NAMES = {job.run: name for name, job in JOBS.items()}
 
 
 @pytest.fixture
@@ -74,9 +76,9 @@ def executor(ran, **results):
     """Runs nothing; notes what it was asked for, in rounds, and leaves ``results`` by the job's name."""
 
     def execute(trials, *, workers, ended, tick):
-        ran.append(sorted({task.job for task in trials.values()}))
+        ran.append(sorted({NAMES[task.job] for task in trials.values()}))
         for name, task in trials.items():
-            ended(name, finish(task, **results.get(task.job, {})))
+            ended(name, finish(task, **results.get(NAMES[task.job], {})))
 
     return execute
 
@@ -220,7 +222,7 @@ def test_tuned_rates_are_known_before_a_chain_begins(plan, store, stages):
     def execute(trials, *, workers, ended, tick):
         for name, task in trials.items():
             rate = task.settings.learning_rate
-            ended(name, finish(task, eval_loss=abs(rate - 2e-3) if task.job == "pretrain" else 1.0))
+            ended(name, finish(task, eval_loss=abs(rate - 2e-3) if NAMES[task.job] == "pretrain" else 1.0))
 
     run_plan(tuned, store, workers=1, bar=False, execute=execute)
     rows = results_table(tuned, store)

@@ -10,10 +10,10 @@ from studies.study_files import write_study
 from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.papers.catalog import read_study
 from lamina.papers.engine.driver import runnable
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.verdicts import all_verdicts
+from lamina.papers.study_catalog import read_study
 from lamina.papers.trials import measures
 from lamina.papers.trials.store import Records, Store, write_results, write_table
 from lamina.studies.task import task_of

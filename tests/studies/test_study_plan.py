@@ -9,12 +9,12 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.papers.catalog import read_study
 from lamina.papers.engine.describe_study import description, dry_run_text
 from lamina.papers.engine.plan import Best, StudyPlan, _rank, arms, best_rate
 from lamina.papers.engine.settings import StudySettings
 from lamina.papers.engine.study_run import _refuse_edited, make_plan, result_row, results_table, run_study
 from lamina.papers.judging import Trials
+from lamina.papers.study_catalog import read_study
 
 AXES = {"placement": ["pre_ln", "keel", "post_ln"], "num_layers": [2, 3]}
 BEST = {"pre_ln": 1e-3, "keel": 4e-3, "post_ln": 2e-3}

@@ -14,10 +14,10 @@ from training.tiny_runs import result, start, wait_for
 
 from lamina.api import study
 from lamina.cli import main
-from lamina.papers.catalog import read_study
 from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.study_run import results_table
+from lamina.papers.study_catalog import read_study
 from lamina.papers.trials.store import Records, Store
 
 pytest.importorskip("ray")

@@ -14,12 +14,12 @@ from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.papers.catalog import read_study
 from lamina.papers.engine import study_run as studies_run
 from lamina.papers.engine import verdicts
 from lamina.papers.judging import Trials, judge, load_claims
 from lamina.papers.pages.folder import read_folder
 from lamina.papers.results.pages import write_results
+from lamina.papers.study_catalog import read_study
 from lamina.papers.trials.store import Records
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import cast
 
 from lamina.errors import UserError
-from lamina.papers.catalog import StudyDefinition, Tuning, read_study
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.settings import StudySettings
 from lamina.papers.engine.study_run import make_plan, records_are_of, store_of
 from lamina.papers.engine.verdicts import verdicts_of
 from lamina.papers.judging.findings import seeds_text
+from lamina.papers.study_catalog import StudyDefinition, Tuning, read_study
 from lamina.papers.trials import measures
 from lamina.papers.trials.jobs import JOBS
 from lamina.studies.running import cores

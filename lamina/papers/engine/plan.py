@@ -17,7 +17,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, severity
-from lamina.papers.catalog import ENGINE, STAGE, Rule, Scale, Stage, Tuning
+from lamina.papers.study_catalog import ENGINE, STAGE, Rule, Scale, Stage, Tuning
 from lamina.papers.trials import measures
 from lamina.papers.trials.trial import StudyTrial, make_chained, make_trial
 

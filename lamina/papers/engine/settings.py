@@ -10,7 +10,7 @@ from lamina.core.values import corpus_name, mapping, path, place
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, ThreadSettings, WorkerSettings
 from lamina.jobs.settings import Settings, at_least, changed, not_below, setting
-from lamina.papers.catalog import records_folder
+from lamina.papers.study_catalog import records_folder
 from lamina.studies.settings import seed_list
 
 ScaleName = Literal["cpu", "gpu", "paper"]

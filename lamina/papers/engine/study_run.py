@@ -25,11 +25,11 @@ from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CLAIMS, RESULTS, STUDY
 from lamina.jobs.status import ENDED
-from lamina.papers.catalog import StudyDefinition, catalog_folder, check_seeds, read_study
 from lamina.papers.engine import verdicts
 from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan, refuse_without_effect
 from lamina.papers.engine.settings import StudySettings
+from lamina.papers.study_catalog import StudyDefinition, catalog_folder, check_seeds, read_study
 from lamina.papers.trials import measures
 from lamina.papers.trials.jobs import JOBS
 from lamina.papers.trials.store import TABLES, Records, Store, recorded_keys, write_results, write_table

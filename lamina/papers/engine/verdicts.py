@@ -16,10 +16,10 @@ from lamina.errors import UserError
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_sealed
 from lamina.jobs.names import CLAIMS, STUDY
-from lamina.papers.catalog import Scale, StudyDefinition, catalog_folder, names, read_study, records_folder
 from lamina.papers.judging.claims import Claim, judge, judgeable, load_claims
 from lamina.papers.judging.findings import Verdict
 from lamina.papers.judging.trials import Reader, Trials
+from lamina.papers.study_catalog import Scale, StudyDefinition, catalog_folder, names, read_study, records_folder
 from lamina.papers.trials.store import recorded_keys
 
 if TYPE_CHECKING:

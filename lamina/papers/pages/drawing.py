@@ -147,7 +147,7 @@ class Request:
     """A request for a figure, from a study's YAML or from its axes.
 
     Attributes:
-        kind: a name in ``lamina.papers.pages.figures.KINDS``.
+        kind: a name in ``lamina.papers.pages.study_figures.KINDS``.
         x, y: columns; "" leaves them to the kind.
         color: the axis that has the lines; "" for the placement, or the first axis that varies.
         measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.

@@ -14,8 +14,8 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.names import CLAIMS, RESULTS
-from lamina.papers.catalog import STAGE
 from lamina.papers.judging.checks import TRAINED
+from lamina.papers.study_catalog import STAGE
 from lamina.papers.trials.jobs import SCORE
 from lamina.reports.records import Frame, complete, read_parquet, rows_of, study_header
 

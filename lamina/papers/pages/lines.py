@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from lamina.papers.catalog import STAGE
 from lamina.papers.pages.drawing import Axis, Panel, Series, Value
 from lamina.papers.pages.folder import StudyFolder
+from lamina.papers.study_catalog import STAGE
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.sentences import Guess
 from lamina.reports.style import PALETTE, Look, looks

@@ -13,8 +13,8 @@ import numpy as np
 from lamina.errors import UserError
 from lamina.jobs.files import writing
 from lamina.papers.pages.drawing import LOST_AT, Axis, Drawing, Panel, Value, marks
-from lamina.papers.pages.figures import chosen
 from lamina.papers.pages.folder import has_claims, read_folder
+from lamina.papers.pages.study_figures import chosen
 from lamina.reports.charts import Grid
 from lamina.reports.style import log_ticks
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE
-from lamina.papers.pages.figures import chosen
 from lamina.papers.pages.folder import OURS, StudyFolder, arms, read_folder
 from lamina.papers.pages.lines import arms_title
 from lamina.papers.pages.plotly_figures import plot
+from lamina.papers.pages.study_figures import chosen
 from lamina.reports import tables
 from lamina.reports.page import Section, details, figure, moment, write_page
 from lamina.reports.records import rows_of

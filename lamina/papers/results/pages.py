@@ -10,19 +10,19 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_text
 from lamina.jobs.names import CLAIMS, RESULTS
-from lamina.papers.catalog import StudyDefinition
 from lamina.papers.judging.checks import TRAINED
 from lamina.papers.judging.rates import spreads
 from lamina.papers.judging.scaling import tolerance
 from lamina.papers.judging.trials import Trials
 from lamina.papers.pages.drawing import Drawing
-from lamina.papers.pages.figures import drawings
 from lamina.papers.pages.folder import OURS, StudyFolder, arms, read_folder
 from lamina.papers.pages.lines import arms_title
 from lamina.papers.pages.matplotlib_figures import FIGURES, write
 from lamina.papers.pages.plotly_figures import plot
+from lamina.papers.pages.study_figures import drawings
 from lamina.papers.results import verdicts as said
 from lamina.papers.results.verdicts import NONE, code, number, plain, table
+from lamina.papers.study_catalog import StudyDefinition
 from lamina.reports.records import rows_of
 
 PAPERS = {
