@@ -93,16 +93,14 @@ def run_study(
     # Before the folder is touched: a placement or the corpus may be unreadable.
     wanted = [] if plan.scale.needs else plan.wanted(store.result)
     damage = store.damage(wanted)  # in trials that are only reused, which nothing else reads
-    for line in damage[:SHOWN]:
+    more = [f"{len(damage) - SHOWN} more files are damaged"] if len(damage) > SHOWN else []
+    for line in (*damage[:SHOWN], *more):
         logger.warning("store: %s", line)
-    if len(damage) > SHOWN:
-        logger.warning("store: %d more files are damaged", len(damage) - SHOWN)
     if complete.engine == "local" and any(store.complete(trial) is None for trial in wanted):
         processes.prepare()
-    execute = _executor(complete)
     try:
         with job:
-            results = _run(study, plan, complete, store, job.folder, execute, bar)
+            results = _run(study, plan, complete, store, job.folder, bar)
     except KeyboardInterrupt:
         if record:
             _write_tables(plan, results_table(plan, store), store, job.folder)
@@ -183,9 +181,9 @@ def _run(
     settings: StudySettings,
     store: Store,
     folder: Path,
-    execute: Executor,
     bar: bool,
 ) -> pd.DataFrame:
+    execute = _executor(settings)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     header: Json = {
         "command": settings.command(),
