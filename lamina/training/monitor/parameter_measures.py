@@ -6,6 +6,7 @@ others.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias, cast
@@ -88,11 +89,8 @@ def _share(tensor: torch.Tensor) -> float:
     world = get_world_size()
     if not isinstance(tensor, DTensor):
         return 1.0 / world
-    mesh = tensor.device_mesh
-    shards = 1
-    for dimension, placement in enumerate(tensor.placements):
-        shards *= mesh.size(dimension) if placement.is_shard() else 1
-    return shards / world
+    sizes = [tensor.device_mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    return math.prod(sizes) / world
 
 
 class GradientNorms:
@@ -280,19 +278,12 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass alone leaves the root's parameters gathered
-    base, gains = body_of(model, "layer monitor"), list[Gain]()
-    for index, sublayer, residual in sublayers(base):
-        for role in ("pre_norm", "out_norm", "post_norm"):
-            norm = getattr(residual, role)
-            if isinstance(norm, LaminaNorm) and norm.weight is not None:
-                gains.append((index, sublayer, role, 0, 0.0, norm.weight))
-        for role in ("skip_scale", "pre_scale"):
-            if isinstance(scale := getattr(residual, role), nn.Parameter):
-                gains.append((index, sublayer, role, 0, 0.0, scale))
-    for role, norm in (("embedding_norm", base.embedding_norm), ("final_norm", base.norm)):
-        if isinstance(norm, LaminaNorm) and norm.weight is not None:
-            gains.append((-1, "block", role, 0, 0.0, norm.weight))
-    return rows_of_gains(gains, step)
+    base = body_of(model, "layer monitor")
+    roles = ("pre_norm", "out_norm", "post_norm", "skip_scale", "pre_scale")
+    parts = [(index, name, role, getattr(res, role)) for index, name, res in sublayers(base) for role in roles]
+    parts += [(-1, "block", "embedding_norm", base.embedding_norm), (-1, "block", "final_norm", base.norm)]
+    gains = [(*owner, 0, 0.0, part.weight if isinstance(part, LaminaNorm) else part) for *owner, part in parts]
+    return rows_of_gains((gain for gain in gains if isinstance(gain[-1], nn.Parameter)), step)
 
 
 def gains_of(structure: Structure) -> list[Gain]:

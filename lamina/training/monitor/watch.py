@@ -281,12 +281,8 @@ class LayerMonitor(TrainerCallback):
 
 def _calling_trainer() -> Trainer | None:
     """Return the Trainer that sent the event, since an event's arguments do not hold it."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
-            return trainer
-        frame = frame.f_back
-    return None
+    callers = (info.frame.f_locals.get("self") for info in inspect.stack(0))
+    return next((caller for caller in callers if isinstance(caller, Trainer)), None)
 
 
 _OPEN: dict[Path, LayerMonitor] = {}
