@@ -1,6 +1,6 @@
 """Early alarms: a layer's gradient, update, moment or stream leaves its usual range before the loss does.
 
-Each rule names one sub-layer and one step. Loads no torch: the pages read alarms.jsonl here.
+Each rule names one sub-layer and one step. Loads no transformers: the pages read alarms.jsonl here.
 """
 
 from __future__ import annotations
