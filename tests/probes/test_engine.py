@@ -58,13 +58,10 @@ def test_all_batches_without_a_tolerance():
     assert probe.seen == [(4, 7, 16)] * 12
 
 
-def test_stops_early_where_all_errors_are_small():
-    frames = run_probe(small_model("llama"), [Watcher(error=0.01)], _ids(), tolerance=0.02)
-    assert frames["watcher"]["passes"][0] == 4  # 16 sequences at the least
-    frames = run_probe(small_model("llama"), [Watcher(error=0.03)], _ids(), tolerance=0.02)
-    assert frames["watcher"]["passes"][0] == 12
-    frames = run_probe(small_model("llama"), [Watcher(error=None)], _ids(), tolerance=0.02)
-    assert frames["watcher"]["passes"][0] == 12  # nothing to judge by
+@pytest.mark.parametrize(("error", "passes"), [(0.01, 4), (0.03, 12), (None, 12)])
+def test_it_stops_early_if_all_errors_are_small_but_after_16_sequences(error, passes):
+    frames = run_probe(small_model("llama"), [Watcher(error)], _ids(), tolerance=0.02)
+    assert frames["watcher"]["passes"][0] == passes
 
 
 def test_the_mode_and_the_hooks_are_left_as_they_were():

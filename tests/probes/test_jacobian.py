@@ -25,14 +25,18 @@ from lamina.probes.jacobian import JacobianProbe
 from lamina.probes.structure.hooks import eager_attention
 
 PLACEMENTS = ["pre_ln", "post_ln", "peri_ln", "keel", "fusenorm", "b2t", "layernorm_scaling"]
-ENCODERS = ["BertForMaskedLM", "GPT2LMHeadModel", "AlbertForMaskedLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM"]
+TRANSFORMERS = ["BertForMaskedLM", "GPT2LMHeadModel", "AlbertForMaskedLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM"]
 
 
 def exact(**options):
     return JacobianProbe(**{"sequences": 1, "tokens": 5, "tolerance": 1e-5, "iterations": 200, **options})
 
 
-def check_against_whole_matrices(context):
+@pytest.mark.parametrize("name", PLACEMENTS + TRANSFORMERS)
+def test_block_and_total_norms_are_those_of_the_whole_matrices(name):
+    changes = {"embedding_size": 8} if name.startswith("Albert") else {}
+    model = transformers_model(name, **changes) if name in TRANSFORMERS else lamina_model(name)
+    context = context_of(model, sequences=1)
     frame, num_layers = measured(exact(), context), context.structure.num_layers
     ids = context.batches[0]["input_ids"][:1]
     identity, log_product = torch.eye(5 * 16, dtype=torch.float64), 0.0
@@ -52,17 +56,6 @@ def check_against_whole_matrices(context):
     assert value(frame, "log10_total", "jacobian") == pytest.approx(math.log10(total), abs=1e-4)
     assert value(frame, "log10_product", "jacobian") == pytest.approx(log_product, abs=1e-4)
     assert total < 10**log_product
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_block_and_total_norms_are_those_of_the_whole_matrices(placement):
-    check_against_whole_matrices(context_of(lamina_model(placement), sequences=1))
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_norms_of_transformers_own_models(name):
-    changes = {"embedding_size": 8} if name.startswith("Albert") else {}
-    check_against_whole_matrices(context_of(transformers_model(name, **changes), sequences=1))
 
 
 def rms_norm_jacobian(norm, z):

@@ -76,14 +76,6 @@ def test_a_layer_whose_contributions_do_not_add_up_has_none():
     assert any("of layer 0" in note and "left out" in note for note in context.notes)
 
 
-@pytest.mark.parametrize("name", lamina.placements.names())
-def test_every_placement_adds_up(name: str):
-    torch.manual_seed(0)
-    model = lamina.build(transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 4}), name).eval()
-    context = make_context(model, ProbeSettings(), _ids())
-    assert all(len(site.sublayers) == 2 for site in context.structure.layers)
-
-
 def test_experts_are_causal_though_their_grouping_rounds():
     for name in ("qwen3_moe", "llama", "gpt2", "falcon"):
         assert is_causal(small_model(name), _ids())

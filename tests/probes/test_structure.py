@@ -10,6 +10,8 @@ from transformers import LlamaConfig, SwinConfig, SwinForImageClassification, Vi
 
 import lamina
 from lamina.errors import UserError
+from lamina.probes.engine.measure import make_context
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.hooks import forward, watch
 from lamina.probes.structure.sites import Structure, effective_gain
@@ -106,7 +108,8 @@ def test_norms_of_a_placement_are_those_of_its_plan(name: str, backbone: str):
     config.num_hidden_layers = 4
     torch.manual_seed(0)
     model = stir(lamina.build(config, name).eval())
-    structure = find_structure(model, small_inputs(model, 1, 5))
+    (inputs,) = small_inputs(model, 4).values()
+    structure = make_context(model, ProbeSettings(), inputs).structure  # what adds up to the layers' outputs
     assert structure.num_layers == 4
     for layer, site in zip(model.config.plan["layers"], structure.layers, strict=True):
         for kind, sublayer in zip(("attention", "feed_forward"), site.sublayers, strict=True):
