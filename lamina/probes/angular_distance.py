@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -72,12 +72,11 @@ class AngularDistance(DirectionsProbe):
         frame = self.pair_rows("angular_distance")
         return pd.concat([frame, best_blocks(frame)], ignore_index=True)
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         distances = frame[frame["metric"] == "angular_distance"]
         tokens = getattr(self, "_whose", "")
         axes = {"x_title": "first layer l of the block", "y_title": "layers n in the block"}
         axes["scale"] = "Viridis_r"  # light is small, as in the papers
-        drawn = []
         for table, title, caption in (
             (
                 scaled_rows(distances),
@@ -89,8 +88,7 @@ class AngularDistance(DirectionsProbe):
             (distances, "Angular distance", "The distances themselves: 0 is the same direction, 0.5 a right angle."),
         ):
             figure = heat_map(table, "start", "size", "value", title=title, **axes)
-            drawn.append((figure, f"{caption} Angles of {tokens}." if tokens else caption))
-        return drawn
+            yield (figure, f"{caption} Angles of {tokens}." if tokens else caption)
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         distances = frame[frame["metric"] == "angular_distance"]

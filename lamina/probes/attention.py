@@ -115,29 +115,27 @@ class Attention(Probe):
         for head, logit in enumerate(largest.tolist()):
             yield layer, "attention", "head", head, "max_logit", logit, math.nan
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         every = frame[frame["role"] == "all"]
         heads = frame[(frame["role"] == "head") & (frame["metric"] == "entropy_share")]
         axes = {"x_title": "layer", "y_title": "head", "value_title": "share"}
-        return [
-            *chart(
-                every[every["metric"].isin(["entropy_share", "first_token_share"])],
-                *("How spread out attention is, and the weight on the first token", "share"),
-                "Entropy of the attention weights over the largest possible, and the weight on the first token; means "
-                "over the heads.",
-                color="metric",
-                band="standard_error",
-            ),
-            *chart(
-                every[every["metric"] == "max_logit"],
-                *("Largest attention logit", "logit"),
-                "The largest value that goes into the softmax in a layer, over all heads and the whole sample.",
-            ),
-            (
-                heat_map(heads, "layer", "index", "value", title="Entropy of each head", **axes),
-                "Each head's entropy over the largest possible: 0 looks at one key, 1 at all equally.",
-            ),
-        ]
+        yield from chart(
+            every[every["metric"].isin(["entropy_share", "first_token_share"])],
+            *("How spread out attention is, and the weight on the first token", "share"),
+            "Entropy of the attention weights over the largest possible, and the weight on the first token; means "
+            "over the heads.",
+            color="metric",
+            band="standard_error",
+        )
+        yield from chart(
+            every[every["metric"] == "max_logit"],
+            *("Largest attention logit", "logit"),
+            "The largest value that goes into the softmax in a layer, over all heads and the whole sample.",
+        )
+        yield (
+            heat_map(heads, "layer", "index", "value", title="Entropy of each head", **axes),
+            "Each head's entropy over the largest possible: 0 looks at one key, 1 at all equally.",
+        )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         every = frame[frame["role"] == "all"].set_index(["metric", "layer"])["value"]

@@ -317,15 +317,13 @@ class Bounds(ShortProbe):
         for metric, values in (("left", sides.left), ("right", sides.right), ("ratio", sides.left / sides.right)):
             self._rows.append((sides.layer, sides.sublayer, sides.role, 0, metric, *mean_and_error(values)))
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         layers = frame[(frame.layer >= 0) & frame.role.str.startswith("fusenorm") & (frame.metric != "ratio")]
         side = np.where(layers.sublayer == "block", layers.metric, layers.sublayer + ", " + layers.metric)
-        return [
-            drawn
-            for role, part in layers.assign(side=side).groupby("role", sort=False)
-            for title in [_STATEMENTS[str(role)]]
-            for drawn in chart(part, title, "side", f"{title}: left and right side by layer.", color="side", log_y=True)
-        ]
+        for role, part in layers.assign(side=side).groupby("role", sort=False):
+            title = _STATEMENTS[str(role)]
+            caption = f"{title}: left and right side by layer."
+            yield from chart(part, title, "side", caption, color="side", log_y=True)
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         """Return one line per statement: the sides, or how the ratio lies over the layers."""

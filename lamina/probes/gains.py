@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import takewhile
 
 import numpy as np
@@ -55,15 +55,13 @@ class Gains(Probe):
             context.notes.append("gains: the model's norms have no learned gain")
         return pd.DataFrame(rows, columns=[*COLUMNS, "path"])
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         layers = frame[frame["layer"] >= 0]
         number = np.where(layers["index"] > 0, " " + (layers["index"] + 1).astype(str), "")
         layers = layers.assign(norm=layers["sublayer"] + ", " + layers["role"] + number)
         caption = "The effective gain's elements, of each norm and learned scale of a layer."
-        drawn = []
         for metric, title in (("gain_mean", "Mean gain by depth"), ("gain_max", "Largest gain by depth")):
-            drawn += chart(layers[layers["metric"] == metric], title, metric.replace("_", " "), caption, color="norm")
-        return drawn
+            yield from chart(layers[layers["metric"] == metric], title, metric.replace("_", " "), caption, color="norm")
 
     def measured(self, context: Context) -> Sample:
         return Sample(0, 0)  # of the weights alone

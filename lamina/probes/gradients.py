@@ -113,19 +113,18 @@ class Gradients(Probe):
             rows.append((-1, "model", name, "spike_score", score))
         return pd.DataFrame(rows, columns=["layer", "sublayer", "role", "metric", "value"])
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         layers = frame[frame["layer"] >= 0]
-        drawn = []
         for word in ("norm", "variance"):
             rows = layers[(layers["role"] == "all") & (layers["metric"] == f"gradient_{word}")]
-            drawn += chart(
+            yield from chart(
                 rows if rows["value"].max() > 0 else rows[:0],
                 *(f"Gradient {word} of the layers' parameters", f"gradient {word}"),
                 f"Gradient {word} of each layer's parameters, at these weights, not clipped.",
                 color="sublayer",
                 log_y=True,
             )
-        return drawn + chart(
+        yield from chart(
             layers[(layers["role"] == "state") & (layers["metric"] == "gradient_norm")],
             *("Gradient norm of the states", "norm of d loss / d x"),
             "Norm of the loss' gradient with respect to the stream before each layer; the last is behind all layers.",

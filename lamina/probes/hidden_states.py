@@ -155,39 +155,37 @@ class HiddenStates(Probe):
         frame = pd.DataFrame(rows, columns=[*COLUMNS, "channel", "position", "token"])
         return frame.astype({"channel": "Int64", "position": "Int64", "token": "string"})
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         named = frame.assign(what=frame["sublayer"] + ", " + frame["role"])
         around = named[named["role"].isin(["contribution", "after"]) & (named["metric"] == "variance")]
         by_state = {"color": "metric", "x_title": "state", "log_y": True}
         by_layer = {"color": "what", "log_y": True}
-        return [
-            *chart(
-                states[states["metric"].isin(["variance", "token_variance"])],
-                *("Variance of the hidden states", "variance"),
-                "Variance of x^l over all elements, and each token's own, averaged. State 0 is the embedding, the last "
-                "state is behind the last layer and before the final norm.",
-                **by_state,
-            ),
-            *chart(
-                states[states["metric"].isin(["abs_max", "top100_min", "abs_mean", "median"])],
-                *("Magnitudes of the hidden states", "|x|"),
-                "The largest |x|, the smallest of the 100 largest, the mean and the median. FP16 ends at 65504.",
-                **by_state,
-            ),
-            *chart(
-                around,
-                *("Variance of what each sub-layer adds, and of the stream behind it", "variance"),
-                "contribution: what is added to the stream. after: the stream behind the addition.",
-                **by_layer,
-            ),
-            *chart(
-                named[(named["metric"] == "sigma") & (named["layer"] >= 0)],
-                *("Standard deviation at the norms' inputs", "sigma"),
-                "A norm's Jacobian goes as 1 / sigma (Mix-LN Eq 5-7): above 1 it shrinks.",
-                **by_layer,
-            ),
-        ]
+        yield from chart(
+            states[states["metric"].isin(["variance", "token_variance"])],
+            *("Variance of the hidden states", "variance"),
+            "Variance of x^l over all elements, and each token's own, averaged. State 0 is the embedding, the last "
+            "state is behind the last layer and before the final norm.",
+            **by_state,
+        )
+        yield from chart(
+            states[states["metric"].isin(["abs_max", "top100_min", "abs_mean", "median"])],
+            *("Magnitudes of the hidden states", "|x|"),
+            "The largest |x|, the smallest of the 100 largest, the mean and the median. FP16 ends at 65504.",
+            **by_state,
+        )
+        yield from chart(
+            around,
+            *("Variance of what each sub-layer adds, and of the stream behind it", "variance"),
+            "contribution: what is added to the stream. after: the stream behind the addition.",
+            **by_layer,
+        )
+        yield from chart(
+            named[(named["metric"] == "sigma") & (named["layer"] >= 0)],
+            *("Standard deviation at the norms' inputs", "sigma"),
+            "A norm's Jacobian goes as 1 / sigma (Mix-LN Eq 5-7): above 1 it shrinks.",
+            **by_layer,
+        )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]

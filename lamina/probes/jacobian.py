@@ -198,27 +198,25 @@ class JacobianProbe(ShortProbe):
         self._add(layer, sublayer, role, "iterations", torch.tensor(float(norm.iterations)))
         self._add(layer, sublayer, role, "residual", norm.residual.max())
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         blocks = frame[frame.sublayer == "block"]
         norms = blocks[blocks.metric.isin(["norm", "formula"])]
         norms = norms.assign(which=norms.role.map({**_PATHS, "identity": "distance to the identity"}))
         products = blocks[blocks.metric == "log10_product"]
         products = products.assign(which=products.role.map(_PATHS))
-        return [
-            *chart(
-                norms,
-                *("Spectral norms", "norm"),
-                "Spectral norm of each block's Jacobian, of its distance to the identity and of its residual path.",
-                color="which",
-                log_y=True,
-            ),
-            *chart(
-                products,
-                *("Products from the first layer on", "log10 of the product"),
-                "Products of these norms over the layers so far: how far a gradient can grow or fade on its way back.",
-                color="which",
-            ),
-        ]
+        yield from chart(
+            norms,
+            *("Spectral norms", "norm"),
+            "Spectral norm of each block's Jacobian, of its distance to the identity and of its residual path.",
+            color="which",
+            log_y=True,
+        )
+        yield from chart(
+            products,
+            *("Products from the first layer on", "log10 of the product"),
+            "Products of these norms over the layers so far: how far a gradient can grow or fade on its way back.",
+            color="which",
+        )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         """Say where norms are largest, what the product bounds, whether layers approach the identity, and the path."""

@@ -227,12 +227,11 @@ class LayerDrop(Probe):
         assert self.task is not None
         return self.task.measure(context)
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         """Return one line over the layers per metric, and per meaning where the meanings differ."""
-        drawn = []
         for metric, group in _harm(frame).groupby("metric", sort=False):
             several, size = _differ(group), int(group["size"].iloc[0])
-            drawn += chart(
+            yield from chart(
                 group if several else group[group["meaning"] == group["meaning"].iloc[0]],
                 f"{_words(metric).capitalize()} without {'each layer' if size == 1 else f'{size} layers'}",
                 _words(metric),
@@ -241,7 +240,6 @@ class LayerDrop(Probe):
                 x_title="layer dropped" if size == 1 else "first layer dropped",
                 band="standard_error",
             )
-        return drawn
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         """Name the layers that matter least and most, those to drop, and whether the angular distance agrees."""

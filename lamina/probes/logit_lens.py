@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -151,16 +151,14 @@ class LogitLens(Probe):
                         sums[state] += compare(logits, final, targets[part]).cpu()
         return sums, len(chosen)
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        drawn = []
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         for metrics, title, unit, caption in (
             (("cross_entropy", "kl_to_final"), "Loss by state", "nats per token", "Cross-entropy of the true token"),
             (("top1_agreement",), "Agreement with the final prediction", "share", "How often the two agree"),
         ):
             caption += ", read off each state through the model's own final norm and head."
             axes = {"color": "metric", "x_title": "state", "band": "standard_error"}
-            drawn += chart(frame[frame["metric"].isin(metrics)], title, unit, caption, **axes)
-        return drawn
+            yield from chart(frame[frame["metric"].isin(metrics)], title, unit, caption, **axes)
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         table = frame[frame["layer"] >= 0].pivot(index="layer", columns="metric", values="value")

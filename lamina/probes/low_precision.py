@@ -186,11 +186,10 @@ class LowPrecision(Probe):
             rows += _losses(context, self._batches(context), self.scaled)
         return pd.DataFrame(rows, columns=[*COLUMNS[:4], "format", *COLUMNS[4:]])
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        drawn = []
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         for role, title in (("state", "stream"), ("activation", "feed-forward's activations")):
             rows = frame[(frame["role"] == role) & (frame["metric"] == "relative_error")]
-            drawn += chart(
+            yield from chart(
                 rows[rows["value"] > 0].replace(math.inf, math.nan),
                 *(f"Relative error of the {title} in low precision", "||q(x) - x|| / ||x||"),
                 f"Round trips of the {title} by format; a gap is an overflow to inf.",
@@ -198,7 +197,6 @@ class LowPrecision(Probe):
                 x_title="state" if role == "state" else "layer",
                 log_y=True,
             )
-        return drawn
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]

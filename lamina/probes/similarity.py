@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -80,29 +80,27 @@ class Similarity(DirectionsProbe):
         frames.append(neighbors.assign(metric="block_influence", value=1.0 - neighbors["value"]))
         return pd.concat(frames, ignore_index=True)
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         cosines = frame[frame["metric"] == "cosine"]
         square = cosines.assign(end=cosines["start"] + cosines["size"])
-        return [
-            *chart(
-                frame[frame["metric"] == "cosine_by_distance"],
-                *("Cosine similarity by layer distance", "mean cosine"),
-                "Mean cosine of the outputs of all pairs of layers at that distance (FuseNorm's Figure 12; the "
-                "embedding is not among them): a flat line is a stream that each layer changes little.",
-                x="size",
-                x_title="distance between the layers",
-            ),
-            (
-                heat_map(square, x="start", y="end", value="value", title="Cosine between states"),
-                "Cosine between the streams before the layers, mean over tokens.",
-            ),
-            *chart(
-                frame[frame["metric"] == "block_influence"],
-                *("Block influence", "1 - cosine of the stream before and behind it"),
-                "Block influence (ShortGPT): the layers with the smallest change the stream's direction least.",
-                x="start",
-            ),
-        ]
+        yield from chart(
+            frame[frame["metric"] == "cosine_by_distance"],
+            *("Cosine similarity by layer distance", "mean cosine"),
+            "Mean cosine of the outputs of all pairs of layers at that distance (FuseNorm's Figure 12; the "
+            "embedding is not among them): a flat line is a stream that each layer changes little.",
+            x="size",
+            x_title="distance between the layers",
+        )
+        yield (
+            heat_map(square, x="start", y="end", value="value", title="Cosine between states"),
+            "Cosine between the streams before the layers, mean over tokens.",
+        )
+        yield from chart(
+            frame[frame["metric"] == "block_influence"],
+            *("Block influence", "1 - cosine of the stream before and behind it"),
+            "Block influence (ShortGPT): the layers with the smallest change the stream's direction least.",
+            x="start",
+        )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         curve = frame[frame["metric"] == "cosine_by_distance"].set_index("size")["value"]

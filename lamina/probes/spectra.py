@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import pandas as pd
 import torch
@@ -203,8 +203,8 @@ class Spectra(Probe):
                 raise UserError(f"spectra: activations of layer {key[0]} are not finite ({key[1]})")
             self._ranks[key] = spectral_utilisation(values)
 
-    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        drawn = chart(
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
+        yield from chart(
             frame[frame.metric == "eigenvalue_over_median"],
             *("Spectrum of the embedding", "eigenvalue / median"),
             "Eigenvalues of the covariance of the embedding's rows over their median: flat is isotropic.",
@@ -212,7 +212,7 @@ class Spectra(Probe):
             x_title="rank",
             log_y=True,
         )
-        drawn += chart(
+        yield from chart(
             frame[frame.metric == "condition_number"],
             *("Condition numbers", "s_max / s_min"),
             "Condition number of each projection of the feed-forward.",
@@ -221,8 +221,7 @@ class Spectra(Probe):
         )
         for metric, (title, caption) in _FIGURES.items():
             ranks = frame[(frame.layer >= 0) & (frame.metric == metric)]
-            drawn += chart(ranks, title, metric, caption, color="role")
-        return drawn
+            yield from chart(ranks, title, metric, caption, color="role")
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         """Return the spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""

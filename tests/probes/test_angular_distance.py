@@ -178,7 +178,7 @@ def test_sentences_say_which_blocks_could_go_and_which_half_is_similar(turns, wo
     assert words in said
     if words.startswith("deep"):
         assert "layer 5 (turns the stream by 0.050); layers 5 to 6 (turns the stream by 0.100)" in said
-    figures = AngularDistance().figures(frame)
+    figures = list(AngularDistance().figures(frame))
     assert len(figures) == 2
 
 

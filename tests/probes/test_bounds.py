@@ -298,7 +298,7 @@ def test_means_over_sequences_have_standard_errors_and_sentences_their_numbers()
     assert frame[(frame.role == "peri_ln_c2") & (frame.metric == "left")].standard_error.item() > 0
     said = " ".join(probe.sentences(frame))
     assert f"{value(frame, 'right', 'peri_ln_c2', 2):.3g}" in said
-    assert len(probe.figures(frame)) == 2
+    assert len(list(probe.figures(frame))) == 2
 
 
 def test_an_exponent_that_the_layers_do_not_determine_is_none():

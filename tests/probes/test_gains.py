@@ -83,7 +83,7 @@ def test_norms_without_a_gain_have_no_rows():
     assert list(frame.columns[:7]) == ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
     assert frame.empty
     assert list(Gains().sentences(frame)) == []
-    assert Gains().figures(frame) == []
+    assert list(Gains().figures(frame)) == []
 
 
 def test_norms_of_the_same_role_are_told_apart_by_index():
@@ -94,7 +94,7 @@ def test_norms_of_the_same_role_are_told_apart_by_index():
     inner = frame[(frame["layer"] == 0) & (frame["role"] == "inner_norm") & (frame["metric"] == "gain_mean")]
     assert sorted(inner["index"]) == [0, 1]
     assert sorted(inner["value"]) == [1.0, 3.0]
-    figures = Gains().figures(frame)
+    figures = list(Gains().figures(frame))
     assert len(figures) == 2
     assert any("inner_norm 2" in one for one in Gains().sentences(frame))
 

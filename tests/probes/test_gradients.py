@@ -194,4 +194,4 @@ def test_sentences_and_figures(llama):
     assert f"{found[0, 'block', 'all']:.3g} at layer 0 and {found[2, 'block', 'all']:.3g} at layer 2" in said
     total, last = found[-1, "model", "all"], found[2, "block", "all"]
     assert f"The total gradient norm is {total:.3g}, that of the last layer's parameters {last:.3g}." in said
-    assert len(made.figures(frame)) == 3
+    assert len(list(made.figures(frame))) == 3

@@ -217,4 +217,4 @@ def test_two_figures_and_sentences_in_which_no_power_is_minus_zero():
     assert f"10^{value(frame, 'log10_total', 'jacobian'):.2f}" in said
     assert "Along the residual path alone the product is 10^0.00;" in said
     assert "-0.00" not in said
-    assert len(probe.figures(frame)) == 2
+    assert len(list(probe.figures(frame))) == 2

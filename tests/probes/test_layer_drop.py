@@ -234,7 +234,7 @@ def test_a_score_of_ones_own_in_which_harm_is_positive(higher, sign):
         wanted = sign * (whole - loss_of_bare(model, ids, [layer]))
         assert table(frame, "score_drop")[layer, "branch"] == pytest.approx(wanted, abs=1e-5)
     assert list(made.sentences(frame))
-    assert made.figures(frame)
+    assert list(made.figures(frame))
 
 
 def test_a_score_is_not_taken_twice_where_the_meanings_are_one():

@@ -122,7 +122,7 @@ def test_sentences_and_figures():
     least = min(of(frame, "block_influence").items(), key=lambda item: item[1])[0][0]
     assert f"Layer {least} changes the stream's direction least" in said
     assert f"{of(frame, 'cosine_by_distance')[-1, 2]:.2f} between the first and the last layer" in said
-    assert len(made.figures(frame)) == 3
+    assert len(list(made.figures(frame))) == 3
 
 
 @pytest.mark.parametrize(("layers", "words"), [(3, "for neighbors to 0."), (5, "for neighbors over 0.")])

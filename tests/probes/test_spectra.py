@@ -201,4 +201,4 @@ def test_lamina_models_have_them_too():
     said = " ".join(probe.sentences(frame))
     assert f"{value(frame, 'hard_rank', 'post'):.3f}" in said
     assert "our definition" in said
-    assert len(probe.figures(frame)) == 6
+    assert len(list(probe.figures(frame))) == 6

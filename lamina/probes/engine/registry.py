@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -115,7 +115,7 @@ class Probe:
         """Return a tidy frame. Layers count from 0; state l is the stream before layer l, N after the last."""
         raise NotImplementedError
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Figure, str]]:
+    def figures(self, frame: pd.DataFrame) -> Iterable[tuple[Figure, str]]:
         """Plotly figures of a result, each with its caption (plain text)."""
         return []
 
