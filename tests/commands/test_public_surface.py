@@ -55,7 +55,8 @@ TUNING = """
 from from-model data eval-data eval-fraction eval-examples template sequence-length skip-bad steps epochs batch-size
 gradient-accumulation schedule min-learning-rate warmup decay decay-shape learning-rate weight-decay beta1 beta2 epsilon
 max-grad-norm lora-rank lora-alpha lora-dropout lora-targets logging-steps eval-steps save-steps keep divergence-margin
-divergence-patience gradient-checkpointing precision threads report-to trainer seed device pause-step push-to-hub output
+divergence-patience gradient-checkpointing precision threads report-to trainer trl seed device pause-step push-to-hub
+output
 """
 POLICY = """
 reward-model reward-function algorithm kl-per beta reward-clip num-generations max-answer temperature
