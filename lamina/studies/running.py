@@ -84,40 +84,41 @@ def run_trials(
     Raises:
         OSError: the disk is full; what was finished is kept.
     """
-    waiting, running = list(trials), {}
+    waiting, running = list(trials), dict[str, Process]()
+    busy: dict[str, float] = {}  # when to try again
+
+    def wait() -> None:
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(process.exit_code() is None for process in running.values()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     with _stop_signals() as stopped:
         try:
             processes.prepare()
-            _run_all(trials, waiting, running, workers, ended, tick, stopped)
+            while waiting or running or busy:
+                if stopped:
+                    raise KeyboardInterrupt
+                waiting += [trial for trial, due in busy.items() if due <= time.monotonic()]
+                busy = {trial: due for trial, due in busy.items() if trial not in waiting}
+                while waiting and len(running) < workers:
+                    trial = waiting.pop(0)
+                    running[trial] = processes.start(trials[trial])
+                for trial in _reap(running, trials, ended):
+                    busy[trial] = time.monotonic() + BUSY_SECONDS
+                tick(list(running))
+                time.sleep(ROUND_SECONDS)
         except BaseException:
-            _stop(running)
+            for process in running.values():
+                process.terminate()
+            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: kill at once
+                wait()
+            for process in running.values():
+                if process.exit_code() is None:
+                    process.kill()
+            wait()
             with contextlib.suppress(OSError):
                 _reap(running, trials, ended, missing="interrupted")
             raise
-
-
-def _run_all(
-    trials: Mapping[str, Task],
-    waiting: list[str],
-    running: dict[str, Process],
-    workers: int,
-    ended: Callable[[str, Json], None],
-    tick: Callable[[list[str]], None],
-    stopped: list[int],
-) -> None:
-    busy: dict[str, float] = {}  # when to try again
-    while waiting or running or busy:
-        if stopped:
-            raise KeyboardInterrupt
-        waiting += [trial for trial, due in busy.items() if due <= time.monotonic()]
-        busy = {trial: due for trial, due in busy.items() if trial not in waiting}
-        while waiting and len(running) < workers:
-            trial = waiting.pop(0)
-            running[trial] = processes.start(trials[trial])
-        for trial in _reap(running, trials, ended):
-            busy[trial] = time.monotonic() + BUSY_SECONDS
-        tick(list(running))
-        time.sleep(ROUND_SECONDS)
 
 
 @contextlib.contextmanager
@@ -159,23 +160,6 @@ def _reap(
             write_json(folder / RESULT, result)
         ended(trial, result)
     return busy
-
-
-def _stop(running: Mapping[str, Process]) -> None:
-    for process in running.values():
-        process.terminate()
-    with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: kill at once
-        _wait(running, GRACE_SECONDS)
-    for process in running.values():
-        if process.exit_code() is None:
-            process.kill()
-    _wait(running, GRACE_SECONDS)
-
-
-def _wait(running: Mapping[str, Process], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while any(process.exit_code() is None for process in running.values()) and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 Ended: TypeAlias = Callable[[str, Json], None]

@@ -76,10 +76,9 @@ def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -
     if not wanted:
         return
     (folder / FOLDER).mkdir(exist_ok=True)
-    source = _Source(folder, settings)
     for name in wanted:
         try:
-            rows, note = source.table(name), MEASURED
+            rows, note = _table(folder, settings, name), MEASURED
         except UserError as error:
             rows, note = None, str(error)
         if rows is not None:
@@ -96,40 +95,34 @@ def _state(folder: Path) -> dict[str, str]:
     return state if isinstance(state, dict) else {}
 
 
-class _Source:
-    """A trial's models and records, loaded once for all its measures."""
+def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFrame:
+    """Measure. Raises UserError for a trial without a model, and a probe that does not apply to it."""
+    time, name = measure.split("/", 1)
+    if time == "records":
+        return _records(folder, name)
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
-    def __init__(self, folder: Path, settings: PretrainSettings):
-        self.folder, self.settings = folder, settings
+    from lamina.modeling.modeling_lamina import HEADS
+    from lamina.probes.engine.measure import make_context
+    from lamina.probes.engine.measure import measure as measured
+    from lamina.probes.engine.probe_settings import ProbeSettings
+    from lamina.probes.engine.registry import make
+    from lamina.training.resolve import initial_model, resolve_run
 
-    def table(self, measure: str) -> pd.DataFrame:
-        """Measure. Raises UserError for a trial without a model, and a probe that does not apply to it."""
-        time, name = measure.split("/", 1)
-        if time == "records":
-            return _records(self.folder, name)
-        import torch
-        from transformers import PreTrainedTokenizerBase
-
-        from lamina.modeling.modeling_lamina import HEADS
-        from lamina.probes.engine.measure import make_context
-        from lamina.probes.engine.measure import measure as measured
-        from lamina.probes.engine.probe_settings import ProbeSettings
-        from lamina.probes.engine.registry import make
-        from lamina.training.resolve import initial_model, resolve_run
-
-        resolved = resolve_run(self.settings)
-        splits, processor = resolved.read()
-        if time == "init":
-            model = cast(torch.nn.Module, initial_model(resolved, splits, processor)[0])
-        elif (self.folder / "model").is_dir():
-            model = cast(torch.nn.Module, HEADS[resolved.objective.head].model.from_pretrained(self.folder / "model"))
-        else:
-            raise UserError("no model: the run diverged")
-        tokenizer = processor if isinstance(processor, PreTrainedTokenizerBase) else None
-        model, settings = model.to(resolved.device, torch.float32), ProbeSettings()
-        context = make_context(model, settings, splits.eval.sample(SEQUENCES), tokenizer, sample=True)
-        chosen = make(name)
-        return measured(context, [chosen], settings, sampled=False)[chosen.name]
+    resolved = resolve_run(settings)
+    splits, processor = resolved.read()
+    if time == "init":
+        model = cast(torch.nn.Module, initial_model(resolved, splits, processor)[0])
+    elif (folder / "model").is_dir():
+        model = cast(torch.nn.Module, HEADS[resolved.objective.head].model.from_pretrained(folder / "model"))
+    else:
+        raise UserError("no model: the run diverged")
+    tokenizer = processor if isinstance(processor, PreTrainedTokenizerBase) else None
+    model, how = model.to(resolved.device, torch.float32), ProbeSettings()
+    context = make_context(model, how, splits.eval.sample(SEQUENCES), tokenizer, sample=True)
+    chosen = make(name)
+    return measured(context, [chosen], how, sampled=False)[chosen.name]
 
 
 def _records(folder: Path, name: str) -> pd.DataFrame:

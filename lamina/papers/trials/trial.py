@@ -253,14 +253,6 @@ def make_chained(
     root: StudyTrial,
 ) -> StudyTrial:
     """Make a trial that starts from other trials' models. Raises UserError for unreadable data."""
-    decided = chained(JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
-    return StudyTrial(
-        job=job,
-        values=values,
-        settings=settings,
-        measures=measures,
-        identity=decided,
-        key=key(decided),
-        inputs=inputs,
-        root=root,
-    )
+    own = chained(JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
+    made = StudyTrial(job=job, values=values, settings=settings, measures=measures, identity=own, key=key(own))
+    return replace(made, inputs=inputs, root=root)
