@@ -30,7 +30,7 @@ from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import launched
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.max_rate_rules import MaxRateGuard
-from lamina.training.pretrain import pretrain, read_data
+from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
 from lamina.training.setting_groups import GuardSettings
 from lamina.training.settings import PretrainSettings
@@ -86,7 +86,7 @@ def check_trials(trials: Sequence[PretrainSettings], *, resume: Resume, bar: boo
         plan = resolve_run(trial).plan
         if resume:
             refuse_another_trial(trial, plan)
-    splits, _ = read_data(resolve_run(trials[0]), bar)
+    splits, _ = resolve_run(trials[0]).read(bar=bar)
     for trial in trials:
         if read_result(Path(trial.output)) is not None:
             refuse_another_text(trial, Path(trial.output), splits.stats.fingerprint)
