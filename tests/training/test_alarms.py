@@ -108,6 +108,22 @@ def test_a_gradient_that_the_loss_follows_is_an_alarm_of_its_own_step(rises, sai
     assert bool(notable) != said
 
 
+@pytest.mark.parametrize("cut", [31, 32, 34, 50])
+def test_a_checkpoint_holds_what_waits_for_what_follows_it(cut):
+    whole, parts = Alarms(), Alarms()
+    for step in range(1, 60):
+        rows = [row(step, 10.0 if step in (31, 32, 33, 45) else 1.0, layer=layer) for layer in (0, 1)]
+        whole.see([*rows, row(step, 2.0, layer=-1, metric="step_loss")])
+        parts.see([*rows, row(step, 2.0, layer=-1, metric="step_loss")])
+        if step == cut:
+            state, told = json.loads(json.dumps(parts.state_dict())), parts.told
+            parts = Alarms(told=told)
+            parts.load_state_dict(state)
+    assert parts.told == whole.told
+    assert [alarm.step for alarm in whole.told] == [31, 31]
+    assert parts.state_dict() == whole.state_dict()
+
+
 def test_an_event_is_told_once_by_the_series_that_left_first():
     alarms, news = Alarms(), []
     for step in range(1, 80):

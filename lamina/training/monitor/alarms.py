@@ -190,11 +190,10 @@ class Alarms:
 
     def state_dict(self) -> Json:
         """Return the history of the series, for a checkpoint."""
-        waiting = {key: list(map(asdict, values)) for key, values in self._high.items()}
         state = {
             "recent": [[*series, list(values)] for series, values in self._recent.items()],
             "out": sorted([rule, *series] for rule, series in self._out),
-            "waiting": [[rule, *series, values] for (rule, series), values in waiting.items()],
+            "waiting": [[rule, *series, [*map(asdict, high)]] for (rule, series), high in self._high.items()],
             "back": list(map(asdict, self._single)),
             "losses": list(self._losses),
         }
@@ -207,10 +206,13 @@ class Alarms:
             (layer, sublayer, role, metric): deque(values, maxlen=1 if metric == "update_ratio" else self.window)
             for layer, sublayer, role, metric, values in seen["recent"]
         }
-        self._out = {(rule, (layer, *names)) for rule, layer, *names in seen["out"]}
-        self._high = {(rule, tuple(series)): [Alarm(**one) for one in v] for rule, *series, v in seen["waiting"]}
+        self._out = {(rule, (layer, sub, role, metric)) for rule, layer, sub, role, metric in seen["out"]}
+        self._high = {
+            (rule, (layer, sub, role, metric)): [Alarm(**one) for one in values]
+            for rule, layer, sub, role, metric, values in seen["waiting"]
+        }
         self._single = [Alarm(**one) for one in seen["back"]]
-        self._losses = deque(map(tuple, seen["losses"]), maxlen=_LOSSES)
+        self._losses = deque(((step, loss) for step, loss in seen["losses"]), maxlen=_LOSSES)
         if self.folder is not None and "step" in state:
             waiting = {alarm.step for alarm in (*chain(*self._high.values()), *self._single)}
             told = [alarm for alarm in read_alarms(self.folder) if alarm.step <= state["step"]]

@@ -282,8 +282,11 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
     roles = ("pre_norm", "out_norm", "post_norm", "skip_scale", "pre_scale")
     parts = [(index, name, role, getattr(res, role)) for index, name, res in sublayers(base) for role in roles]
     parts += [(-1, "block", "embedding_norm", base.embedding_norm), (-1, "block", "final_norm", base.norm)]
-    gains = [(*owner, 0, 0.0, part.weight if isinstance(part, LaminaNorm) else part) for *owner, part in parts]
-    return rows_of_gains((gain for gain in gains if isinstance(gain[-1], nn.Parameter)), step)
+    gains: list[Gain] = []
+    for layer, sublayer, role, part in parts:
+        weight = part.weight if isinstance(part, LaminaNorm) else part
+        gains += [(layer, sublayer, role, 0, 0.0, weight)] if isinstance(weight, nn.Parameter) else []
+    return rows_of_gains(gains, step)
 
 
 def gains_of(structure: Structure) -> list[Gain]:
