@@ -56,12 +56,11 @@ def page(verdicts: list[Json], scale: str) -> str:
 _HEAD = ("| you want | our trials say |", "|---|---|")
 _RULES = """## How this page is made
 
-Each piece of advice is written for one verdict on one claim, and stands here only while the records of the studies give
-that verdict: `make results-docs` writes this page from them. A claim that no trial has decided gives no advice; it is
-listed as open. [The results](results/index.md) have every claim, with its numbers and the paper's.
+Each piece of advice is written for one verdict on one claim, and stands here only while the records give that verdict.
+Open claims are listed. [The results](results/index.md) have every claim, with its numbers and the paper's.
 
-To ask the question for your own model and text, run [`lamina compare`](compare.md) with several rates and seeds. To run
-one of these studies again, on your text or at a larger scale, see [Run and write studies](studies.md)."""
+To ask the question for your own model and text, run [`lamina compare`](compare.md) with several rates and seeds, or one
+of these [studies](studies.md) on your text or at a larger scale."""
 
 
 def _introduction(scale: str) -> str:
