@@ -1,27 +1,19 @@
 """docs/architecture.md is about the package as it is."""
 
-import importlib.util
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from scripts import ROOT, loaded
+
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def rooms_script():
-    spec = importlib.util.spec_from_file_location("rooms", ROOT / "docs" / "rooms.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_picture_of_the_rooms_is_up_to_date():
-    script = rooms_script()
+    script = loaded("docs/rooms.py")
     assert script.PICTURE.read_text(encoding="utf-8") == script.picture(), "run python docs/rooms.py"
 
 
 def test_the_picture_shows_a_new_import(tmp_path):
-    script = rooms_script()
+    script = loaded("docs/rooms.py")
     for room, imported in (("data", "errors"), ("modeling", "errors"), ("errors", "")):
         (tmp_path / "lamina" / room).mkdir(parents=True)
         line = f"from lamina.{imported} import UserError\n" if imported else ""
@@ -35,7 +27,7 @@ def test_the_picture_shows_a_new_import(tmp_path):
 def test_every_room_is_described():
     table = PAGE.split("## The rooms")[1].split("## Where")[0]
     described = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
-    assert described == set(rooms_script().imports(ROOT / "lamina"))
+    assert described == set(loaded("docs/rooms.py").imports(ROOT / "lamina"))
 
 
 def test_every_file_that_the_page_names_is_there():

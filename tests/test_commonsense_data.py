@@ -1,23 +1,12 @@
 """Commonsense170K's rows are rebuilt in LLM-Adapters' wording from the package's questions."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "commonsense_data.py"
+from scripts import loaded
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("commonsense_data", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up
-    import sys
-
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded("benchmarks/commonsense_data.py")
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,14 @@
 """The texts of the pre-registered studies are prose, a paragraph per line, each once per source."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from scripts import loaded
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "ladder_text.py"
 SENTENCE = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want."
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("ladder_text", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("benchmarks/ladder_text.py")
 
 
 def test_hard_wrapped_lines_become_paragraphs(script):

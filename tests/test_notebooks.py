@@ -1,13 +1,12 @@
 """The scripts of examples/ run at a size that takes seconds. The notebooks run when the site is built (test_site)."""
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import ROOT, loaded
 
-ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
@@ -19,13 +18,6 @@ def test_notebooks_are_committed_without_outputs():
         assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells), path.name
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_example_has_a_test():
     here = Path(__file__).read_text("utf-8") + (ROOT / "tests/posttraining/test_whole_path.py").read_text("utf-8")
     assert all(path.stem in here for path in (ROOT / "examples").glob("*.py"))
@@ -34,14 +26,14 @@ def test_every_example_has_a_test():
 def test_watch_a_loop_trains_and_writes_the_page(tmp_path, monkeypatch, capsys):
     arguments = ["--folder", str(tmp_path / "run"), "--steps", "3", "--num-layers", "2", "--placement", "keel"]
     monkeypatch.setattr(sys, "argv", ["watch_a_loop.py", *arguments])
-    script("watch_a_loop").main()
+    loaded("examples/watch_a_loop.py").main()
     assert re.search(r"loss \d\.\d+; the page is ", capsys.readouterr().out)
     assert (tmp_path / "run" / "report.html").is_file()
 
 
 @pytest.mark.slow
 def test_choose_and_pretrain_trains_what_it_chose(tmp_path, monkeypatch, capsys):
-    module = script("choose_and_pretrain")
+    module = loaded("examples/choose_and_pretrain.py")
     size = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2}
     monkeypatch.setattr(module, "SIZE", {**size, "eval_blocks": 4})
     monkeypatch.setattr(module, "best", lambda results: tuple(results.iloc[0][["placement", "learning_rate"]]))
@@ -60,6 +52,6 @@ def test_what_is_chosen_has_trained_with_every_seed():
     rows = [("a", 1e-3, "finished", 2.0), ("a", 1e-3, "short", 2.2), ("b", 1e-3, "finished", 1.0)]
     rows += [("b", 1e-3, "stuck", 3.0), ("a", 1e-2, "finished", 2.4), ("a", 1e-2, "finished", 2.5)]
     results = pd.DataFrame(rows, columns=["placement", "learning_rate", "status", "eval_loss"])
-    assert script("choose_and_pretrain").best(results) == ("a", 1e-3)
+    assert loaded("examples/choose_and_pretrain.py").best(results) == ("a", 1e-3)
     with pytest.raises(SystemExit, match="more steps"):
-        script("choose_and_pretrain").best(results[results["placement"] == "b"])
+        loaded("examples/choose_and_pretrain.py").best(results[results["placement"] == "b"])

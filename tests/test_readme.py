@@ -1,6 +1,5 @@
 """What the README says is what the program does now."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -11,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scripts import ROOT, loaded
 
 import lamina
 from lamina.placements import names
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -23,9 +22,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_the_generated_tables_are_up_to_date(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
-    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "docs" / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded("docs/tables.py")
     for page in (ROOT / name for name in module.PAGES):
         text = page.read_text(encoding="utf-8")
         assert module.filled(text) == text, "run python docs/tables.py"

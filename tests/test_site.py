@@ -1,6 +1,5 @@
 """The docs as a site: every link leads somewhere, and no page asks anything of a server."""
 
-import importlib.util
 import json
 import logging
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scripts import loaded
 
 from lamina.papers.judging.findings import FAILED
 from lamina.reports.diagnosis import FINDINGS
@@ -23,10 +23,7 @@ FROM_A_SERVER = re.compile(rf"(?:src|srcset)={_OUTSIDE}|<link[^>]*href={_OUTSIDE
 @pytest.fixture(scope="module")
 def hooks():
     pytest.importorskip("mkdocs")
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("docs/hooks.py")
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +118,10 @@ def test_a_link_that_leads_nowhere_is_a_warning_which_the_strict_build_counts(ho
     assert caplog.records[0].name.startswith("mkdocs.")
 
 
-def loaded(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_results_and_the_advice_are_those_of_the_records(tmp_path):
     advice = tmp_path / "advice" / "which-placement.md"
     advice.parent.mkdir()
-    pages = loaded("results").write(tmp_path, draw=False, advice=advice, cited=tmp_path / FINDINGS.name)
+    pages = loaded("docs/results.py").write(tmp_path, draw=False, advice=advice, cited=tmp_path / FINDINGS.name)
     assert (tmp_path / FINDINGS.name).read_text("utf-8") == FINDINGS.read_text("utf-8"), "run make results-docs"
     assert advice.read_text("utf-8") == (ROOT / "docs" / advice.name).read_text("utf-8"), "run make results-docs"
     committed = ROOT / "docs" / "results"
@@ -159,14 +149,20 @@ def one(claim, verdict, **more):
     return {"claim": claim, "study": study, "scale": "cpu", "verdict": verdict, "says": f"{claim} says", **more}
 
 
-def advice(verdict, monkeypatch, tmp_path, *, explained="", **more):
-    """The page of one question whose only rule is about a claim with this verdict."""
-    module = loaded("decisions")
-    rule = {"claim": "a/b", "holds": "Take A.", "fails": "Leave A."} | ({"explained": explained} if explained else {})
-    rules = yaml.safe_dump([{"if": "Speed", "else": "Measure it.", "rules": [rule]}])
-    (tmp_path / "decisions.yaml").write_text(rules, encoding="utf-8")
+@pytest.fixture
+def advice(monkeypatch, tmp_path):
+    """The page of one question whose only rule is about a claim, or several, with these verdicts."""
+    module = loaded("docs/decisions.py")
     monkeypatch.setattr(module, "HERE", tmp_path)
-    return module.page([one("a/b", verdict, paper="+3", **more)], "Small.")
+
+    def page(*verdicts, claims=("a/b",), rule=(), **more):
+        sentences = {"holds": "Take A.", "fails": "Leave A."}
+        rule = {"claim": claims[0] if len(claims) == 1 else list(claims), **sentences, **dict(rule)}
+        rules = yaml.safe_dump([{"if": "Speed", "else": "Measure it.", "rules": [rule]}])
+        (tmp_path / "decisions.yaml").write_text(rules, encoding="utf-8")
+        return module.page([one(c, v, paper="+3", **more) for c, v in zip(claims, verdicts, strict=True)], "Small.")
+
+    return page
 
 
 UNDECIDED = (
@@ -176,43 +172,34 @@ UNDECIDED = (
 )
 
 
-def test_advice_is_on_the_page_only_with_its_verdict(monkeypatch, tmp_path):
+def test_advice_is_on_the_page_only_with_its_verdict(advice):
     measured = {"parts": ["a 1 vs b 2: difference -0.5"], "margin": -0.5, "interval": [-0.7, -0.3], "seeds": 5}
-    held = advice("holds", monkeypatch, tmp_path, **measured)
+    held = advice("holds", **measured)
     assert "Take A. ([holds](results/a.md), `a/b`, a 1 vs b 2, difference −0.5, 95 % −0.7 to −0.3, 5 seeds)" in held
     assert "Leave A." not in held
     for verdict in ("fails", "reversed", "excluded", "a part failed"):
-        assert f"Leave A. ([{verdict}](results/a.md)" in advice(verdict, monkeypatch, tmp_path)
+        assert f"Leave A. ([{verdict}](results/a.md)" in advice(verdict)
     for verdict, head in UNDECIDED:
-        undecided = advice(verdict, monkeypatch, tmp_path)
+        undecided = advice(verdict)
         assert "Nothing is decided here yet: [Speed](#speed)." in undecided
         assert "\nMeasure it.\n" in undecided
         assert f"{head}: [a/b says](results/a.md)" in undecided
         assert "Take A." not in undecided
-    explained = advice("explained by loss", monkeypatch, tmp_path)
+    explained = advice("explained by loss")
     assert "Take A." not in explained
     assert "explained by a lower loss" in explained
-    written = advice("explained by loss", monkeypatch, tmp_path, explained="Train B longer.")
+    written = advice("explained by loss", rule={"explained": "Train B longer."})
     assert "Train B longer. ([explained by loss](results/a.md)" in written
     assert "Seen, but" not in written, "once is enough"
 
 
-def test_advice_that_rests_on_two_claims_stands_beside_the_verdicts_of_both(monkeypatch, tmp_path):
-    module = loaded("decisions")
-    rule = {"claim": ["a/b", "c"], "holds": "Take A.", "reversed": "Take B."}
-    rules = yaml.safe_dump([{"if": "Speed", "else": "Measure it.", "rules": [rule]}])
-    (tmp_path / "decisions.yaml").write_text(rules, encoding="utf-8")
-    monkeypatch.setattr(module, "HERE", tmp_path)
-
-    def page(*verdicts):
-        return module.page([one(c, v, paper="") for c, v in zip(("a/b", "c"), verdicts, strict=True)], "Small.")
-
-    assert "Take A. ([holds](results/a.md), `a/b`; [holds](results/c.md), `c`)" in page("holds", "holds")
-    assert "Take B. ([reversed](results/a.md), `a/b`; [reversed](results/c.md), `c`)" in page("reversed", "reversed")
-    for verdicts in (("holds", "inconclusive"), ("holds", "reversed")):
-        assert not any(text in page(*verdicts) for text in ("Take A.", "Take B.")), (
-            "a sentence outlives neither verdict"
-        )
+def test_advice_that_rests_on_two_claims_stands_beside_the_verdicts_of_both(advice):
+    two = {"claims": ("a/b", "c"), "rule": {"reversed": "Take B."}}
+    held, reversed_ = advice("holds", "holds", **two), advice("reversed", "reversed", **two)
+    assert "Take A. ([holds](results/a.md), `a/b`; [holds](results/c.md), `c`)" in held
+    assert "Take B. ([reversed](results/a.md), `a/b`; [reversed](results/c.md), `c`)" in reversed_
+    for second in ("inconclusive", "reversed"):  # a sentence outlives neither verdict
+        assert not any(text in advice("holds", second, **two) for text in ("Take A.", "Take B."))
 
 
 def test_advice_is_about_claims_of_the_catalog():

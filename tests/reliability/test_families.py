@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import loaded
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -38,11 +38,7 @@ def test_every_family():
 
 def test_the_pages_list_the_families_of_the_record(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")  # as for the script itself
-    spec = importlib.util.spec_from_file_location("tables_of_families", ROOT / "docs" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded("docs/tables.py")
     page = (ROOT / "docs" / "probes.md").read_text(encoding="utf-8")
     assert module.filled(page) == page, "run python docs/tables.py"
     record = ROOT / "docs" / "reliability" / "families.json"

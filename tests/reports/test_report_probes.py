@@ -13,7 +13,6 @@ from lamina.reports import report
 from lamina.reports.depth import by_steps
 from lamina.reports.records import Trial
 from lamina.reports.scheduled_probes import quantities, sections
-from lamina.reports.scheduled_probes import table as table_of
 from lamina.reports.style import Shown
 
 STEPS, LAYERS = (0, 10, 20, 30), 5
@@ -119,12 +118,6 @@ def test_a_torn_part_is_left_out_and_notes_are_shown(run):
     assert html.count("head</p>") == 1
     assert '"step 10"' not in html
     assert '"step 20"' in html
-
-
-def test_a_quantity_of_another_probe_is_empty(run):
-    trial = Trial(name="t", placement="p", folder=run)
-    assert table_of("none", "layer", {"metric": "x"}, trial).empty
-    assert table_of("tiny_states", "layer", {"no column": "x"}, trial).empty
 
 
 def test_each_of_several_norms_is_a_quantity_and_heads_are_one():

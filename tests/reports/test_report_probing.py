@@ -12,15 +12,10 @@ import plotly.io
 import pytest
 from synthetic_probing import write_probing
 
-from lamina.errors import UserError
 from lamina.probes.job.compact import MOST_CELLS, MOST_LINES, MOST_POINTS, compact, defuse
 from lamina.reports import report
 from lamina.reports.pages.probing import main_numbers
 from lamina.reports.style import polish_own
-
-
-def body(page: str) -> str:
-    return page.partition("</script>\n</head>")[2]
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +38,11 @@ def test_what_was_skipped_says_why(page):
 
 def test_every_text_is_escaped(page):
     assert "<script>alert" not in page
-    assert "<a href='javascript" not in body(page)
+    assert "<a href='javascript" not in page
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 8
     # plotly reads an <a> in its own data; the data's < is \u003c in the page
     assert "\\u003ca href" not in page
     assert "&lt;a href=&#39;javascript" in page
-
-
-def test_the_page_asks_nothing_of_any_server(page):
-    tags = re.findall(r"<[a-z][^>]*>", body(page))
-    assert not [tag for tag in tags if re.search(r"""(?:src|href)=["']?(?!["']?(?:#|data:))""", tag)]
 
 
 def test_the_main_numbers_are_in_a_folded_table(page):
@@ -79,6 +69,9 @@ def test_main_numbers_against_the_frame():
     assert found["at"].tolist() == ["layer 1", "layer 0"]
     assert found["highest"].tolist() == [3.0, 5.0]
     assert found["median"].tolist() == [2.0, 5.0]
+    apart = pd.DataFrame({"layer": [0, 1] * 2, "metric": "m", "format": ["fp8"] * 2 + ["bf16"] * 2, "value": range(4)})
+    for table in (apart, apart.rename(columns={"format": "meaning"})):
+        assert main_numbers(table)["median"].tolist() == [0.5, 2.5]
 
 
 def test_an_interrupted_probing_has_its_page_and_says_so(tmp_path):
@@ -108,11 +101,6 @@ def test_a_name_that_leads_out_of_the_folder_is_not_read(tmp_path):
     assert "leads out of the folder" in page
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    with pytest.raises(UserError, match="holds no job"):
-        report(tmp_path)
-
-
 @pytest.mark.parametrize("num_layers", [2, 1024])
 def test_the_page_stays_small_at_any_depth(tmp_path, num_layers):
     page = report(write_probing(tmp_path / "out", num_layers)).read_text(encoding="utf-8")
@@ -136,11 +124,8 @@ def test_a_large_heat_map_keeps_every_kth_cell_with_both_ends():
 
 
 def test_long_lines_and_many_lines_are_thinned_and_small_figures_are_left_alone():
-    figure = go.Figure()
     count = 2 * MOST_LINES
-    for i in range(count):
-        figure.add_scatter(x=[0, 1], y=[i, i])
-    small, said = compact(figure)
+    small, said = compact(go.Figure([go.Scatter(x=[0, 1], y=[i, i]) for i in range(count)]))
     assert len(small.data) == MOST_LINES
     assert (small.data[0].y[0], small.data[-1].y[0]) == (0, count - 1)
     assert f"{MOST_LINES} of {count} lines" in said
@@ -151,8 +136,7 @@ def test_long_lines_and_many_lines_are_thinned_and_small_figures_are_left_alone(
     assert np.array_equal(np.asarray(small.data[0].y), 2.0 * np.asarray(small.data[0].x))
     assert "points of a line" in said
 
-    plain = go.Figure(go.Scatter(x=[0, 1], y=[0.1, 0.2]))
-    small, said = compact(plain)
+    small, said = compact(go.Figure(go.Scatter(x=[0, 1], y=[0.1, 0.2])))
     assert said == ""
     assert np.asarray(small.data[0].y).tolist() == pytest.approx([0.1, 0.2])
 
@@ -196,9 +180,3 @@ def test_the_page_loads_neither_torch_nor_transformers(tmp_path):
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_main_numbers_keep_formats_and_meanings_apart():
-    frame = pd.DataFrame({"layer": [0, 1] * 2, "metric": "m", "format": ["fp8"] * 2 + ["bf16"] * 2, "value": range(4)})
-    assert main_numbers(frame)["median"].tolist() == [0.5, 2.5]
-    assert main_numbers(frame.rename(columns={"format": "meaning"}))["median"].tolist() == [0.5, 2.5]

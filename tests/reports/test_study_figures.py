@@ -12,7 +12,7 @@ from lamina.papers.pages import matplotlib_figures, plotly_figures, study_figure
 from lamina.papers.pages.drawing import Request
 from lamina.papers.pages.folder import arms, read_folder
 from lamina.papers.pages.lines import ordered_values
-from lamina.papers.pages.page import _figures, claims_report
+from lamina.papers.pages.page import _figures
 from lamina.papers.pages.study_figures import KINDS, _parts, _rows, drawings, sweep
 from lamina.papers.study_catalog import names, read_study
 from lamina.reports.style import look
@@ -270,13 +270,3 @@ def test_each_stage_of_a_study_shows_its_own_value(tmp_path):
     assert {value for series in scores.panels[0].series for value in series.y} == {32.0, 32.5}
     (panel,) = sweep(study, Request(kind="sweep")).panels
     assert len({series.label for series in panel.series}) == len(PLACEMENTS)
-
-
-def test_a_loss_has_the_unit_of_what_the_trials_predict(tmp_path):
-    folder = write_claims_study(tmp_path / "study")
-    assert drawn(read_folder(folder), "sweep").y.title == "eval loss (nats per token)"
-    rows = pd.read_csv(folder / "results.csv")
-    rows.assign(top5_accuracy=[float("nan"), *[0.9] * (len(rows) - 1)]).to_csv(folder / "results.csv", index=False)
-    images = read_folder(folder)
-    assert drawn(images, "sweep").y.title == "eval loss (nats per image)"
-    assert "eval loss (nats per image)" in claims_report(folder).read_text("utf-8")

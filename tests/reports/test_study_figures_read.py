@@ -9,6 +9,7 @@ from lamina.papers.pages import matplotlib_figures
 from lamina.papers.pages.drawing import Axis, Drawing, Panel, Request, Series
 from lamina.papers.pages.folder import read_folder
 from lamina.papers.pages.lines import value_title
+from lamina.papers.pages.page import claims_report
 from lamina.papers.pages.plotly_figures import plot
 from lamina.papers.pages.study_figures import KINDS, drawings
 from lamina.reports.style import Look
@@ -35,6 +36,7 @@ def test_a_loss_has_the_unit_of_what_was_trained(tmp_path):
     assert value_title(study, "eval_loss") == "eval loss (nats per token)"
     images = changed(write_claims_study(tmp_path / "images"), lambda rows: rows.assign(accuracy=0.7, top5_accuracy=0.9))
     assert {drawing.y.title for drawing in drawings(images)} == {"eval loss (nats per image)"}
+    assert "eval loss (nats per image)" in claims_report(tmp_path / "images").read_text("utf-8")
     pairs = write_claims_study(tmp_path / "pairs", then={"reward": {"from": "sft"}, "sft": {}})
     assert value_title(read_folder(pairs), "eval_loss") == "eval loss (nats)"
 
