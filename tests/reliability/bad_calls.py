@@ -15,20 +15,8 @@ TINY: dict[str, Any] = {
     "batch_size": 2, "steps": 2, "threads": 1, "bar": False,
 }  # fmt: skip
 ODD: list[Any] = [
-    object(),
-    b"bytes",
-    1j,
-    {"a"},
-    memoryview(b"abc"),
-    float("nan"),
-    float("inf"),
-    -1,
-    10**400,
-    [],
-    {},
-    "a\0b",
-    print,
-]
+    object(), b"bytes", 1j, {"a"}, memoryview(b"abc"), float("nan"), float("inf"), -1, 10**400, [], {}, "a\0b", print,
+]  # fmt: skip
 
 
 def suite(folder: Path, drawn: random.Random, count: int) -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reliability.bad_values import BASE, Row, line, word
+from reliability.record import called, environment_as_before
 
 _pristine: dict[Path, Path] = {}
 
@@ -27,20 +29,15 @@ def prepare(folder: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    import contextlib
-    import io
-
     from lamina.cli import main
 
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     drawn = random.Random(0)
     (folder / "corpus.txt").write_text("\n".join(" ".join(drawn.choices(words, k=9)) for _ in range(400)))
-    said = io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        os.environ["LAMINA_CACHE"], before = str(folder / "cache"), os.environ.get("LAMINA_CACHE")
-        code = main(line("pretrain", output="run", steps="1", eval_blocks="1", precision="fp32", compile="off"))
-        os.environ.pop("LAMINA_CACHE") if before is None else os.environ.update(LAMINA_CACHE=before)
-    assert code == 0, said.getvalue()
+    argv = line("pretrain", output="run", steps="1", eval_blocks="1", precision="fp32", compile="off")
+    with contextlib.chdir(folder), environment_as_before(LAMINA_CACHE=str(folder / "cache")):
+        code, said = called(lambda: main(argv))
+    assert code == 0, said
     shutil.copytree(folder / "run" / "model", folder / "model")
     (folder / "thesis").mkdir()
     (folder / "thesis" / "thesis.tex").write_text("years of work")
@@ -103,43 +100,15 @@ CONFIGS: dict[str, str | bytes] = {
     "c-two.yaml": "steps: 2\n---\nsteps: 3\n",
     "c-output.yaml": "output: [a]",
 }
+_FORMULAS = [
+    '"9**9**9**9"', '"10**400"', '"1e400"', '"(" ', '"' + "(" * 150 + "1" + ")" * 150 + '"', '"' + "-" * 5000 + '1"',
+    '"1/0"', '"(-8)**0.5"', '"layer.real"', '"__import__(1)"', '"[1]*9"', '"layer if 1 else 2"', '"lambda: 1"',
+    '"True"', '"1j"', "'\"a\"*9'", '"layers"', '"1+' + "1+" * 4000 + '1"', ".inf", ".nan", "1" + "0" * 400,
+    "9" * 6000, "[1]", "{a: 1}", '"0x"', "2026-01-01", '""', '"\u202e1"',
+]  # fmt: skip
 _RULE = "rules: [{{attention: {{skip_scale: {}}}}}]"
 PLACEMENTS: dict[str, str | bytes] = {
-    **{
-        f"p-formula-{number}.yaml": _RULE.format(formula)
-        for number, formula in enumerate(
-            [
-                '"9**9**9**9"',
-                '"10**400"',
-                '"1e400"',
-                '"(" ',
-                '"' + "(" * 150 + "1" + ")" * 150 + '"',
-                '"' + "-" * 5000 + '1"',
-                '"1/0"',
-                '"(-8)**0.5"',
-                '"layer.real"',
-                '"__import__(1)"',
-                '"[1]*9"',
-                '"layer if 1 else 2"',
-                '"lambda: 1"',
-                '"True"',
-                '"1j"',
-                "'\"a\"*9'",
-                '"layers"',
-                '"1+' + "1+" * 4000 + '1"',
-                ".inf",
-                ".nan",
-                "1" + "0" * 400,
-                "9" * 6000,
-                "[1]",
-                "{a: 1}",
-                '"0x"',
-                "2026-01-01",
-                '""',
-                '"\u202e1"',
-            ]
-        )
-    },
+    **{f"p-formula-{number}.yaml": _RULE.format(formula) for number, formula in enumerate(_FORMULAS)},
     "p-laughs.yaml": _laughs("rules"),
     "p-deep.yaml": "rules: " + "[" * 2000 + "]" * 2000,
     "p-cycle.yaml": "rules: &a [*a]",
@@ -204,26 +173,10 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
         for place, said in places.items():
             yield "paths", line(name, output=place), ("output", said), {}, False
         corpora = (
-            "missing.txt",
-            "empty.txt",
-            "short.txt",
-            "binary.txt",
-            "latin.txt",
-            "bad.jsonl",
-            "bad.txt.gz",
-            "nothing",
-        )
-        for place in (
-            *corpora,
-            "loop",
-            "dangling",
-            "pipe",
-            "~nouser/x",
-            "/dev/null",
-            "x" * 300,
-            "a\0b",
-            "corpus.txt:2,b:x",
-        ):
+            "missing.txt", "empty.txt", "short.txt", "binary.txt", "latin.txt", "bad.jsonl", "bad.txt.gz", "nothing",
+            "loop", "dangling", "pipe", "~nouser/x", "/dev/null", "x" * 300, "a\0b", "corpus.txt:2,b:x",
+        )  # fmt: skip
+        for place in corpora:
             yield "paths", line(name, corpus=place), ("corpus", shown(place)), {}, False
         for place in ("missing.yaml", "thesis", "loop", "pipe", "/dev/zero", "a\0b", "x" * 300, "", word(drawn)):
             yield "paths", [*line(name), f"--config={place}"], ("config", shown(place)), {}, False
@@ -231,19 +184,9 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
             if name != "probe":
                 yield "paths", line(name, backbone=place), ("backbone",), {}, False
                 yield "paths", line(name, tokenizer=place), ("tokenizer",), {}, False
+    models = ("missing", "corpus.txt", "loop", "dangling", "nothing", "broken", "a\0b", "", "~nouser/x", "x" * 300)
     for name in ("generate", "probe", "convert", "report"):
-        for place in (
-            "missing",
-            "corpus.txt",
-            "loop",
-            "dangling",
-            "nothing",
-            "broken",
-            "a\0b",
-            "",
-            "~nouser/x",
-            "x" * 300,
-        ):
+        for place in models:
             words = [name, place, *line(name)[1 + len(BASE[name][0][:1]) :]]
             said = ("model", "checkpoint", "source", "folder", "config.json", shown(place) or "none given")
             yield "paths", words, said, {}, False

@@ -19,14 +19,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reliability import bad_calls, bad_files, bad_values
-from reliability.record import HUNG, LOST, SILENT, TRACEBACK, WRONG, Case, command, main
+from reliability.record import HUNG, LOST, SILENT, TRACEBACK, WRONG, Case, command, environment_as_before, main
 
 SECONDS = 20.0  # of a case within this process: nothing is trained, and torch is loaded before the first
 NOTES = re.compile(r"(placement|probe) '.*' runs as code")  # said before a Python file is run
@@ -93,7 +93,7 @@ def within(bad: Bad, folder: Path, before: dict[str, Any]) -> Case:
 
     out, err = io.StringIO(), io.StringIO()
     start = time.monotonic()
-    with _environment(bad.environment), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with environment_as_before(**bad.environment), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             with _limit(SECONDS):
                 code = lamina(bad.argv)
@@ -161,19 +161,8 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 @contextlib.contextmanager
 def _inside(folder: Path) -> Iterator[None]:
     """The folder as the working one, with a cache in it."""
-    with contextlib.chdir(folder), _environment({"LAMINA_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}):
+    with contextlib.chdir(folder), environment_as_before(LAMINA_CACHE=str(folder / "cache"), HF_HUB_OFFLINE="1"):
         yield
-
-
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    saved = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
 
 
 @contextlib.contextmanager
@@ -188,11 +177,6 @@ def _limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def few(cases_: Iterable[Case]) -> list[str]:
-    """The faults among cases, for an assertion's message."""
-    return [f"{c.outcome}: {c.name}: {c.detail}" for c in cases_ if c.outcome != "right"]
 
 
 if __name__ == "__main__":

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import json
-import logging
 import os
 import random
 import re
 import shutil
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pandas as pd
+from reliability import record
 from reliability.record import LOST, RIGHT, SILENT, TRACEBACK, WRONG, Case, main
 from training.tiny_runs import SMALL, flags, layers, records, result, write_corpus
 
@@ -212,19 +210,7 @@ def called(act: Callable[[], Any]) -> Outcome:
     from lamina.training import source
 
     source._read_once.cache_clear()  # what a process reads once
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    logger = logging.getLogger("lamina")
-    logger.addHandler(handler)
-    try:
-        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
-            code = act()
-    except BaseException:
-        stream.write(traceback.format_exc())
-        code = None
-    finally:
-        logger.removeHandler(handler)
-    return Outcome(code, stream.getvalue(), None)
+    return Outcome(*record.called(act), None)
 
 
 def read(command: str, kind: str, place: Path, done: Outcome) -> dict[str, Any]:
@@ -424,25 +410,13 @@ def suite(count: int, seed: int, only: Iterable[str] = ()) -> Iterator[Case]:
     shares = [share for share in SHARES if not only or share[1] in only]
     plan = [(kind, command) for many, kind, command in shares for _ in range(many)]
     draw.shuffle(plan)
-    before = os.environ.get("LAMINA_CACHE")
-    with tempfile.TemporaryDirectory() as root:
-        try:
-            bench = Bench(Path(root))
-            for number in range(count):
-                kind, command = plan[number % len(plan)]
-                harm = HARMS[number % len(HARMS)]
-                if kind == CACHE:
-                    yield damaged_cache(bench, harm, draw)
-                elif kind == CORPUS:
-                    yield damaged_corpus(bench, harm, draw)
-                elif kind == CONFIG:
-                    yield damaged_config(bench, harm, draw)
-                else:
-                    yield damaged(bench, kind, command, harm, draw)
-        finally:
-            os.environ.pop("LAMINA_CACHE", None)
-            if before is not None:
-                os.environ["LAMINA_CACHE"] = before
+    others = {CACHE: damaged_cache, CORPUS: damaged_corpus, CONFIG: damaged_config}
+    with tempfile.TemporaryDirectory() as root, record.environment_as_before():
+        bench = Bench(Path(root))
+        for number in range(count):
+            kind, command = plan[number % len(plan)]
+            harm = HARMS[number % len(HARMS)]
+            yield others[kind](bench, harm, draw) if kind in others else damaged(bench, kind, command, harm, draw)
 
 
 if __name__ == "__main__":

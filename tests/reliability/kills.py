@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from reliability import stages
-from reliability.record import HUNG, RIGHT, SILENT, TRACEBACK, Case, main
+from reliability.record import HUNG, RIGHT, SILENT, TRACEBACK, Case, environment_as_before, main
 from training.tiny_runs import SMALL, layers, records, result, write_corpus
 
 RUN = {**SMALL, "steps": 24, "logging_steps": 2, "save_steps": 2, "eval_steps": 6, "keep": 2}
@@ -222,37 +222,31 @@ def suite(count: int, seed: int, only: tuple[str, ...] = ()) -> Iterator[Case]:
     """Kill runs ``count`` times in all; ``only``: of these configurations."""
     draw = random.Random(seed)
     names = [name for name in CONFIGURATIONS if not only or name in only]
-    before = os.environ.get("LAMINA_CACHE")
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as root, environment_as_before():
         bench = Bench(Path(root), names)
-        try:
-            left = count
-            while left > 0:
-                share = max(1, -(-left // len(names)))
-                for name in names:
-                    size = CONFIGURATIONS[name][1]
-                    kills = min(left, share if size == 1 else max(1, share // 3))
-                    if kills == 0:
-                        break
-                    undisturbed = bench.root / f"whole-{name.replace(' ', '-')}"
-                    if not undisturbed.exists():
-                        warm = bench.root / f"warm-{name.replace(' ', '-')}"
-                        bench.to_the_end(
-                            {**bench.settings(name, warm), "steps": 1}, how_of(name), size
-                        )  # server, cache, imports
-                        began = time.monotonic()
-                        trouble = bench.to_the_end(bench.settings(name, undisturbed), how_of(name), size)
-                        if trouble:
-                            raise RuntimeError(f"the undisturbed run of {name!r} failed: {trouble}")
-                        (undisturbed / "took").write_text(str(time.monotonic() - began), encoding="utf-8")
-                    seconds = float((undisturbed / "took").read_text(encoding="utf-8"))
-                    cases = killed(bench, name, kills, seconds, outcome_of(undisturbed), draw)
-                    left -= len(cases)
-                    yield from cases
-        finally:
-            os.environ.pop("LAMINA_CACHE", None)
-            if before is not None:
-                os.environ["LAMINA_CACHE"] = before
+        left = count
+        while left > 0:
+            share = max(1, -(-left // len(names)))
+            for name in names:
+                size = CONFIGURATIONS[name][1]
+                kills = min(left, share if size == 1 else max(1, share // 3))
+                if kills == 0:
+                    break
+                undisturbed = bench.root / f"whole-{name.replace(' ', '-')}"
+                if not undisturbed.exists():
+                    warm = bench.root / f"warm-{name.replace(' ', '-')}"
+                    bench.to_the_end(
+                        {**bench.settings(name, warm), "steps": 1}, how_of(name), size
+                    )  # server, cache, imports
+                    began = time.monotonic()
+                    trouble = bench.to_the_end(bench.settings(name, undisturbed), how_of(name), size)
+                    if trouble:
+                        raise RuntimeError(f"the undisturbed run of {name!r} failed: {trouble}")
+                    (undisturbed / "took").write_text(str(time.monotonic() - began), encoding="utf-8")
+                seconds = float((undisturbed / "took").read_text(encoding="utf-8"))
+                cases = killed(bench, name, kills, seconds, outcome_of(undisturbed), draw)
+                left -= len(cases)
+                yield from cases
 
 
 if __name__ == "__main__":

@@ -5,21 +5,18 @@ python tests/reliability/models.py --count 120 --seed 0 --output docs/reliabilit
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import random
 import shutil
 import struct
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import LOST, SILENT, TRACEBACK, WRONG, Case, main
+from record import LOST, SILENT, TRACEBACK, WRONG, Case, called, main
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -364,16 +361,7 @@ def arguments(reader: str, folder: Path, output: Path) -> list[str]:
 
 def quietly(argv: list[str]) -> tuple[int | None, str]:
     """A command in this process: its exit code, None for a traceback, and what it printed."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        try:
-            code: int | None = command_line(argv)
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        except BaseException:
-            code = None
-            traceback.print_exc(file=said)
-    return code, said.getvalue()
+    return called(lambda: command_line(argv))
 
 
 def judged(reader: str, name: str, folder: Path, output: Path, what: str, whole: str) -> Case:

@@ -8,14 +8,18 @@ Each suite is one file here, run whole as a script and in a fast sample by its o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +58,7 @@ class Ended:
 
 
 def command(
-    arguments: Iterable[str],
-    *,
-    folder: Path,
-    seconds: float = 120.0,
-    environment: Mapping[str, str] | None = None,
+    arguments: Iterable[str], *, folder: Path, seconds: float = 120.0, environment: Mapping[str, str] | None = None
 ) -> Ended:
     """Run ``lamina ARGUMENTS`` in ``folder`` as a process of its own, killed after ``seconds``."""
     given = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
@@ -74,6 +74,35 @@ def command(
     except subprocess.TimeoutExpired as error:
         return Ended(None, _text(error.stdout), _text(error.stderr))
     return Ended(done.returncode, _text(done.stdout), _text(done.stderr))
+
+
+def called(act: Callable[[], int | None]) -> tuple[int | None, str]:
+    """Call the command line in this process: its exit code, None for a traceback, and all that it says and logs."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger = logging.getLogger("lamina")
+    logger.addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+            return act(), stream.getvalue()
+    except SystemExit as stop:
+        return int(stop.code or 0), stream.getvalue()
+    except BaseException:
+        return None, stream.getvalue() + traceback.format_exc()
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def environment_as_before(**changes: str) -> Iterator[None]:
+    """Change variables of the environment for a while; all others that change come back, too."""
+    saved = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
 
 
 def _text(output: bytes | None) -> str:

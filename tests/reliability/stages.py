@@ -15,36 +15,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from posttraining.tiny import preferences, sorting, write_model, write_rows
 
 TUNED = {
-    "from_model": "{base}",
-    "template": "plain",
-    "data": "{instructions}",
-    "batch_size": 4,
-    "steps": 12,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "save_steps": 2,
-    "eval_steps": 4,
-    "keep": 2,
-    "eval_fraction": 0.25,
+    "from_model": "{base}", "template": "plain", "data": "{instructions}", "batch_size": 4, "steps": 12,
+    "learning_rate": 1e-3, "logging_steps": 1, "save_steps": 2, "eval_steps": 4, "keep": 2, "eval_fraction": 0.25,
     "threads": 1,
-}
+}  # fmt: skip
 POLICY = {"job": "rlhf", "from_model": "{tuned}", "template": "auto", "max_answer": 6, "gradient_accumulation": 2}
 IMAGES = {
-    "backbone": "vit-tiny",
-    "corpus": "{images}",
-    "image_size": 8,
-    "patch_size": 4,
-    "sequence_length": None,
-    "eval_fraction": 0.2,
-    "crop_scale": 0.5,
-    "flip": 0.5,
-    "mixup": 0.8,
-    "cutmix": 1.0,
-    "drop_path": 0.2,
-    "ema_decay": 0.9,
-    "batch_size": 4,
-    "eval_blocks": 0,
-}
+    "backbone": "vit-tiny", "corpus": "{images}", "image_size": 8, "patch_size": 4, "sequence_length": None,
+    "eval_fraction": 0.2, "crop_scale": 0.5, "flip": 0.5, "mixup": 0.8, "cutmix": 1.0, "drop_path": 0.2,
+    "ema_decay": 0.9, "batch_size": 4, "eval_blocks": 0,
+}  # fmt: skip
 # By name: what differs from TUNED (of a job) or from a pretraining run, and in how many processes it trains.
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "sft": ({"job": "sft"}, 1),
