@@ -7,12 +7,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from lamina.core.json_types import Json
+from lamina.core.json_types import Json, RunState
 from lamina.jobs import manifest
 from lamina.jobs.folder import drop_old
 from lamina.jobs.manifest import (
@@ -31,8 +31,6 @@ from lamina.training.execution.processes import Processes
 logger = logging.getLogger(__name__)
 
 RUN_STATE = "run_state.json"
-RunState = Mapping[str, Any]
-"""The content of a checkpoint's run_state.json: JSON by name. Empty at the beginning of the run."""
 
 
 class Stateful(Protocol):

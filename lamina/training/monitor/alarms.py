@@ -15,11 +15,10 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import TypeAlias
 
-from lamina.core.json_types import Json
+from lamina.core.json_types import Json, RunState
 from lamina.jobs.files import write_lines
 from lamina.jobs.names import ALARMS
 from lamina.jobs.run_folder import parse_lines
-from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.writers import LOSS, Row
 
 logger = logging.getLogger(__name__)

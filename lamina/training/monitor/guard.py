@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from lamina.core.json_types import Json
+from lamina.core.json_types import Json, RunState
 from lamina.jobs.status import Status
-from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.alarms import Alarms, describe, noise_of
 from lamina.training.monitor.writers import Row
 from lamina.training.setting_groups import GuardSettings

@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lamina.core.json_types import Json
+from lamina.core.json_types import Json, RunState
 from lamina.jobs.status import Status
-from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.writers import LOSS, Row
 

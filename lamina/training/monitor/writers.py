@@ -1,6 +1,6 @@
 """The records of a run: rows of layers/, every step's numbers, metrics.jsonl, and what was watched.
 
-Loads no transformers: the pages need it.
+Loads neither torch nor transformers: the pages read watched.json here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import torch
-
-from lamina.core.json_types import Json
+from lamina.core.json_types import Json, RunState
 from lamina.core.values import path
 from lamina.errors import UserError
 from lamina.jobs.columns import SCORES, SPIKES
@@ -25,9 +23,12 @@ from lamina.jobs.names import METRICS
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.settings import Settings, above, at_least, not_below, setting
 from lamina.probes.engine.spikes import FEWEST, spikes, surges
-from lamina.training.checkpointing.checkpoints import RunState
-from lamina.training.execution.processes import Processes
 from lamina.training.setting_groups import trackers
+
+if TYPE_CHECKING:
+    import torch
+
+    from lamina.training.execution.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class StepSeries:
     """
 
     def __init__(self, processes: Processes | None = None):
+        from lamina.training.execution.processes import Processes
+
         self.processes = Processes() if processes is None else processes
         self._loss: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
@@ -80,10 +83,14 @@ class StepSeries:
 
     def add_norm(self, norm: Any) -> None:
         """Set the step's gradient norm, a tensor or a number."""
+        import torch
+
         self._norm = torch.as_tensor(norm).detach()
 
     def end_step(self, step: int, *, skipped: bool = False) -> None:
         """End the step; one that the loss scaler ``skipped`` has no norm."""
+        import torch
+
         for name, value in ((LOSS, self._loss), (NORM, None if skipped else self._norm)):
             if value is not None:
                 self._steps[name].append(step)
@@ -94,6 +101,8 @@ class StepSeries:
 
     def rows(self) -> list[Row]:
         """The tidy rows of the steps since the last call."""
+        import torch
+
         rows: list[Row] = []
         for name in (LOSS, NORM):
             values = torch.cat(self._values[name]).cpu() if self._values[name] else torch.zeros(0)
