@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from commands.test_bad_input import snapshot
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import lamina
@@ -18,22 +17,6 @@ def source(tmp_path, tiny_llama):
     model.save_pretrained(tmp_path / "llama")
     (tmp_path / "llama" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return tmp_path / "llama"
-
-
-@pytest.fixture
-def refused(capsys, tmp_path):
-    """Run the command in this process; give the one line that it says."""
-
-    def run(*argv):
-        before = snapshot(tmp_path)
-        assert main(["convert", *map(str, argv)]) == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-        assert len(lines) == 1, lines
-        assert lines[0].startswith("lamina: ")
-        assert snapshot(tmp_path) == before
-        return lines[0]
-
-    return run
 
 
 def ran(*argv):
@@ -67,39 +50,39 @@ def test_a_folder_in_use_is_refused(source, refused, tmp_path):
     target = tmp_path / "target"
     target.mkdir()
     (target / "mine.txt").write_text("mine")
-    assert "is in use" in refused(source, target)
-    assert "did not write" in refused(source, target, "--overwrite")
+    assert "is in use" in refused("convert", source, target)
+    assert "did not write" in refused("convert", source, target, "--overwrite")
     (target / "mine.txt").unlink()
     ran(source, target)
-    assert "is in use" in refused(source, target)
+    assert "is in use" in refused("convert", source, target)
     (target / "stale").write_text("")
     ran(source, target, "--overwrite")
     assert not (target / "stale").exists()
-    assert "holds the source" in refused(target, target, "--overwrite")
+    assert "holds the source" in refused("convert", target, target, "--overwrite")
     (source / "model.safetensors").write_bytes(b"")
-    refused(source, target, "--overwrite")  # what was there stays when the source is no good
+    refused("convert", source, target, "--overwrite")  # what was there stays when the source is no good
 
 
 def test_logits_that_differ_are_refused(source, refused, tmp_path, monkeypatch):
     monkeypatch.setattr(conversion, "largest_difference", lambda one, other: (0.5, 1.0))
-    assert "verify: the logits differ by up to 0.5" in refused(source, tmp_path / "out")
+    assert "verify: the logits differ by up to 0.5" in refused("convert", source, tmp_path / "out")
     monkeypatch.setattr(conversion, "largest_difference", lambda one, other: (float("nan"), float("nan")))
-    assert "not finite" in refused(source, tmp_path / "out")
+    assert "not finite" in refused("convert", source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_source_that_cannot_be_converted(source, refused, tmp_path):
     out = tmp_path / "out"
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=61)).save_pretrained(tmp_path / "gpt2")
-    assert "unknown model_type 'gpt2'" in refused(tmp_path / "gpt2", out)
+    assert "unknown model_type 'gpt2'" in refused("convert", tmp_path / "gpt2", out)
     lamina.build(LlamaConfig(**SMALL), "keel").save_pretrained(tmp_path / "keel")
-    assert "no architecture computes the placement 'keel'" in refused(tmp_path / "keel", out)
-    assert "is a transformers checkpoint already" in refused(source, out, "--to", "transformers")
-    assert "is a lamina checkpoint already" in refused(tmp_path / "keel", out, "--to", "lamina")
-    assert "did you mean 'lamina'" in refused(source, out, "--to", "lamin")
-    assert "dtype: 'int8' (allowed: auto, " in refused(source, out, "--dtype", "int8")
-    assert "no/such/folder" in refused("no/such/folder", out)
-    assert "config.json is missing" in refused(tmp_path, out)
+    assert "no architecture computes the placement 'keel'" in refused("convert", tmp_path / "keel", out)
+    assert "is a transformers checkpoint already" in refused("convert", source, out, "--to", "transformers")
+    assert "is a lamina checkpoint already" in refused("convert", tmp_path / "keel", out, "--to", "lamina")
+    assert "did you mean 'lamina'" in refused("convert", source, out, "--to", "lamin")
+    assert "dtype: 'int8' (allowed: auto, " in refused("convert", source, out, "--dtype", "int8")
+    assert "no/such/folder" in refused("convert", "no/such/folder", out)
+    assert "config.json is missing" in refused("convert", tmp_path, out)
     assert not out.exists()
 
 

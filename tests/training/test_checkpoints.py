@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch
+from training.test_damage import cut
 from training.tiny_runs import SMALL, flags, last_step, layers, records, result, settings, start, wait_for
 
 from lamina.cli import main
@@ -38,10 +39,6 @@ FILES = (
     "config.json", "model.safetensors", "optimizer/states.safetensors", "optimizer.pt", "scheduler.pt",
     "rng_state.pth", "trainer_state.json", "run_state.json", "manifest.json",
 )  # fmt: skip
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def flip(path):

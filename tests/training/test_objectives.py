@@ -13,6 +13,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Au
 
 import lamina
 import lamina.api
+from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.modeling_lamina import ADAPTERS, HEADS
@@ -207,7 +208,7 @@ def test_a_masked_language_model_is_trained_as_it_says(masked, tmp_path):
     assert 0.0 <= outcome["accuracy"] <= 1.0
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model")
     assert model.config.get_text_config().vocab_size == 258
-    assert lamina.data.load_tokenizer(str(tmp_path / "run" / "model")).mask_token_id == 257
+    assert load_tokenizer(str(tmp_path / "run" / "model")).mask_token_id == 257
 
 
 def test_the_loss_of_masked_tokens_does_not_depend_on_the_batches_of_the_evaluation(masked):
