@@ -375,7 +375,7 @@ class Totals:
 
 
 class StateTotals(Totals):
-    """Of a state x^l, also the magnitudes: the largest and where they are, the median, the massive ones."""
+    """The totals of a state x^l, with its magnitudes: the largest and where they are, the median, the massive ones."""
 
     def __init__(self, top: int):
         super().__init__()
