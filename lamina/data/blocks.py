@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Generic, NotRequired, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NotRequired, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
@@ -295,7 +295,7 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
     before, after = wanted[:, :-1].ravel(), wanted[:, 1:].ravel()
     matters = np.zeros(vocab_size, dtype=bool)
     matters[before] = True
-    pairs = sparse.csr_array((vocab_size, vocab_size))
+    pairs: Any = sparse.csr_array((vocab_size, vocab_size))
     rows = max(1, _AT_ONCE // train.shape[1])
     for start in range(0, len(train), rows):
         ids = train[start : start + rows].astype(np.int64)

@@ -97,7 +97,7 @@ def _single(path: str) -> Candidate:
     folder, seed, status = Path(path).expanduser(), None, str(Status.FINISHED)
     name = folder.resolve().parent.name if folder.name == "model" else folder.name or str(folder)
     if (folder / RESULT).is_file() and model_folder(folder) == folder:  # a run without a model
-        status = str(read_result(folder).get("status"))
+        status = str((read_result(folder) or {}).get("status"))
     with suppress(OSError, ValueError, AttributeError):
         seed = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8")).get("seed")
     name = name if folder.exists() else path

@@ -117,7 +117,7 @@ def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[s
 def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | None) -> PreTrainedModel:
     """Return the model with the weights that transformers draws. Raises UserError where it cannot be built."""
     if num_labels is None:
-        labels = {"num_labels": 1} if head == "sequence_classification" else {}
+        labels: dict[str, Any] = {"num_labels": 1} if head == "sequence_classification" else {}
     elif not head.endswith("classification"):
         raise UserError(f"num_labels: {num_labels!r}, but the head {head!r} has no labels")
     else:

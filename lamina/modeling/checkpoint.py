@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -65,8 +66,10 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
             raise UserError(f"dtype: {dtype!r} (allowed: {', '.join(DTYPES)})")
         # Old checkpoints have .bin files alone; torch reads them as tensors only.
         options: Json = {"dtype": getattr(torch, dtype, dtype), "pickles": True, "optional": _is_of_a_head, **more}
-        model, missing = load_weights(source, config, _class(config), "checkpoint", **options)
+        loaded = load_weights(source, config, _class(config), "checkpoint", **options)
         tokenizer = _tokenizer(source, more)
+    model: Any = loaded[0]  # transformers' decorators hide the signature of `to`
+    missing = loaded[1]
     some = f"{', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
     notes = [f"not in the checkpoint, so random: {some}"] if missing else []
     return Loaded(model=model.to(device).eval(), tokenizer=tokenizer, run=run, notes=notes)

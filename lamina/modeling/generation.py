@@ -42,7 +42,7 @@ class Speaker:
             raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
         refuse_damaged(folder)
         self.path, self.max_new_tokens = path, max_new_tokens
-        code = {"trust_remote_code": trust_remote_code}
+        code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         config = read_config(folder, "model", **code)
         refuse_scores(config, f"model: {path!r}")
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:

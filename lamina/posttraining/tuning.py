@@ -152,8 +152,9 @@ class BestWeights(TrainerCallback):
         self.step, self.loss = int(best.get("step", -1)), float(best.get("loss", math.inf))
         self.metrics: Json = dict(best.get("metrics", {}))
 
-    def on_evaluate(self, args: Passed, state: Passed, control: Passed, metrics: Json, **kwargs: Passed) -> None:
+    def on_evaluate(self, args: Passed, state: Passed, control: Passed, **kwargs: Passed) -> None:
         """Keep the weights if none were better."""
+        metrics: Json = kwargs["metrics"]
         if not metrics["eval_loss"] < self.loss:
             return
         self.step, self.loss = state.global_step, metrics["eval_loss"]

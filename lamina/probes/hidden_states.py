@@ -108,7 +108,7 @@ class HiddenStates(Probe):
     def see(self, key: tuple, value: torch.Tensor) -> None:
         totals, inputs = self._totals[key], self._context.batches[self._batch]
         version = 0 if value.is_inference() else value._version
-        result: Moments | None = self._seen.get(value, {}).get(version)
+        result: Moments | None = (self._seen.get(value) or {}).get(version)
         if result is not None and totals.magnitudes and result.abs_max is None:
             result = None
         if result is None or isinstance(totals, StateTotals):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -190,7 +190,8 @@ class LayerDrop(Probe):
             rows.append((-1, 0, "", metric, *level(whole)))
             for (start, meaning), losses in dropped.items():
                 rows.append((start, self.block, meaning, f"{metric}_increase", *rise(whole, losses)))
-        for row in angles.pair_rows("angular_distance").itertuples():
+        distances: Any = angles.pair_rows("angular_distance").itertuples()
+        for row in distances:
             if row.size == self.block:
                 rows.append((row.start, row.size, "", row.metric, row.value, row.standard_error))
         return rows

@@ -168,7 +168,7 @@ def same_as_recorded(
     ours, other = list(values_of(trials, a, column).values()), list[float]()
     if (path := record / RESULTS).is_file():
         rows = pd.read_csv(path)
-        other = rows[(rows[axis] == value) & rows["tuned"].astype(bool)][column].dropna().tolist()
+        other = rows.loc[(rows[axis] == value) & rows["tuned"].astype(bool), column].dropna().tolist()
     if min(len(ours), len(other)) < TOO_FEW:
         return inconclusive(f"{len(ours)} runs here, {len(other)} recorded at {where}", "")
     p = float(cast(Any, stats.ttest_ind(ours, other, equal_var=False)).pvalue)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from lamina.core import specs
 from lamina.core.registry import Registry
@@ -141,7 +141,10 @@ REGISTRY: Registry[type[Probe]] = Registry(
 names, get = REGISTRY.names, REGISTRY.get
 
 
-def probe(cls: type[Probe]) -> type[Probe]:
+Kind = TypeVar("Kind", bound=Probe)
+
+
+def probe(cls: type[Kind]) -> type[Kind]:
     """Register a probe (a class decorator)."""
     for attribute in ("name", "title", "summary", "source"):
         if not isinstance(getattr(cls, attribute, None), str):

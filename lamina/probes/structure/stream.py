@@ -82,7 +82,7 @@ class TracedLayer:
 
     def __init__(self, call: Call, record: Trace, *, describe: bool = True):
         self.call, self.record = call, record
-        self.shape = record.shapes[call.output] if call.output >= 0 else ()
+        self.shape: tuple[int, ...] = record.shapes[call.output] if call.output >= 0 else ()
         # ``argument``: where the stream is among the call's arguments
         self.argument, start = next(
             ((k, v) for k, v in call.inputs.items() if record.shapes[v] == self.shape and record.floating[v]), (0, -1)

@@ -11,7 +11,7 @@ import json
 import logging
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,7 +41,8 @@ def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> 
         schedule: Any = trainer.lr_scheduler
         torch.save(schedule.state_dict(), folder / "scheduler.pt")
         trainer._save_scaler(str(folder))
-        trainer.state.stateful_callbacks[type(trainer.control).__name__] = trainer.control.state()
+        callbacks = cast(dict[str, object], trainer.state.stateful_callbacks)
+        callbacks[type(trainer.control).__name__] = trainer.control.state()
         trainer.state.save_to_json(str(folder / "trainer_state.json"))
         (folder / RUN_STATE).write_text(json.dumps(state), encoding="utf-8")
         if not sharded:
