@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind, kind_of
-from lamina.jobs.names import ENVIRONMENT
 
 if TYPE_CHECKING:
     from lamina.jobs.settings import Settings
@@ -447,17 +446,15 @@ hold the table as the papers print it, results.csv every number, items/ every qu
 
 
 def refuse_other_kind(folder: Path, row: JobRow) -> None:
-    """Raise UserError if another job than this one wrote the folder that it is to resume."""
+    """Raise UserError if another job than this one wrote the folder that it is to resume.
+
+    Where environment.json is damaged, the job's own files decide, and it is written again.
+    """
     kind = kind_of(folder)
-    if kind == row.kind:
+    if kind in (row.kind, None):
         return
-    if kind is None:
-        raise UserError(
-            f"output: {str(folder / ENVIRONMENT)!r} does not say which job wrote the folder, so lamina {row.name} "
-            "can't resume it (allowed: that file as it was, or a new folder)"
-        )
     owner = next((other.name for other in JOBS.values() if other.kind == kind), None)
-    wrote = f"lamina {owner}" if owner else {Kind.MODEL: "lamina convert"}.get(Kind(kind), "lamina.watch")
+    wrote = f"lamina {owner}" if owner else "lamina convert" if kind == Kind.MODEL else "lamina.watch"
     raise UserError(
         f"output: {str(folder)!r} was written by {wrote}, so lamina {row.name} can't resume it (allowed: the folder of "
         f"a lamina {row.name}, or a new one)"

@@ -97,14 +97,10 @@ def test_an_interrupted_run_resumes_as_if_nothing_had_happened(tuned, rank):
 
 
 @pytest.mark.parametrize("damage", [lambda text: text.replace('  "versions": {\n', ""), lambda text: ""])
-def test_a_run_whose_environment_is_damaged_resumes_once_it_is_as_it_was(tuned, damage):
+def test_a_run_whose_environment_is_damaged_resumes(tuned, damage):
     folder, first = tuned(pause_step=3)
     environment = folder / "environment.json"
-    text = environment.read_text()
-    environment.write_text(damage(text))
-    with pytest.raises(UserError, match=r"environment\.json' does not say which job .* that file as it was"):
-        lamina.sft(output=str(folder), resume=True, bar=False)
-    environment.write_text(text)
+    environment.write_text(damage(environment.read_text()))
     resumed = lamina.sft(output=str(folder), resume=True, pause_step=None, bar=False)
     assert (first["status"], resumed["status"], resumed["steps"]) == ("interrupted", "finished", 6)
 

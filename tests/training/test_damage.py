@@ -149,19 +149,13 @@ def test_edited_settings_are_refused_by_name(run, capsys):
 
 @HARMS
 def test_what_the_checkpoint_knows_too_is_written_again(run, runs, harm):
-    for name in ("data.json", "plan.json", "result.json"):
+    for name in ("data.json", "plan.json", "result.json", "environment.json"):
         harm(run / name)
     assert go_on(run) == 0
     assert records(run) == records(runs / "whole")
     assert result(run)["eval_loss"] == result(runs / "whole")["eval_loss"]
     for name in ("data.json", "plan.json"):
         assert (run / name).read_bytes() == (runs / "whole" / name).read_bytes()
-
-
-@HARMS
-def test_a_folder_that_does_not_say_whose_it_is_waits_for_its_file(run, capsys, harm):
-    harm(run / "environment.json")
-    assert "environment.json' does not say which job wrote the folder" in refused(run, capsys)
 
 
 @pytest.mark.parametrize("harm", [cut, gone, Path.exists])
