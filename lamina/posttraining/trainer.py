@@ -50,7 +50,9 @@ def check_trl(options: Json, theirs: str) -> None:
         if name not in free:
             raise unknown("trl argument", name, free)
     try:
-        kind(output_dir="none", use_cpu=True, bf16=False, report_to="none", **options)
+        checkpointing = "activation" if "activation_checkpointing" in own else "gradient"  # before transformers 5.23
+        fixed = {"output_dir": "none", "use_cpu": True, "bf16": False, "report_to": "none"}
+        kind(**fixed, **{f"{checkpointing}_checkpointing": False}, **options)
     except Exception as error:  # its checks raise any type
         raise UserError(f"trl: {one_line(error)}") from None
 

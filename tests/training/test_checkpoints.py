@@ -173,7 +173,9 @@ def test_the_guard_goes_on_with_what_it_saw(trained, tmp_path, trainers, before_
     trained(**LONG)
     trained(resume=True, **LONG)
     trained("whole", **LONG)
-    assert trainers[1].guard == trainers[2].guard
+    resumed, straight = trainers[1].guard, trainers[2].guard
+    assert resumed.state_dict() == straight.state_dict()
+    assert resumed.alarms.state_dict() == straight.alarms.state_dict()
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path, capsys):
