@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lamina.core import specs
 from lamina.core.frames import Frame
@@ -43,7 +43,7 @@ def judge_study(
     if scale.needs:
         judged = [_unjudged(claim, Verdict.NEEDS_SCALE, scale.needs) for claim in claims]
     elif missing:
-        seconds = float(results["seconds"].to_numpy(dtype=float).mean()) if "seconds" in results else math.nan
+        seconds = float(cast(float, results["seconds"].mean())) if "seconds" in results else math.nan
         cost = "" if math.isnan(seconds) else f" (about {missing * seconds / 60:.0f} core-minutes)"
         note = f"{missing} of {len(results)} planned trials have not ended{cost}"
         judged = [_unjudged(claim, Verdict.NOT_RUN, note) for claim in claims]
