@@ -41,7 +41,7 @@ def generate(
         max_new_tokens: the maximum number of new tokens; fewer where a model with learned positions has no more.
         temperature: 0 always takes the likeliest token.
         top_p: the share of the likeliest tokens that is sampled from, above 0 and at most 1; None for the model's own.
-        stop: texts that end the answer, of which they are no part.
+        stop: texts that end the answer; they are left out of it.
         seed: of the sampling.
         trust_remote_code: run the model's own Python code, if it has any.
 
@@ -72,7 +72,7 @@ def speaker_of(
     seed_number("seed", seed)
     if top_p is not None:
         number("top_p", top_p, 0.0, 1.0, open_low=True)
-    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
         raise UserError(f"stop: {stop!r} (allowed: a list of texts)")
     if not Path(source).exists():
         raise UserError(f"model: {source!r} holds no saved model (config.json is missing)")

@@ -26,7 +26,8 @@ def parser() -> Parser:
     flags.add_flag("--max-new-tokens", "maximum number of new tokens", 120)
     flags.add_flag("--temperature", "0 always takes the likeliest token", 0.8)
     flags.add_argument("--top-p", type=Reader(float), default=None, help="share of the likeliest tokens to sample from")
-    flags.add_argument("--stop", action="append", default=[], help="a text that ends the answer (may be repeated)")
+    ends = "a text that ends the answer (may be repeated)"
+    flags.add_argument("--stop", type=Reader(str), action="append", default=[], metavar="TEXT", help=ends)
     flags.add_flag("--system", "with --chat, the system's turn before the first")
     flags.add_flag("--seed", "seed of the sampling", 0)
     flags.add_flag("--trust-remote-code", "run the model's own Python code, if it has any", False)

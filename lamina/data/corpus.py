@@ -98,7 +98,8 @@ class FileShard:
             self.skip(self.path, error)
         except OSError as error:
             reason = error.strerror or " ".join(str(error).split())
-            raise UserError(f"corpus: {str(self.path)!r} could not be read ({reason}); fix it and resume") from error
+            again = "" if self.state is None else " and resume"
+            raise UserError(f"corpus: {str(self.path)!r} could not be read ({reason}); fix it{again}") from error
 
     def _refuse_change(self) -> None:
         if self.state is not None and state_of(self.path) != self.state:

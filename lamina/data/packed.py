@@ -23,6 +23,7 @@ from lamina.data.encoding import TextEncoder, TokenJoiner
 from lamina.data.split import Segment, check_split, count_chars, is_held_out, piece_chars, split_documents
 from lamina.data.tokenizers import BYTES, EVAL_FRACTION, is_trained, load_tokenizer
 from lamina.errors import UserError
+from lamina.jobs.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -167,7 +168,7 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
     folder = root / "blocks" / key[:32]
     if not is_whole(folder):
         publish(folder, lambda draft: (draft / _META).write_text(json.dumps(write(draft), indent=1), encoding="utf-8"))
-    return folder, json.loads((folder / _META).read_text(encoding="utf-8"))
+    return folder, read_json(folder / _META)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.evaluation.settings import EvalSettings
-from lamina.jobs.files import read_result
+from lamina.jobs.files import read_json, read_result
 from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import ENVIRONMENT, MANIFEST, RESULT
 from lamina.jobs.status import Status
@@ -99,7 +98,7 @@ def _single(path: str) -> Candidate:
     if (folder / RESULT).is_file() and model_folder(folder) == folder:  # a run without a model
         status = str((read_result(folder) or {}).get("status"))
     with suppress(OSError, ValueError, AttributeError):
-        seed = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8")).get("seed")
+        seed = read_json(folder / ENVIRONMENT).get("seed")
     name = name if folder.exists() else path
     return Candidate(name=name, path=path, arm=name, seed=seed if isinstance(seed, int) else None, status=status)
 

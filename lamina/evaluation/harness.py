@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from lamina.evaluation.containment import contained, template_error
 from lamina.jobs.files import disk_full
 
 if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks.manager import TaskDict
 
 FEWSHOT_SEED = 1234  # the harness's; ours is added to it
@@ -50,13 +52,9 @@ class Runner:
     chat_template: bool = False
     run_code: bool = False
 
-    def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
-        """Score the model on a unit's tasks; returns the harness's results, and notes.
-
-        Raises:
-            UserError: an answer is longer than the model's context, or the harness can't score the task.
-        """
-        from lm_eval import evaluate
+    @cached_property
+    def language_model(self) -> HFLM:
+        """The model in the harness's wrapper."""
         from lm_eval.models.huggingface import HFLM
 
         network: Json = {  # the harness's decorators hide its parameters from a type checker
@@ -68,8 +66,17 @@ class Runner:
             "batch_size": self.batch_size,
             "max_length": self._longest,
         }
+        return HFLM(**network)
+
+    def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
+        """Score the model on a unit's tasks; returns the harness's results, and notes.
+
+        Raises:
+            UserError: an answer is longer than the model's context, or the harness can't score the task.
+        """
+        from lm_eval import evaluate
+
         options: Json = {
-            "lm": HFLM(**network),
             "task_dict": built,
             "limit": self.limit,
             "bootstrap_iters": BOOTSTRAPS,
@@ -81,6 +88,7 @@ class Runner:
         with quiet_harness(bar) as warnings, contained(self.run_code), without_cache(self.model):
             try:
                 self._prepare(built, num_fewshot)
+                options["lm"] = self.language_model
                 results = cast("Json", evaluate(**options))
             except (*SCORING_ERRORS, TemplateError) as error:
                 if isinstance(error, UserError) or disk_full(error) or out_of_memory(error):

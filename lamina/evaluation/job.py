@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import errno
 import hashlib
-import json
 import logging
 import os
 import re
@@ -34,7 +33,7 @@ from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, item_table, n
 from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
-from lamina.jobs.files import disk_full, read_yaml, write_json, write_text, writing
+from lamina.jobs.files import disk_full, read_json, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
@@ -248,7 +247,7 @@ class Evaluation:
                 if not path.is_file():
                     continue
                 try:
-                    record = json.loads(path.read_text(encoding="utf-8"))
+                    record = read_json(path)
                     if unit != PERPLEXITY:
                         path = items
                         pyarrow.parquet.read_metadata(items)
@@ -279,9 +278,7 @@ class Evaluation:
             "settings": self.settings.to_dict(),
             "models": [
                 {
-                    **{
-                        name: getattr(candidate, name) for name in ("name", "path", "arm", "seed", "status", "left_out")
-                    },
+                    **{name: getattr(candidate, name) for name in _ABOUT},
                     "parameters": next((r["parameters"] for r in finished if r["model"] == candidate.name), None),
                 }
                 for candidate in self.candidates

@@ -62,6 +62,11 @@ def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
     write_text(path, yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True))
 
 
+def read_json(path: Path) -> Json:
+    """Read a JSON file that holds an object. Raises OSError, ValueError."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def read_yaml(path: Path) -> Json:
     """Read a YAML mapping. Raises UserError naming the file if it is missing, unreadable or not a mapping."""
     return read_mapping(path)
@@ -111,7 +116,7 @@ def finite(data: Any) -> Any:
 def read_result(folder: Path) -> Json | None:
     """Read a run's result.json; None if the run has not ended or the file is not readable."""
     try:
-        data = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        data = read_json(folder / RESULT)
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and "status" in data else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Literal, TypeAlias
 from lamina.core.json_types import Json
 from lamina.core.values import writable_folder
 from lamina.errors import UserError
-from lamina.jobs.files import disk_full, read_sealed
+from lamina.jobs.files import disk_full, read_json, read_sealed
 from lamina.jobs.names import COORDINATES, ENVIRONMENT, MANIFEST, RESULT, STUDY
 from lamina.jobs.status import ENDED
 
@@ -163,7 +162,7 @@ def has_result(folder: Path) -> bool:
 
 def _result(folder: Path) -> Json:
     try:
-        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        result = read_json(folder / RESULT)
     except (OSError, ValueError):
         return {}
     return result if isinstance(result, dict) else {}
@@ -188,7 +187,7 @@ def _sweep(folder: Path) -> None:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        return "lamina" in json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["versions"]
+        return "lamina" in read_json(folder / ENVIRONMENT)["versions"]
     except (OSError, ValueError, KeyError, TypeError):  # environment.json itself may be damaged
         if any(folder.glob(f"checkpoints/checkpoint-*/{MANIFEST}")):
             return True

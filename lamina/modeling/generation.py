@@ -21,7 +21,7 @@ class Speaker:
         max_new_tokens: the most that are added.
         temperature: 0 always takes the likeliest token.
         top_p: the share of the likeliest tokens that is sampled from; None for the model's own.
-        stop: texts that end an answer, of which they are no part.
+        stop: texts that end an answer; they are left out of it.
         trust_remote_code: run the model's own Python code, if it has any.
 
     Raises UserError if the folder has no such model, and for a text that fills the model's context.
@@ -63,7 +63,7 @@ class Speaker:
         inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if not inputs["input_ids"].numel():
             raise UserError(f"prompt: {prompt!r} has no tokens (allowed: a text to continue)")
-        return self._text(self._generated(dict(inputs))[0])
+        return self._text(self._generated(dict(inputs))[0], inputs["input_ids"].shape[1])
 
     def check_chat(self) -> None:
         """Raise UserError if the model's tokenizer has no chat template."""
@@ -84,10 +84,11 @@ class Speaker:
         ids = self._generated(dict(inputs))[0, inputs["input_ids"].shape[1] :]
         return self._text(ids).strip()
 
-    def _text(self, ids: torch.Tensor) -> str:
-        """Decode tokens, without the text that stopped them."""
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        return next((text.removesuffix(stop) for stop in self.stop if text.endswith(stop)), text)
+    def _text(self, ids: torch.Tensor, begin: int = 0) -> str:
+        """Decode tokens up to the first text after token ``begin`` that stops them."""
+        text, before = (str(self.tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, ids[:begin]))
+        ends = [end for stop in self.stop if (end := text.find(stop, len(before))) >= 0]
+        return text[: min(ends, default=len(text))]
 
     def _generated(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens = inputs["input_ids"].shape[1]

@@ -42,7 +42,6 @@ RECORDS = ("metrics", "layers", "held_out")
 """The training records that can be measured; ``held_out``, reward and KL by prompt, is a policy's."""
 SOURCES = ("data", "eval_data", "reward_function")
 """The settings of a stage that name files."""
-_FIELDS = ("job", "from", "of", "settings", "skip", "records")
 ENGINE = {
     "output": "--store, the folder of all trials",
     "threads": "--threads",

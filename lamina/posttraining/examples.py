@@ -73,7 +73,7 @@ def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) 
     return items, skipped
 
 
-def load(name: str, source: str) -> Dataset:
+def load(name: str, source: str) -> Dataset | Sequence[Fields]:
     """Read the rows of a source by the datasets library. Raises UserError, about the setting ``name``."""
     import datasets
 
@@ -89,14 +89,38 @@ def load(name: str, source: str) -> Dataset:
             raise UserError(f"{name}: {source!r} ends in {inner_suffix(path) or 'nothing'} (allowed: {ALLOWED})")
         if not path.is_file():
             raise UserError(f"{name}: {source!r}: no such file (allowed: {ALLOWED})")
-        files = glob.escape(str(path.resolve()))
-        return cast("Dataset", datasets.load_dataset(READERS[inner_suffix(path)], data_files=files, split="train"))
+        return _of_file(path)
     except UserError as error:  # the reader of corpora says it of a corpus
         raise UserError(str(error).replace("corpus:", f"{name}:", 1)) from None
     except Exception as error:  # of pyarrow, of pandas, of the library
         if disk_full(error):
             raise
         raise UserError(f"{name}: {source!r} holds no rows ({one_line(error.__cause__ or error)})") from None
+
+
+def _of_file(path: Path) -> Dataset | Sequence[Fields]:
+    """Read a file's rows, with their texts as they are written."""
+    import datasets
+    import pandas as pd
+
+    files, reader = glob.escape(str(path.resolve())), READERS[inner_suffix(path)]
+    texts: Json = {}
+    if reader == "csv":  # else 007 is a number, and NA is missing
+        columns = pd.read_csv(path, nrows=0).columns
+        texts["features"] = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
+        texts["keep_default_na"] = False
+    rows = cast("Dataset", datasets.load_dataset(reader, data_files=files, split="train", **texts))
+    if reader == "json" and "timestamp" in str(rows.features):  # pyarrow takes 2024-01-01 for a moment
+        (document,) = cast(
+            "Dataset", datasets.load_dataset("text", data_files=files, split="train", sample_by="document")
+        )
+        text = str(cast(Fields, document)["text"])
+        try:
+            known = json.loads(text)
+        except ValueError:
+            known = [json.loads(line) for line in text.split("\n") if line.strip()]
+        return known if isinstance(known, list) else [known]
+    return rows
 
 
 def generated_rows(name: str, source: str) -> Iterator[Json]:
@@ -134,8 +158,8 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
         yield {"prompt": question, "chosen": f" {right}", "rejected": f" {wrong}"}
 
 
-def trls_form(row: Fields) -> Json:
-    """Return a row with TRL's names of its fields, and its turns with ``role`` and ``content``.
+def trls_form(row: Fields, needed: Sequence[str]) -> Json:
+    """Return a row with TRL's names of its fields, and the turns of those ``needed`` with ``role`` and ``content``.
 
     Alpaca's instruction and output are a prompt and its completion, ShareGPT's conversations are messages; texts alone,
     as in LIMA, are the user's and the assistant's in turn. A ``text`` is a completion without a prompt.
@@ -147,13 +171,15 @@ def trls_form(row: Fields) -> Json:
         named.setdefault("messages", named.pop("conversations"))
     if "instruction" in row and "messages" not in named:
         further = row.get("input") or ""
+        if not str(row["instruction"]).strip():
+            raise ValueError("the field 'instruction' is empty")
         asked = f"{row['instruction']}\n\n### Input:\n{further}" if str(further).strip() else row["instruction"]
         named.setdefault("prompt", [{"role": "user", "content": asked}])
         if "output" in row:
             named.setdefault("completion", [{"role": "assistant", "content": row["output"]}])
-    if "text" in named and not named.keys() & {"messages", "prompt", "chosen"}:
+    if "text" in named and not named.keys() & {"messages", "prompt", "completion", "chosen"}:
         named |= {"prompt": "", "completion": named["text"]}
-    for name in ("messages", "prompt", "completion", "chosen", "rejected"):
+    for name in needed:
         value = named.get(name)
         if isinstance(value, list) and value:
             named[name] = [_turn(name, number, turn) for number, turn in enumerate(value)]
@@ -200,7 +226,7 @@ def example_of(row: Fields) -> Json:
 
     Raises ValueError for a row of no known form.
     """
-    named = trls_form(row)
+    named = trls_form(row, ("messages", "prompt", "completion"))
     if "messages" in named:
         return {"messages": _up_to("assistant", named["messages"])}
     if "prompt" not in named or "completion" not in named:
@@ -213,7 +239,7 @@ def example_of(row: Fields) -> Json:
 
 def preference_of(row: Fields) -> Json:
     """Return a row as a ``prompt`` and two answers, ``chosen`` and ``rejected``. Raises ValueError for another row."""
-    named = trls_form(row)
+    named = trls_form(row, ("prompt", "chosen", "rejected"))
     if not ("chosen" in named and "rejected" in named):
         raise _no_form(row, "chosen and rejected, with or without a prompt")
     if isinstance(named["chosen"], str) and isinstance(named["rejected"], str):
@@ -229,13 +255,13 @@ def preference_of(row: Fields) -> Json:
 
 def prompt_of(row: Fields) -> Prompt:
     """Return the prompt of a row of any form, without its answer. Raises ValueError for another row."""
-    named = trls_form(row)
+    named = trls_form(row, ("prompt",))
     prompt = named.get("prompt")
     if prompt is None:
-        turns = named.get("messages", named.get("chosen"))
-        if not isinstance(turns, list):
+        name = "messages" if "messages" in named else "chosen"
+        if not isinstance(named.get(name), list):
             raise _no_form(row, "prompt or messages or instruction")
-        return _up_to("user", turns)
+        return _up_to("user", trls_form(named, (name,))[name])
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ValueError("the field 'prompt' is empty")
@@ -280,7 +306,9 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
     ``default``: the name of the template that ``auto`` stands for where the tokenizer has none. Raises UserError for
     an unknown name, a file that can't be read, and a tokenizer without a template.
     """
-    own = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    known: object = tokenizer.chat_template  # of several, one may be the default
+    found = known.get("default") if isinstance(known, dict) else known
+    own = found if isinstance(found, str) else None
     if choice == "auto":
         return own or TEMPLATES.get(str(default))
     if choice == "tokenizer" and own is None:

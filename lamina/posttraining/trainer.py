@@ -74,7 +74,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     def __init__(self, *args: Passed, run: TrainingRun, schedule: Callable[[int], float] | None, **kwargs: Passed):
         self.processes, self.guard, self.order, self.states = run.processes, run.guard, run.order, run.states
-        self.schedule = schedule
+        self.schedule, self.trl = schedule, getattr(run.settings, "trl", {})
         self.series = StepSeries(self.processes)
         self.layer_rows, self.gradient_norms = [], None
         super().__init__(*args, **kwargs)
@@ -86,7 +86,12 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         """Write no card into a checkpoint."""
 
     def training_step(self, *args: Passed, **kwargs: Passed) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
+        try:
+            loss = super().training_step(*args, **kwargs)
+        except ValueError as error:  # TRL checks some of its arguments where it uses them
+            if not self.trl or isinstance(error, UserError):
+                raise
+            raise UserError(f"trl: {one_line(error)}") from error
         self.series.add_loss(loss)
         if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
             self.guard.see_loss(self.state.global_step + 1, value)

@@ -353,8 +353,8 @@ class TuningStage(TrainingStage[S]):
     def trainer(self, run: TrainingRun) -> TunedTrainer:
         settings = self.settings.as_run()
         # TRL turns checkpointing on by default, under the name that transformers had for it before 5.23
-        fields = {"gradient_checkpointing": self.settings.gradient_checkpointing, **self.settings.trl}
-        fields |= self.fields(run)
+        checkpointing = {"gradient_checkpointing": self.settings.gradient_checkpointing}
+        fields = {**checkpointing, **self.fields(run), **self.settings.trl}
         arguments = arguments_of(trl(f"{self.theirs}Config"), settings, run.processes.size, **fields)
         try:
             return trainer_class(self.part, self.theirs)(

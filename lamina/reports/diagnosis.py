@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import read_result, read_yaml
+from lamina.jobs.files import read_json, read_result, read_yaml
 from lamina.jobs.names import CONFIG
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
@@ -27,6 +26,7 @@ from lamina.reports.records import Frame, Trial, read_run
 from lamina.reports.style import polish
 from lamina.training.monitor.alarms import (
     AFTER,
+    BEFORE,
     FACTORS,
     NOTABLE,
     Alarm,
@@ -80,7 +80,9 @@ def jump_around(rows: Frame, step: int) -> Jump | None:
     found: list[tuple[float, Jump]] = []
     for (layer, sublayer), group in inside.groupby(["layer", "sublayer"]):
         table = group.pivot_table(index="step", columns="metric", values="value", aggfunc="last")
-        norms = table["weight_norm"].dropna() if "weight_norm" in table else table.iloc[:0, 0]
+        if "weight_norm" not in table:  # none is a number
+            continue
+        norms = table["weight_norm"].dropna()
         earlier, later = norms[norms.index < step], norms[norms.index >= step]
         if earlier.empty or later.empty:
             continue
@@ -205,7 +207,8 @@ def loss_rise(losses: Mapping[int, float]) -> int | None:
     steps, guard = sorted(losses), DivergenceGuard(margin=_SLOW, patience=_PATIENCE)
     values = [losses[step] for step in steps]
     for place, step in enumerate(steps):
-        if not math.isfinite(values[place]) or risen(values[:place], values[place : place + AFTER]):
+        before, after = values[max(0, place - BEFORE) : place], values[place : place + AFTER]
+        if not math.isfinite(values[place]) or risen(before, after):
             return step if guard.above_since is None else guard.above_since
         try:
             guard.see_loss(step, values[place])
@@ -386,7 +389,8 @@ def _cause_of_first(evidence: Evidence) -> Cause | None:
         return CAUSES["number range" if evidence.half else "values that are not finite"]
     if first.rule == "apart" and first.metric == "weight_norm":
         rows = evidence.trial.layers
-        grown = first.step > rows[rows["metric"] == "weight_norm"]["step"].min()
+        steps = rows.loc[rows["metric"] == "weight_norm", "step"]
+        grown = steps.empty or first.step > steps.min()
         return CAUSES[("number range" if evidence.half else "learning rate too high") if grown else "initialization"]
     if first.rule in _RULES and not (first.rule == "apart" and first.step > _START):
         return CAUSES[_RULES[first.rule]]
@@ -453,7 +457,7 @@ def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
         texts.append(str(jump))
     texts.append(f"Likely cause: {cause.name}. {cause.meaning}")
     texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
-    findings: dict[str, str] = json.loads(FINDINGS.read_text(encoding="utf-8"))
+    findings: dict[str, str] = read_json(FINDINGS)
     return texts + [f"Lamina's own study: {findings[claim]}" for claim in cause.claims if claim in findings]
 
 

@@ -112,7 +112,11 @@ def notices(
     Plain text: whoever puts it into a page escapes it.
     """
     rows = rows_of(summary)
-    compared = [_inits(rows, recommended or {}), _rates(rows), ONE_SEED * (max(row["seeds"] for row in rows) < 2)]
+    compared = [
+        _inits(rows, recommended or {}),
+        _rates(rows),
+        ONE_SEED * (max((row["seeds"] for row in rows), default=2) < 2),
+    ]
     texts = [*(compared if len(rows) > 1 else ()), *_widths(rows, settings or {}), *_edges(rows, results)]
     texts.append(_budget(rows) if len(rows) > 1 else "")
     cut = int((results["status"] == "interrupted").sum())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import finite
+from lamina.jobs.files import finite, read_json
 from lamina.jobs.names import COORDINATES, PAGE, RESULT, RESULTS, SLOPES, TRANSFER
 from lamina.reports.pages import max_rate
 from lamina.reports.pages.transfer import sentences
@@ -97,7 +97,7 @@ def max_lr(folder: Path, results: Frame) -> str:
 def transfer(folder: Path, results: Frame) -> str:
     """A transfer's rates, sentences and roles, and where the page and the numbers are."""
     del results
-    summary = json.loads((folder / TRANSFER).read_text(encoding="utf-8"))
+    summary = read_json(folder / TRANSFER)
     return f"{transferred(summary)}\n\n{_files(folder, RESULTS, TRANSFER)}"
 
 
@@ -125,7 +125,7 @@ def coord_check(folder: Path, slopes: Frame) -> str:
         slope = rows.set_index("step")["slope"]
         worst = next((v for v in ("broken", "grows", "shrinks") if rows["verdict"].eq(v).any()), "flat")
         lines.append(f"{module:<36} {slope[0]:>+13.2f} {slope[last]:>+14.2f}  {worst}")
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    result = read_json(folder / RESULT)
     names = f" ({', '.join(result['modules'])})" if result["modules"] else ""
     lines += ["", f"{result['verdict']}{names}, with a tolerance of {result['tolerance']:g}"]
     return "\n".join([*lines, _files(folder, SLOPES, COORDINATES)])

@@ -9,7 +9,7 @@ from typing import Any
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import read_result, read_sealed, read_yaml, write_sealed
+from lamina.jobs.files import read_json, read_result, read_sealed, read_yaml, write_sealed
 from lamina.jobs.names import CONFIG, PLAN, RESULT, STUDY
 from lamina.jobs.status import ENDED
 from lamina.placements import Plan
@@ -52,7 +52,7 @@ def refuse_another_trial(trial: PretrainSettings, plan: Plan) -> None:
     folder = Path(trial.output)
     known = json.loads(json.dumps(plan.to_dict()))
     try:
-        stored = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        stored = read_json(folder / PLAN)
     except (OSError, ValueError):
         stored = known
     if stored != known:

@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     from lamina.training.monitor.max_rate_rules import MaxRateRules
 
 
+_ONE_INIT = (
+    "one initializer for all: same:NAME (of `lamina pretrain --init`); or recommended: each placement's own, which "
+    "compares both together"
+)
+
+
 @takes(Numbers)
 def seed_list(name: str, value: object) -> str:
     """Comma-separated seeds, at least one and none twice."""
@@ -94,11 +100,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         rates_by_placement,
         decides=False,
     )
-    init: str = changed(
-        SAME + SUITS,
-        help="one initializer for all: same:NAME (of `lamina pretrain --init`); or recommended: each placement's "
-        "own, which compares both together",
-    )
+    init: str = changed(SAME + SUITS, help=_ONE_INIT)
     output: str = changed("runs/compare")
 
     def check(self) -> None:
@@ -247,11 +249,7 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
 
     placements: str | tuple[str, ...] = changed("post_ln,pre_ln,keel")
     seeds: str | int | tuple[int | str, ...] = changed("0,1,2")
-    init: str = changed(
-        SAME + SUITS,
-        help="one initializer for all: same:NAME (of `lamina pretrain --init`); or recommended: each placement's "
-        "own, which compares both together",
-    )
+    init: str = changed(SAME + SUITS, help=_ONE_INIT)
     output: str = changed("runs/max-lr")
 
     def check(self) -> None:

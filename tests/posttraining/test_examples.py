@@ -201,6 +201,38 @@ def test_files_of_each_kind_are_read(tmp_path, name, content):
     assert read("data", str(tmp_path / name), example_of, skip_bad=False) == (ROWS, 0)
 
 
+WRITTEN = [{"prompt": "When?", "completion": answer} for answer in ("2024-01-01", "2024-06-30")]
+NUMBERS = [{"prompt": "How many?", "completion": answer} for answer in ("007", "NA", "True", "null")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rows"),
+    [
+        ("dates.jsonl", "".join(json.dumps(row) + "\n" for row in WRITTEN), WRITTEN),
+        ("dates.json", json.dumps(WRITTEN), WRITTEN),
+        (
+            "numbers.csv",
+            "prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in NUMBERS),
+            NUMBERS,
+        ),
+    ],
+)
+def test_texts_that_look_like_dates_numbers_or_nothing_stay_texts(tmp_path, name, content, rows):
+    (tmp_path / name).write_text(content)
+    assert read("data", str(tmp_path / name), example_of, skip_bad=False) == (rows, 0)
+
+
+def test_fields_that_are_not_used_may_hold_anything():
+    assert prompt_of({"prompt": "p", "completion": 4, "messages": "[]"}) == "p"
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    assert preference_of({**pair, "completion": 3}) == pair
+
+
+def test_an_empty_instruction_is_no_prompt():
+    with pytest.raises(ValueError, match="'instruction' is empty"):
+        example_of({"instruction": " ", "output": "a"})
+
+
 def test_rows_of_several_forms_have_their_own_fields(tmp_path):
     mixed = [*ROWS, {"messages": [user("q"), assistant("a")]}, {"prompt": [user("q")], "completion": "a"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))

@@ -199,6 +199,14 @@ def test_a_gain_that_was_written_is_no_bad_batch_and_its_layer_is_named(tmp_path
     assert [(alarm.step, alarm.layer) for alarm in gains] == [(35, 1)]
 
 
+def test_weights_that_are_no_numbers_at_any_record_have_no_jump():
+    rows = [
+        (step, 1, "attention", "all", metric, math.nan) for step in (1, 2) for metric in ("weight_norm", "update_norm")
+    ]
+    frame = pd.DataFrame(rows, columns=["step", "layer", "sublayer", "role", "metric", "value"])
+    assert jump_around(frame, 2) is None
+
+
 def test_a_healthy_run_has_no_jump(tmp_path):
     folder = train_and_write(tmp_path / "run")
     assert gather(folder).first is None

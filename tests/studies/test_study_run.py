@@ -257,6 +257,7 @@ def test_other_seeds_and_another_text_are_other_trials(run, tmp_path, corpus):
         ({"job": "train"}, r"unknown job in .*'train'"),
         ({"base": "smal"}, r"unknown base .*did you mean 'small'"),
         ({"axes": {"learning_rate": {"tune": []}}}, r"learning_rate: \[\]"),
+        ({"axes": {"seed": 0}}, r"seed: 0 \(allowed"),
         ({"axs": {}}, r"unknown field .*'axs'; did you mean 'axes'"),
     ],
 )

@@ -108,6 +108,19 @@ def test_a_gradient_that_the_loss_follows_is_an_alarm_of_its_own_step(rises, sai
     assert bool(notable) != said
 
 
+def test_a_gradient_is_an_alarm_if_the_loss_is_not_finite_after_it():
+    found, notable = followed({31}, lambda step: math.nan if step > 31 else 2.0)
+    assert (31, "attention") in found
+    assert not notable
+
+
+def test_of_values_that_are_not_finite_the_first_layers_state_is_told_before_any_gradient():
+    states = [row(5, math.nan, layer=layer, metric="hidden_variance") for layer in (1, 2, 3)]
+    gradients = [row(5, math.nan, layer=layer) for layer in (0, 1, 2, 3)]
+    first, *_ = Alarms().see([*gradients, *states])
+    assert (first.layer, first.metric) == (1, "hidden_variance")
+
+
 @pytest.mark.parametrize("cut", [31, 32, 34, 50])
 def test_a_checkpoint_holds_what_waits_for_what_follows_it(cut):
     whole, parts = Alarms(), Alarms()

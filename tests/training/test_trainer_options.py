@@ -64,7 +64,11 @@ def test_the_schedules_that_are_allowed_train(trained, scheduler):
         ),
         ({"lr_scheduler_kwargs": {"no_such": 1}}, "no_such"),
         ({"optim": "sgd", "optim_args": "momentum=x"}, r"trainer\.optim: 'sgd' can't be used here"),
+        ({"optim": "no_such_optimizer"}, r"trainer.*no_such_optimizer"),
         ({"dataloader_prefetch_factor": 2}, "dataloader_num_workers of at least 1"),
+        ({"bf16": True}, r"trainer\.bf16: set by --precision"),
+        ({"fp16": True}, r"trainer\.fp16: set by --precision"),
+        ({"torch_compile": True}, r"trainer\.torch_compile: set by --compile"),
     ],
 )
 def test_what_can_not_work_is_said_before_the_run(options, said):

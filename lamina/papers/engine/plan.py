@@ -102,7 +102,10 @@ class StudyPlan:
         self._made: dict[tuple[int, float | None, int, bool | str], StudyTrial] = {}
 
     def dry(self) -> dict[str, dict[str, Settings]]:
-        """Return the trials' settings by arm and name without reading the text; a tuned arm has its first rate."""
+        """Return the trials' settings by arm and name without reading the text.
+
+        A tuned arm has all rates at the tuning seeds, and its first rate at the others.
+        """
         scale, found = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
         rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -14,7 +13,7 @@ from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
-from lamina.jobs.files import read_sealed
+from lamina.jobs.files import read_json, read_sealed
 from lamina.jobs.names import CLAIMS, STUDY
 from lamina.papers.judging.claims import Claim, judge, judgeable, load_claims
 from lamina.papers.judging.findings import Verdict
@@ -129,7 +128,7 @@ def read_claims(folder: Path) -> list[Json] | None:
     if not path.is_file():
         return None
     try:
-        claims = json.loads(path.read_text(encoding="utf-8"))
+        claims = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{str(path)!r}: not readable ({error})") from None
     if not isinstance(claims, list):

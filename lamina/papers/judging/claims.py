@@ -1,7 +1,7 @@
 """Claims: functions beside a study's YAML that judge its trials, and the judge that calls them.
 
-A claim's code asks for numbers; `Reads` says of which trials. So no claim can forget a rule, and one that reads only
-models before training is under none of them.
+A claim's code asks for numbers; `Reads` says of which trials, and `limited` applies the rules of power to these. So no
+claim can forget a rule, and one that reads only models before training is under none of them.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Records:
 
     @cached_property
     def rows(self) -> dict[str, Json]:
-        """Return the result of every recorded trial by its key. Raises UserError for a file that can't be read."""
+        """Return the result of every recorded trial that ended, by its key. Raises UserError for an unreadable file."""
         import pandas as pd
 
         tables, places, own = [], set(), {"key", *columns.names()}

@@ -148,6 +148,7 @@ def _forward_passes(
         probes[key[0]].see(key[1], value)
         seconds[probes[key[0]]] += time.monotonic() - began
 
+    sequences = 0
     with torch.no_grad(), watch(points, see, root=root):
         for number, inputs in enumerate(context.batches):
             context.progress(number, len(context.batches), PASSES)
@@ -159,7 +160,8 @@ def _forward_passes(
                 seconds[probe] += time.monotonic() - began
             del output
             context.forwards = number + 1
-            if tolerance > 0 and sample_of(context.batches[: number + 1]).sequences >= MIN_SEQUENCES:
+            sequences += len(next(iter(inputs.values())))
+            if tolerance > 0 and sequences >= MIN_SEQUENCES:
                 errors = [e for e in (probe.standard_error() for probe in streaming) if e is not None]
                 if errors and max(errors) <= tolerance:
                     break

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import errno
 import inspect
-import json
 import logging
 import math
 import os
@@ -25,7 +24,7 @@ from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.core.specs import split
 from lamina.errors import UserError
-from lamina.jobs.files import disk_full, read_result, read_yaml, write_json, write_text, writing
+from lamina.jobs.files import disk_full, read_json, read_result, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
@@ -81,7 +80,7 @@ def probe_folder(
     specs = spec_by_name(complete.probes)
     done = finished(job.folder, specs) if job.resumes else {}
     if done and all(name in done for name in specs):
-        return json.loads((job.folder / RESULT).read_text(encoding="utf-8"))
+        return read_json(job.folder / RESULT)
     measuring = Measuring(complete, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
     with job:
         job.write_yaml(CONFIG, complete.to_dict())

@@ -216,7 +216,10 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[i
 
 
 def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tensors) -> LayerSite:
-    """Return the layer without feed-forwards that are none: what mixes tokens, what RWKV gates behind the matrix."""
+    """Return the layer with what is not a feed-forward unmarked.
+
+    A sub-layer that mixes tokens becomes a mixer; one that is gated after its last matrix, as in RWKV, keeps its kind.
+    """
     sublayers = []
     for number, sublayer in enumerate(site.sublayers):
         down = tensors.get(("down", site.index, number))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 from pathlib import Path
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import COORDINATES, PAGE, RESULT, SLOPES
 from lamina.reports import charts, tables
@@ -38,7 +38,7 @@ def coordinates_report(folder: Path) -> Path:
     with whole(folder, "coordinate check"):
         sizes: Frame = read_parquet(folder / COORDINATES)
         slopes: Frame = pd.read_csv((folder / SLOPES).absolute())
-        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        result = read_json(folder / RESULT)
     header = study_header(folder)
     settings = header.get("settings")
     settings = settings if isinstance(settings, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
+from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE, RESULT, RESULTS
 from lamina.reports import tables
@@ -36,7 +36,7 @@ from lamina.reports.tables import (
 def evaluation_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of its result.json and results.csv. Raises UserError where these are not whole."""
     with whole(folder, "evaluation"):
-        known = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        known = read_json(folder / RESULT)
         return _page(folder, known, rows_of(pd.read_csv(folder / RESULTS)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -15,6 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
+from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import LAYERS, PAGE, PREFLIGHT
 from lamina.reports import charts
@@ -53,7 +53,7 @@ def preflight_report(folder: Path) -> Path:
     them the ``losses`` of the burn-in's steps.
     """
     with whole(folder, "preflight"):
-        known = json.loads((folder / PREFLIGHT).read_text(encoding="utf-8"))
+        known = read_json(folder / PREFLIGHT)
         layers: Frame = pd.read_parquet((folder / LAYERS).absolute())
         return _page(folder, pd.DataFrame(known["rows"]), layers, known["losses"], known["command"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from functools import partial
@@ -16,6 +15,7 @@ import plotly.io
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
+from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import ENVIRONMENT, PAGE, RESULT
 from lamina.probes.job.compact import compact
@@ -56,7 +56,7 @@ def probing_report(folder: Path) -> Path:
 
 def draw(folder: Path) -> list[Path]:
     """Write FOLDER/figures/NAME.png beside each figure's .json. Raises UserError without a working browser."""
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    result = read_json(folder / RESULT)
     pictures = []
     for drawn in (drawn for entry in result["probes"].values() for drawn in entry.get("figures") or ()):
         source = folder / "figures" / Path(drawn["file"]).name

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from lamina.errors import UserError
+from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE, RESULTS, TRANSFER
 from lamina.reports import figures, sections, tables
@@ -27,7 +27,7 @@ def transfer_report(folder: Path) -> Path:
     if not (folder / TRANSFER).exists() and has_study(folder):
         return study_report(folder)
     with whole(folder, "transfer"):
-        summary = json.loads((folder / TRANSFER).read_text(encoding="utf-8"))
+        summary = read_json(folder / TRANSFER)
     study = read_study(folder)
     if "hidden_size" not in study.results:  # complete() keeps unknown columns
         raise UserError(f"{str(folder / RESULTS)!r}: the column hidden_size is missing")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Protocol
 
 from lamina.core.json_types import Json, RunState
 from lamina.jobs import manifest
+from lamina.jobs.files import read_json
 from lamina.jobs.folder import drop_old
 from lamina.jobs.manifest import (
     NOT_A_MANIFEST,
@@ -141,7 +141,7 @@ def step_of(path: Path) -> int:
 
 def run_state(path: Path) -> Json:
     """Read a whole checkpoint's run state: everything but tensors, such as the guard, records and rollbacks."""
-    return json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
+    return read_json(path / RUN_STATE)
 
 
 def listed_state(path: Path) -> Json | None:

@@ -8,11 +8,12 @@ import logging
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import cast
 
 from lamina.core.json_types import Json
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
-from lamina.jobs.files import read_result, read_yaml, write_json
+from lamina.jobs.files import read_json, read_result, read_yaml, write_json
 from lamina.jobs.manifest import MODEL, refuse_damaged
 from lamina.jobs.names import CONFIG, PLAN
 from lamina.jobs.run_folder import RunFolder
@@ -104,7 +105,7 @@ def _changed(settings: PretrainSettings, noted: Path) -> str:
 def noted(path: Path) -> Json:
     """Read a JSON object; empty if the file is missing or holds another value."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path)
     except (OSError, ValueError):
         return {}
     return stored if isinstance(stored, dict) else {}
@@ -150,7 +151,7 @@ class Rollbacks:
         """Return the rollbacks so far of a folder's run. Raises UserError if their file is damaged."""
         path = folder / ROLLBACKS
         try:
-            entries = json.loads(path.read_text(encoding="utf-8"))
+            entries = cast("list[Json]", read_json(path))
             return cls(folder=folder, done=[Rollback(**{**e, "skipped": tuple(e["skipped"])}) for e in entries])
         except FileNotFoundError:
             return cls(folder=folder)

@@ -97,7 +97,8 @@ class Alarm:
         ones.
         """
         place = 2 * self.layer + (self.sublayer == "feed_forward")
-        arose = [self.layer < 0, self.sublayer == "block", place if self.metric.startswith("hidden") else -place]
+        forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
+        arose = [self.layer < 0, self.sublayer == "block", not forward, place if forward else -place]
         return self.step, ORDER.index(self.rule), *(arose if self.rule == "not_finite" else ()), -self.excess
 
 
@@ -125,7 +126,7 @@ class Alarms:
 
     Args:
         half: whether the model computes in float16, whose largest number is 65504.
-        folder: of the run, whose alarms.jsonl gets a line for each alarm, oldest first; None: there is not a file.
+        folder: of the run, whose alarms.jsonl gets a line for each alarm, oldest first; None: no file is written.
 
     Attributes:
         told: alarms and notable batches so far, oldest first.
@@ -288,7 +289,8 @@ class Alarms:
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
             before = [loss for at, loss in self._losses if at < alarm.step]
             after = [loss for at, loss in self._losses if alarm.step < at <= alarm.step + HELD]
-            if (found and alarm.step <= step <= alarm.step + HELD) or risen(before, after[-AFTER:]):
+            broken = not all(map(math.isfinite, after))
+            if broken or (found and alarm.step <= step <= alarm.step + HELD) or risen(before, after[-AFTER:]):
                 told.append(alarm)
                 if key is not None:
                     self._out.add(key)
@@ -378,7 +380,7 @@ def describe(alarm: Alarm) -> str:
         "fp16": f"the largest |x| is {alarm.value:.3g}, and float16 ends at {alarm.usual:g}",
         "dead": "its gradient is zero",
         "apart": f"{name} is {alarm.excess:.3g} times the other layers' median",
-        NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, for this step alone",
+        NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, and nothing followed",
         "rewritten": f"one step changes {alarm.value:.0%} of its weights' norm",
     }
     return f"step {alarm.step}, {where}: {words[alarm.rule]}"

@@ -100,8 +100,9 @@ class DivergenceGuard:
         """Name what left first, and when, in a clause."""
         if (first := self.alarms.first(math.inf if self.above_since is None else self.above_since)) is None:
             return "no layer's recorded statistics left before it"
-        name = "the model" if first.layer < 0 else self.paths.get(first.layer, f"model.model.layers[{first.layer}]")
-        return f"{name} left first: {describe(first)}"
+        if first.layer < 0:
+            return f"what left first: {describe(first)}"
+        return f"{self.paths.get(first.layer, f'model.model.layers[{first.layer}]')} left first: {describe(first)}"
 
 
 MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]

@@ -273,7 +273,9 @@ class Monitor:
         if self.diverged is not None and status in (Status.FINISHED, Status.INTERRUPTED):
             status, reason = Status.DIVERGED, self.diverged.reason
         if self.processes.size == 1 or status is Status.FINISHED:  # the others may have left
-            self._add(self._series_rows())
+            rows = self._series_rows()
+            self.alarms.see(rows)
+            self._add(rows)
         if self.records is not None:
             seconds = time.monotonic() - self._begun
             new = self.instruments.tokens * self.processes.size

@@ -101,7 +101,8 @@ class MonitoredTrainer(_Trainer):
         if not math.isfinite(value) and self.scaler() is not None and self.overflows_in_a_row < self.guard.patience:
             self.layer_rows = []  # the scaler skips the step and halves its scale: nothing has diverged yet
             return norm
-        self.guard.alarms.see(self.layer_rows)
+        if not math.isfinite(value):  # the run ends; else the recorder tells the rows, after the losses before them
+            self.guard.alarms.see(self.layer_rows)
         self.guard.see_gradient(step, value)
         return norm
 
@@ -304,9 +305,9 @@ class RunRecorder(TrainerCallback):
 
     def close(self) -> None:
         """Write the collected rows and close the progress bar; may be called twice."""
-        self.alarms.close()
         try:
             self.layers.flush()
+            self.alarms.close()
             if self.trackers is not None:
                 self.trackers.close()
         finally:
@@ -317,12 +318,11 @@ class RunRecorder(TrainerCallback):
         model = self.trainer.bare_model()
         device = next(model.parameters()).device
         states = hidden_state_rows(model, self.monitor_inputs.to(device), step)
-        rows = [*states, *gain_rows(model, step)]
+        rows = [*gradients, *states, *gain_rows(model, step)]
         rows += self.updates.rows(step) if self.updates is not None else []
         rows += self.trainer.experts.rows(step) if self.trainer.experts is not None else []
         self.alarms.see(rows, None if self.updates is None else self.updates.rate)
         self._log_news()
-        rows = [*gradients, *rows]  # the alarms have seen the gradients
         self.layers.add(rows)
         if time.monotonic() - self._flushed > 30:
             self.layers.flush()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lamina.core.json_types import Json, RunState
 from lamina.core.values import path
-from lamina.errors import UserError
+from lamina.errors import UserError, one_line
 from lamina.jobs.columns import SCORES, SPIKES
-from lamina.jobs.files import finite, read_yaml, write_lines, writing
+from lamina.jobs.files import finite, read_json, write_lines, writing
 from lamina.jobs.manifest import sync
 from lamina.jobs.names import METRICS
 from lamina.jobs.run_folder import RunFolder
@@ -335,8 +335,11 @@ def read_about(folder: Path) -> Json:
     """
     if not (folder / WATCHED).exists():
         return {}
-    about = read_yaml(folder / WATCHED)  # JSON is YAML
-    version = about.get("record")
+    try:
+        about = read_json(folder / WATCHED)
+        version = about.get("record")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"record: {str(folder / WATCHED)!r} cannot be read ({one_line(error)})") from None
     if version != VERSION:
         raise UserError(
             f"record: {str(folder)!r} holds records of version {version!r} (allowed: {VERSION}, which this version of "
