@@ -17,7 +17,7 @@ from lamina.core.architectures import HIDDEN, ROLES
 from lamina.core.initializers import BRANCH_OUT, INITIALIZERS, WITH_GAIN, Facts, check
 from lamina.errors import UserError
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.modeling.modeling_lamina import LaminaNorm, Terms, adapter_of
+from lamina.modeling.modeling_lamina import LaminaNorm, Residual, Terms, adapter_of
 from lamina.modeling.parts import body_of, sublayers, temporary_hooks
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Weight(Facts):
-    """A parameter and the facts that an initializer may need.
+    """A parameter and the facts that an initializer may need. The role "wiring" is never drawn, and does not decay.
 
     ``sublayer`` is "attention", "feed_forward", "embedding" or "readout"; ``rows`` the channels out of a part that is
     not one matrix.
@@ -65,7 +65,7 @@ def initialize(
     for weight in weights(model):
         if weight.role == "bias":
             weight.parameter.zero_()
-        elif weight.role != "vector":
+        elif weight.role not in ("vector", "wiring"):
             like, factor = (weight, 1.0) if base is None else base[weight.name]
             stds = [entry.function(piece, std) * factor for piece in _pieces(like, model)]
             pieces = _pieces(weight, model)
@@ -138,7 +138,9 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
         owner, _, last = name.rpartition(".")
         holder = owner.rpartition(".")[2] if last in ("weight", "bias") else last
         place = wirings.get(".".join(name.split(".")[:depth]))
-        if isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2:
+        if isinstance(modules[owner], Residual):
+            role = "wiring"
+        elif isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2:
             role = "bias" if last == "bias" and isinstance(modules[owner], nn.Linear | nn.Conv2d) else "vector"
         elif place is not None:
             role = roles.get(f"{place[1]}.{holder}") or roles.get(holder, HIDDEN)

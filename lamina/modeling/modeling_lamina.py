@@ -2,7 +2,7 @@
 
 Attention and feed-forward come from the backbone as transformers builds it; each is wired again as
 
-    y = C( skip_scale * s + B( module( pre_scale * A(x) ) ) )
+    y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
 Copied beside a checkpoint by transformers, so it imports only torch, transformers and its configuration.
 """
@@ -10,6 +10,7 @@ Copied beside a checkpoint by transformers, so it imports only torch, transforme
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -325,8 +326,8 @@ def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
 class Terms:
     """The terms of one sub-layer's equation in one forward pass, each [batch, tokens, hidden_size].
 
-    ``output`` is the module's, ``branch`` is B(output), ``source`` is s, ``skip`` is skip_scale * s and ``sum`` is
-    skip + branch, the input of C.
+    ``output`` is the module's, ``branch`` is out_scale * B(output), ``source`` is s, ``skip`` is skip_scale * s and
+    ``sum`` is skip + branch, the input of C.
     """
 
     output: torch.Tensor
@@ -336,8 +337,14 @@ class Terms:
     sum: torch.Tensor
 
 
+SCALES = ("skip_scale", "pre_scale", "out_scale")
+# A sub-layer's fields that its record leaves out at their default.
+YOUNGER = {"out_scale": 1.0, "out_scale_learned": "no", "coupling": "none", "gate_temperature": 1.0}
+_LEAST_VARIANCE = 1e-3  # of the skip under "variance", as in Muse Spark
+
+
 class Residual(nn.Module):
-    """One sub-layer as the plan's record says: y = C(skip_scale * s + B(module(pre_scale * A(x)))).
+    """One sub-layer as the plan's record says: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
 
     Constant scales are floats (a buffer would come back as garbage from the meta device), learned ones Parameters.
     ``scaled`` names the scales that are applied even where they are 1: those that other layers of the plan have. Layers
@@ -354,34 +361,46 @@ class Residual(nn.Module):
         scaled: Collection[str] = (),
     ):
         super().__init__()
-        self.sublayer = Record(sublayer)
+        self.sublayer = Record({**YOUNGER, **sublayer})
         self.module = module
         self.pre_norm = make_norm(sublayer["pre_norm"], hidden_size, style)
         self.out_norm = make_norm(sublayer["out_norm"], hidden_size, style)
         self.post_norm = make_norm(sublayer["post_norm"], hidden_size, style)
         self.dropout: nn.Module | None = nn.Dropout(dropout) if dropout else None
         self.skip: str = sublayer["skip"]
+        self.coupling: str = self.sublayer["coupling"]
         self.skip_scale = self._scale("skip_scale", hidden_size)
         self.pre_scale = self._scale("pre_scale", hidden_size)
+        self.out_scale = self._scale("out_scale", hidden_size)
+        self.gate = self._scale("gate", hidden_size) if "gate" in self.starts() else None
         # Decided once: comparing the floats in forward would make torch.compile guard on each layer's value.
-        self._has_skip_scale = "skip_scale" in scaled or self._is_scaled("skip_scale")
-        self._has_pre_scale = "pre_scale" in scaled or self._is_scaled("pre_scale")
+        self._applied = {name: name in scaled or self._is_scaled(name) for name in SCALES}
         self._terms_hooks: OrderedDict[int, Callable[[Terms], None]] = OrderedDict()
 
     def _is_scaled(self, name: str) -> bool:
         scale = getattr(self, name)
-        return isinstance(scale, nn.Parameter) or scale != 1.0
+        coupled = self.coupling != "none" and name != "pre_scale"
+        return coupled or isinstance(scale, nn.Parameter) or scale != 1.0
 
     def _scale(self, name: str, hidden_size: int) -> float | nn.Parameter:
-        learned, value = self.sublayer[f"{name}_learned"], float(self.sublayer[name])
-        if learned == "no":
-            return value
-        return nn.Parameter(torch.full((hidden_size,) if learned == "vector" else (), value))
+        learned, starts = self.sublayer[f"{'out_scale' if name == 'gate' else name}_learned"], self.starts()
+        if learned == "no" or (name == "out_scale" and "gate" in starts):
+            return starts[name]
+        scalar = (1,) if name in ("out_scale", "gate") else ()  # FSDP2 shards no 0-d tensor; older checkpoints have it
+        return nn.Parameter(torch.full((hidden_size,) if learned == "vector" else scalar, starts[name]))
+
+    def starts(self) -> dict[str, float]:
+        """The scales at the start, and the gate's logit where out_scale is learned under a coupling."""
+        values = {name: float(self.sublayer[name]) for name in SCALES}
+        if self.coupling != "none" and self.sublayer["out_scale_learned"] != "no":
+            b = values["out_scale"]
+            values["gate"] = float(self.sublayer["gate_temperature"]) * math.log(b / (1 - b))
+        return values
 
     def forward(self, x: torch.Tensor, block_input: torch.Tensor | None = None, **kwargs: object) -> torch.Tensor:
         """``x`` and ``block_input``: [batch, tokens, hidden_size]; the block's input is x by default."""
         hidden = x if self.pre_norm is None else self.pre_norm(x)
-        if self._has_pre_scale:
+        if self._applied["pre_scale"]:
             hidden = hidden * self.pre_scale
         output = self.module(hidden, **kwargs)
         if isinstance(output, tuple):  # attention also returns its weights
@@ -389,6 +408,8 @@ class Residual(nn.Module):
         branch = output if self.out_norm is None else self.out_norm(output)
         if self.dropout is not None:
             branch = self.dropout(branch)
+        if self._applied["out_scale"]:
+            branch = branch * self.branch_factor()
         source = skip_source(self.skip, x, block_input)
         skip = self.scale_skip(source)
         total = skip + branch
@@ -398,9 +419,25 @@ class Residual(nn.Module):
                 hook(terms)
         return total if self.post_norm is None else self.post_norm(total)
 
+    def branch_factor(self) -> float | torch.Tensor:
+        """What multiplies B(module(...)): a number, [1] or [hidden_size]."""
+        return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
+
+    def skip_factor(self) -> float | torch.Tensor:
+        """What multiplies s: skip_scale, or by the coupling 1 - b or sqrt(1 - b^2) of the branch's factor b."""
+        if self.coupling == "none":
+            return self.skip_scale
+        b = self.branch_factor()
+        if self.coupling == "lerp":
+            return 1 - b
+        if self.gate is None:
+            return (1 - b * b) ** 0.5
+        rest = torch.sigmoid(-self.gate / self.sublayer["gate_temperature"])  # 1 - b, without cancellation
+        return (rest * (1 + b)).clamp(min=_LEAST_VARIANCE).sqrt()
+
     def scale_skip(self, source: torch.Tensor) -> torch.Tensor:
         """skip_scale * s, in the precision of ``source`` at least."""
-        return source * self.skip_scale if self._has_skip_scale else source
+        return source * self.skip_factor() if self._applied["skip_scale"] else source
 
     def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
         """Call ``hook`` with the terms of every forward pass until the handle is removed.
@@ -412,9 +449,9 @@ class Residual(nn.Module):
         return handle
 
     @property
-    def graph_key(self) -> tuple[str, bool, bool]:
-        """What decides the compiled graph: the skip's source, and which scales are applied."""
-        return self.skip, self._has_skip_scale, self._has_pre_scale
+    def graph_key(self) -> tuple[object, ...]:
+        """What decides the compiled graph: the skip's source, the coupling, and which scales are applied."""
+        return self.skip, self.coupling, *self._applied.values()
 
 
 class Block(GradientCheckpointingLayer):
@@ -442,9 +479,9 @@ class _InitializesPlan:
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Residual):
-            for name in ("skip_scale", "pre_scale"):
+            for name, start in module.starts().items():
                 if isinstance(parameter := getattr(module, name), nn.Parameter):
-                    init.constant_(parameter, float(module.sublayer[name]))
+                    init.constant_(parameter, start)
         elif isinstance(module, LaminaNorm):
             if module.weight is not None:
                 init.constant_(module.weight, module.initial_gain)
@@ -474,7 +511,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     width = backbone_config.hidden_size
     dropout = float(getattr(backbone_config, adapter.dropout)) if adapter.dropout else 0.0
     scaled = {
-        part: [name for name in ("skip_scale", "pre_scale") if any(w[part][name] != 1.0 for w in plan["layers"])]
+        part: [name for name in SCALES if any(w[part].get(name, 1.0) != 1.0 for w in plan["layers"])]
         for part in ("attention", "feed_forward")
     }
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):

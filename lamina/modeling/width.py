@@ -108,8 +108,12 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
 
 
 def kind_of(weight: Weight) -> Kind:
-    """Return a weight's kind: "vector" are gains, biases and learned scales, "hidden" all other weights of blocks."""
-    kinds: dict[str, Kind] = {"bias": "vector", "vector": "vector", "embedding": "embedding", "readout": "readout"}
+    """Return a weight's kind: "vector" are gains, biases and the wiring, "hidden" all other weights of blocks."""
+    kinds: dict[str, Kind] = {
+        **dict.fromkeys(("bias", "vector", "wiring"), "vector"),
+        "embedding": "embedding",
+        "readout": "readout",
+    }
     return kinds.get(weight.role, "hidden")
 
 

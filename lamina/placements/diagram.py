@@ -13,7 +13,7 @@ from html import escape
 
 from lamina.core.text import runs
 from lamina.errors import UserError
-from lamina.placements.plan import POSITIONS, Layer, Learned, Norm, Plan, Sublayer
+from lamina.placements.plan import POSITIONS, SCALES, Layer, Learned, Norm, Plan, Sublayer
 from lamina.placements.registry import get
 
 MOST_KINDS = 4  # of layers that are shown one by one
@@ -27,7 +27,7 @@ _END, _PANEL = ("#f1f3f5", "#98a2ad"), "#f7f8fa"
 _COLUMN, _STREAM, _BRANCH, _BYPASS = 178, 62, 126, 20  # a column's width; x of the three lines in it
 _NORM, _MODULE, _SUBLAYER = 21, 27, 172  # heights
 _HEAD, _FOOT, _CAP = 60, 66, 22  # room above and below the blocks; a panel's top
-_LEARNED = ("skip_scale_learned", "pre_scale_learned")
+_LEARNED = tuple(f"{name}_learned" for name in SCALES)
 _NAMES = {"attention": "Attention", "feed_forward": "Feed-forward"}
 
 
@@ -46,7 +46,9 @@ def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
 
     def wiring(sub: Sublayer) -> Sublayer:
         norms = {p: replace(norm, initial_gain=1.0) for p, norm in sub.norms.items()}
-        return replace(sub, skip_scale=1.0, pre_scale=1.0, weight_gain=1.0, gate_gain=1.0, **norms)
+        same = dict.fromkeys((*SCALES, "weight_gain", "gate_gain"), 0.5)  # an out_scale under a coupling is below 1
+        same |= {} if sub.coupling == "none" else {"skip_scale": 1.0}
+        return replace(sub, **same, **norms)
 
     wired = replace(plan, layers=tuple(layer.map(wiring) for layer in plan.layers))
     return [([plan.layers[i] for i in indices], indices) for _, indices in wired.kinds()]
@@ -235,7 +237,11 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
     if pre_scale := scale_label([s.pre_scale for s in subs], sub.pre_scale_learned):
         label = f"×{pre_scale}".removesuffix(" per channel")
         parts.append(_text(b, module + 25.5, label, size=10.5, weight=600, anchor="middle", halo=_PANEL))
-    if skip_scale := scale_label([s.skip_scale for s in subs], sub.skip_scale_learned):
+    if out_scale := scale_label([s.out_scale for s in subs], sub.out_scale_learned):
+        parts.append(
+            _text(b + 6, out - 20, f"×{out_scale}".removesuffix(" per channel"), size=10.5, weight=600, halo=_PANEL)
+        )
+    if skip_scale := _skip_label(subs):
         label_x, anchor = (_BYPASS + 5, "start") if sub.skip == "block_input" else (x - 6, "end")
         label = f"×{skip_scale}".removesuffix(" per channel").replace(" … ", " …\n").replace(" learned", "\nlearned")
         for line, part in enumerate(label.split("\n")):
@@ -247,6 +253,12 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
     if sub.post_norm:
         parts.append(_box(x, post, 74, _NORM, norm_label([s.norms["post_norm"] for s in subs]), _FILL["norm"]))
     return "".join(parts)
+
+
+def _skip_label(subs: list[Sublayer]) -> str:
+    """Return the skip's factor: its scale, or what the coupling makes of the branch's factor b."""
+    coupled = {"lerp": "(1 - b)", "variance": "√(1 - b²)"}
+    return coupled.get(subs[0].coupling) or scale_label([s.skip_scale for s in subs], subs[0].skip_scale_learned)
 
 
 def text(plan: Plan) -> str:
@@ -282,7 +294,17 @@ def _expression(subs: list[Sublayer], module: str, x: str) -> str:
     factor = _factor([s.pre_scale for s in subs], sub.pre_scale_learned)
     branch = f"{module}( {factor}{pre + ' ' if pre else ''}{x} )"
     branch = f"{out}( {branch} )" if out else branch
-    factor = _factor([s.skip_scale for s in subs], sub.skip_scale_learned)
+    branch = (
+        _factor([s.out_scale for s in subs], sub.out_scale_learned, "b = " if sub.coupling != "none" else "") + branch
+    )
+    skip_scale = _skip_label(subs)
+    factor = (
+        ""
+        if not skip_scale
+        else f"{skip_scale} "
+        if sub.coupling != "none" or " " not in skip_scale
+        else f"[{skip_scale}] "
+    )
     skip = {"stream": x, "block_input": "x", "both": f"({x} + x)" if factor else f"{x} + x"}[sub.skip]
     return f"{post}( {factor}{skip} + {branch} )" if post else f"{factor}{skip} + {branch}"
 
@@ -292,9 +314,9 @@ def _ln(norms: list[Norm]) -> str:
     return KIND_NAMES[norms[0].kind].format(norms[0].groups) + (f"[{detail}]" if detail else "")
 
 
-def _factor(values: Iterable[float], learned: Learned) -> str:
+def _factor(values: Iterable[float], learned: Learned, name: str = "") -> str:
     scale = scale_label(values, learned)
-    return f"[{scale}] " if " " in scale else f"{scale} " if scale else ""
+    return f"[{name}{scale}] " if " " in name + scale else f"{scale} " if scale else ""
 
 
 def _text(x: float, y: float, content: str, **style: object) -> str:

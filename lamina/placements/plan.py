@@ -2,7 +2,7 @@
 
 A sub-layer computes
 
-    y = C( skip_scale * s + B( module( pre_scale * A(x) ) ) )
+    y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
 with A = ``pre_norm``, B = ``out_norm``, C = ``post_norm`` (the positions of Figure 2 in the Peri-LN paper) and s what
 the skip carries: the stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
@@ -13,7 +13,7 @@ Plain data: imports neither torch nor transformers, goes to JSON and comes back 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from lamina.core.json_types import Json
@@ -23,10 +23,14 @@ from lamina.errors import UserError, unknown
 NormKind = Literal["backbone", "rms", "layer", "group"]
 Skip = Literal["stream", "block_input", "both"]
 Learned = Literal["no", "scalar", "vector"]
+Coupling = Literal["none", "lerp", "variance"]
 HeadNorm = Literal["off", "head", "full"]
 
 POSITIONS = ("pre_norm", "out_norm", "post_norm")
+SCALES = ("skip_scale", "pre_scale", "out_scale")
 SUBLAYERS = ("attention", "feed_forward")
+# Fields younger than the first plans that were saved: left out at their default, so that those plans stay the same.
+YOUNGER = frozenset(("out_scale", "out_scale_learned", "coupling", "gate_temperature", "qkv_norm"))
 _Record = TypeVar("_Record", bound="Norm | Sublayer | Layer | Plan")
 
 
@@ -82,6 +86,9 @@ def _as_norm(field_name: str, value: object) -> Norm | None:
 class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
+    ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes it 1 - b, "variance" sqrt(1 - b^2). A learned
+    b is then the sigmoid of a parameter over ``gate_temperature``.
+
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
     output projections; ``gate_gain`` is the same for a gated feed-forward's gate. They do not act in the forward pass.
     """
@@ -94,6 +101,10 @@ class Sublayer:
     skip_scale_learned: Learned = "no"
     pre_scale: float = 1.0
     pre_scale_learned: Learned = "no"
+    out_scale: float = 1.0
+    out_scale_learned: Learned = "no"
+    coupling: Coupling = "none"
+    gate_temperature: float = 1.0
     weight_gain: float = 1.0
     gate_gain: float = 1.0
 
@@ -102,10 +113,25 @@ class Sublayer:
         for position in POSITIONS:
             object.__setattr__(self, position, _as_norm(position, getattr(self, position)))
         _one_of("skip", self.skip, Skip)
-        _one_of("skip_scale_learned", self.skip_scale_learned, Learned)
-        _one_of("pre_scale_learned", self.pre_scale_learned, Learned)
-        for name in ("skip_scale", "pre_scale", "weight_gain", "gate_gain"):
+        for name in SCALES:
+            _one_of(f"{name}_learned", getattr(self, f"{name}_learned"), Learned)
+        for name in (*SCALES, "gate_temperature", "weight_gain", "gate_gain"):
             _finite(name, getattr(self, name))
+        _one_of("coupling", self.coupling, Coupling)
+        if self.coupling != "none":
+            self._check_coupling()
+
+    def _check_coupling(self) -> None:
+        if (self.skip_scale, self.skip_scale_learned) != (1.0, "no"):
+            raise UserError(
+                f"coupling: {self.coupling!r} sets the skip's factor (allowed: no skip_scale beside it, or 'none')"
+            )
+        if not (0 <= self.out_scale <= 1 and (self.out_scale_learned == "no" or 0 < self.out_scale < 1)):
+            raise UserError(
+                f"out_scale: {self.out_scale!r} with coupling {self.coupling!r} (allowed: 0 to 1; if learned, between)"
+            )
+        if self.gate_temperature <= 0:
+            raise UserError(f"gate_temperature: {self.gate_temperature!r} (allowed: a number above 0)")
 
     @property
     def norms(self) -> dict[str, Norm]:
@@ -200,12 +226,9 @@ class Plan:
     def to_dict(self) -> Json:
         """Return the plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan.
 
-        Without ``qkv_norm`` where it is the default, so that a plan written before the field existed stays the same.
+        Fields of YOUNGER are left out where they are at their default.
         """
-        data = {**asdict(self), "layers": [asdict(layer) for layer in self.layers]}
-        if self.qkv_norm == type(self).qkv_norm:
-            del data["qkv_norm"]
-        return data
+        return {**_plain(self), "options": dict(self.options)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Plan:
@@ -213,6 +236,18 @@ class Plan:
         if isinstance(data, Mapping) and "placement" not in data:
             raise UserError("plan: field 'placement' is missing")
         return _read(cls, data, "plan")
+
+
+def _plain(record: Norm | Sublayer | Layer | Plan) -> Json:
+    """Return a record's fields, nested records and tuples of them as dicts and lists."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        return _plain(value) if isinstance(value, Norm | Sublayer | Layer) else value
+
+    held = [(entry, getattr(record, entry.name)) for entry in fields(record)]
+    return {e.name: plain(v) for e, v in held if e.name not in YOUNGER or v != e.default}
 
 
 def _read(cls: type[_Record], data: object, field_name: str) -> _Record:

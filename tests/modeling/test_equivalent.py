@@ -25,6 +25,12 @@ def without_gains(placement):
     return replace(plan, layers=tuple(layers))
 
 
+def with_branches(placement, **fields):
+    """The plan with these fields in each sub-layer."""
+    plan = resolve(placement, 4)
+    return replace(plan, layers=tuple(layer.map(lambda sub: replace(sub, **fields)) for layer in plan.layers))
+
+
 # Every placement on a Llama, at its defaults: the architecture of transformers that computes it.
 ON_A_LLAMA = {
     "pre_ln": "llama",
@@ -39,6 +45,9 @@ CASES = {
     "norms without learned gains": (without_gains("sandwich_ln"), llama(4), {}),
     "an embedding that is scaled": ("pre_ln", llama(4, tie_word_embeddings=True), {"embedding_scale": 3.0}),
     "heads of another width": ("pre_ln", llama(4, head_dim=16), {}),
+    "scaled branches": (with_branches("pre_ln", out_scale=0.3), llama(4), {}),
+    "branches scaled by channel": (with_branches("pre_ln", out_scale_learned="vector"), llama(4), {}),
+    "normed branches with a learned scale": (with_branches("sandwich_ln", out_scale_learned="scalar"), llama(4), {}),
     "tied": ("pre_ln", llama(4, tie_word_embeddings=True), {}),
     "olmo2, tied": ("olmo2", llama(4, tie_word_embeddings=True), {}),
     "peri_ln, tied": ("peri_ln", llama(4, tie_word_embeddings=True), {}),

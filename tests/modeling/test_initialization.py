@@ -76,7 +76,7 @@ def assert_drawn_with(parameter, std):
 def test_every_role_starts_with_its_standard_deviation(init):
     model, seen = model_of(init), set()
     for weight in weights(model):
-        if weight.role != "vector":
+        if weight.role not in ("vector", "wiring"):
             assert_drawn_with(weight.parameter, STD[init][weight.role])
             seen.add(weight.role)
     assert seen == ROLES
@@ -89,7 +89,7 @@ def test_every_initializer_is_tested_here():
 
 def test_the_base_standard_deviation_can_be_given():
     for weight in weights(model_of("scaled(std=0.01)")):
-        if weight.role != "vector":
+        if weight.role not in ("vector", "wiring"):
             assert_drawn_with(weight.parameter, STD["scaled"][weight.role] / 2)
 
 
@@ -159,7 +159,7 @@ def test_every_parameter_is_covered_once_and_has_a_role(name, model_type):
     covered = list(weights(model))
     assert [w.name for w in covered] == [key for key, _ in model.named_parameters()]
     assert len({id(w.parameter) for w in covered}) == len(covered)
-    known = {*architectures.ROLES.values(), "embedding", "readout", "vector", "bias"}
+    known = {*architectures.ROLES.values(), "embedding", "readout", "vector", "bias", "wiring"}
     for weight in covered:
         assert weight.role in known, weight.name
         assert (weight.layer >= 0) == (".layers." in weight.name)

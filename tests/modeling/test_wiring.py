@@ -40,24 +40,38 @@ def rms(x):
 
 
 def written_out(sublayer, x, block_input, module):
-    """y = C(skip_scale * s + B(module(pre_scale * A(x)))), with gains of one."""
+    """y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))), with gains of one."""
 
     def norm(position, value):
         return value if getattr(sublayer, position) is None else rms(value)
 
-    branch = norm("out_norm", module(sublayer.pre_scale * norm("pre_norm", x)))
+    branch = sublayer.out_scale * norm("out_norm", module(sublayer.pre_scale * norm("pre_norm", x)))
     skip = {"stream": x, "block_input": block_input, "both": x + block_input}[sublayer.skip]
-    return norm("post_norm", sublayer.skip_scale * skip + branch)
+    return norm("post_norm", skip_factor(sublayer) * skip + branch)
+
+
+def skip_factor(sublayer):
+    b = sublayer.out_scale
+    return {"none": sublayer.skip_scale, "lerp": 1 - b, "variance": (1 - b**2) ** 0.5}[sublayer.coupling]
 
 
 EVERYTHING = Layer(
-    attention=Sublayer(pre_norm=Norm(), out_norm=Norm(), post_norm=Norm(), skip_scale=1.7, pre_scale=0.3),
+    attention=Sublayer(
+        pre_norm=Norm(), out_norm=Norm(), post_norm=Norm(), skip_scale=1.7, pre_scale=0.3, out_scale=0.6
+    ),
     feed_forward=Sublayer(
-        pre_norm=Norm(), out_norm=Norm(), post_norm=Norm(), skip="both", skip_scale=0.4, pre_scale=2.0
+        pre_norm=Norm(), out_norm=Norm(), post_norm=Norm(), skip="both", skip_scale=0.4, pre_scale=2.0, out_scale=-3.0
     ),
 )
+LEARNED = [Sublayer(out_scale=0.3, out_scale_learned=learned) for learned in ("scalar", "vector")]
+COUPLED = [
+    Sublayer(coupling=coupling, out_scale=0.3, out_scale_learned=learned, gate_temperature=temperature)
+    for coupling in ("lerp", "variance")
+    for learned, temperature in (("no", 1.0), ("scalar", 1.0), ("vector", 0.3))
+]
 RECORDS = {f"{n}-{i}": record for n in names() for i, (record, _) in enumerate(resolve(n, 4).kinds())}
 RECORDS["everything"] = EVERYTHING
+RECORDS |= {f"out-scale-{i}": Layer.of(sublayer) for i, sublayer in enumerate([*LEARNED, *COUPLED])}
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -167,11 +181,11 @@ def test_the_terms_are_those_of_the_formula(record):
     ):
         source = {"stream": stream, "block_input": x, "both": stream + x}[sublayer.skip]
         torch.testing.assert_close(terms.source, source)
-        torch.testing.assert_close(terms.skip, sublayer.skip_scale * source)
+        torch.testing.assert_close(terms.skip, skip_factor(sublayer) * source)
         torch.testing.assert_close(
             terms.output, residual.module(sublayer.pre_scale * normed(residual.pre_norm, stream))
         )
-        torch.testing.assert_close(terms.branch, normed(residual.out_norm, terms.output))
+        torch.testing.assert_close(terms.branch, sublayer.out_scale * normed(residual.out_norm, terms.output))
         torch.testing.assert_close(terms.sum, terms.skip + terms.branch)
     torch.testing.assert_close(plain, normed(block.feed_forward.post_norm, seen[1].sum))
     for handle in handles:

@@ -48,6 +48,7 @@ from lamina.placements.resolution import map_norms
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(\w+)\.(.+)")
 _MODULES = {"self_attn": "attention.module", "mlp": "feed_forward.module"}
+_BRANCH_END = re.compile(r"(.+\.(?:attention|feed_forward))\.(?:module\.)?(out_norm|o_proj|down_proj)")
 # Backbones with the attention of Llama, but for biases and norms on queries and keys, and its feed-forward.
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
 TOKENIZER_FILES = (
@@ -71,6 +72,7 @@ class Equivalent:
         pairs: whether its rotary embedding turns neighboring channels, not those half a head apart.
         gate_and_up: whether one projection computes the gate and the feed-forward's input.
         gain_offset: the number to subtract from a gain before it is stored, see ``Conversion``.
+        scales_branches: whether its configuration has the factor on the branches, which else goes into the weights.
         fields: of its configuration, beyond the sizes.
     """
 
@@ -81,6 +83,7 @@ class Equivalent:
     pairs: bool = False
     gate_and_up: bool = False
     gain_offset: float = 0.0
+    scales_branches: bool = False
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -240,7 +243,8 @@ def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         # The backbone's own: Gemma 2 runs on the eager kernel only, whatever the outer model was asked for.
         config._attn_implementation = model.model.backbone.config._attn_implementation
-        return config, Equivalent(placement=own.placement, norms=own.norms, gain_offset=own.gain_offset)
+        row = Equivalent(placement=own.placement, norms=own.norms, gain_offset=own.gain_offset, scales_branches=True)
+        return config, row
     model_type = _find(model, plan, backbone)
     row = EQUIVALENTS[model_type]
     changed = plan.embedding_norm is not None or plan.embedding_scale != 1.0  # the table's rows, not the readout's
@@ -274,6 +278,12 @@ def _as_stored(model: LaminaForCausalLM, row: Equivalent, keys: Iterable[str]) -
             residual = owner.removesuffix(".pre_norm")
             value = value * cast(Residual, model.get_submodule(residual)).pre_scale
             names.append(f"{residual}.pre_scale")
+        if not row.scales_branches and (branch := _BRANCH_END.fullmatch(owner)):
+            residual = cast(Residual, model.get_submodule(branch[1]))
+            if (residual.out_norm is None) == (branch[2] != "out_norm"):
+                factor = torch.as_tensor(residual.branch_factor(), dtype=value.dtype, device=value.device)
+                value = value * (factor[:, None] if factor.ndim and value.ndim > 1 else factor)
+                names.append(f"{branch[1]}.out_scale")
         if owner in norms:
             value = _shifted(value, -row.gain_offset)
         elif row.pairs and owner.endswith((".q_proj", ".k_proj")):
@@ -342,6 +352,8 @@ def _folded(plan: Plan) -> Plan:
     """Return what a plan computes once its constants are in the weights, without norms on queries, keys, values."""
 
     def unscaled(sub: Sublayer) -> Sublayer:
+        if sub.coupling == "none":
+            sub = replace(sub, out_scale=1.0, out_scale_learned="no")
         return sub if sub.pre_norm is None else replace(sub, pre_scale=1.0, pre_scale_learned="no")
 
     plan = map_norms(plan, lambda norm: Norm(kind=norm.kind, groups=norm.groups))

@@ -192,7 +192,7 @@ def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[t
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """One sub-layer y = C(skip_scale * s + B(F(pre_scale * A(x)))), as far as the residual path goes.
+    """One sub-layer y = C(skip_scale * s + out_scale * B(F(pre_scale * A(x)))), as far as the residual path goes.
 
     Gains of A, B and C are root mean squares over the channels, None where there is no such norm; ``path_scale`` is
     gain of C * skip_scale, [channels] or one number: the numerator of the path's Jacobian.
@@ -201,6 +201,7 @@ class Wiring:
     skip: str = "stream"  # stream | block_input | both
     skip_scale: float = 1.0
     pre_scale: float = 1.0
+    out_scale: float = 1.0
     pre_gain: float | None = None
     out_gain: float | None = None
     post_gain: float | None = None
@@ -238,7 +239,7 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
         block_input, layer_sigmas = stream, []
         for wiring in layer:
             read = (stream if wiring.pre_gain is None else wiring.pre_gain) * wiring.pre_scale
-            branch = read if wiring.out_gain is None else wiring.out_gain
+            branch = (read if wiring.out_gain is None else wiring.out_gain) * wiring.out_scale
             skip = math.sqrt(skip_source(wiring.skip, stream**2, block_input**2))  # uncorrelated: variances add
             sigma = ((wiring.skip_scale * skip) ** 2 + branch**2) ** 0.5
             layer_sigmas.append(sigma)
@@ -258,16 +259,21 @@ def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
     added = sublayer.contribution.module  # Lamina's Residual, whichever copy of its code, adds it by a plan's record
     records = (m for m in site.module.modules() if hasattr(m, "skip") and hasattr(m, "skip_scale"))
     residual = next((m for m in records if any(part is added for part in m.modules())), None)
-    scale = torch.as_tensor(getattr(residual, "skip_scale", 1.0)).detach().double().cpu()
-    pre_scale = torch.as_tensor(getattr(residual, "pre_scale", 1.0)).detach().double().cpu()
+    scales = {
+        "skip_scale": residual.skip_factor()
+        if hasattr(residual, "skip_factor")
+        else getattr(residual, "skip_scale", 1.0),
+        "pre_scale": getattr(residual, "pre_scale", 1.0),
+        "out_scale": residual.branch_factor() if hasattr(residual, "branch_factor") else 1.0,
+    }
+    scales = {name: torch.as_tensor(scale).detach().double().cpu() for name, scale in scales.items()}
     return Wiring(
         skip=str(getattr(residual, "skip", "stream")),
-        skip_scale=float(scale.square().mean().sqrt()),
-        pre_scale=float(pre_scale.square().mean().sqrt()),
+        **{name: float(scale.square().mean().sqrt()) for name, scale in scales.items()},
         pre_gain=sizes.get("pre_norm"),
         out_gain=sizes.get("out_norm"),
         post_gain=sizes.get("post_norm"),
-        path_scale=gains.get("post_norm", torch.ones((), dtype=torch.float64)) * scale,
+        path_scale=gains.get("post_norm", torch.ones((), dtype=torch.float64)) * scales["skip_scale"],
     )
 
 

@@ -22,7 +22,7 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 
 from lamina.modeling.initialization import weights
-from lamina.modeling.modeling_lamina import LaminaNorm
+from lamina.modeling.modeling_lamina import SCALES, LaminaNorm
 from lamina.modeling.parts import body_of, sublayers
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Structure, effective_gain
@@ -279,7 +279,7 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass alone leaves the root's parameters gathered
     base = body_of(model, "layer monitor")
-    roles = ("pre_norm", "out_norm", "post_norm", "skip_scale", "pre_scale")
+    roles = ("pre_norm", "out_norm", "post_norm", *SCALES, "gate")
     parts = [(index, name, role, getattr(res, role)) for index, name, res in sublayers(base) for role in roles]
     parts += [(-1, "block", "embedding_norm", base.embedding_norm), (-1, "block", "final_norm", base.norm)]
     gains: list[Gain] = []
