@@ -38,7 +38,14 @@ from lamina.training.monitor.parameter_measures import (
     rows_of_gains,
 )
 from lamina.training.monitor.scheduled_probes import undisturbed
-from lamina.training.monitor.stream_measures import ForwardMeter, PassNumbers, in_half, rows_of, stream_points
+from lamina.training.monitor.stream_measures import (
+    ForwardMeter,
+    PassNumbers,
+    in_half,
+    rows_of,
+    stream_points,
+    stream_rows,
+)
 from lamina.training.monitor.writers import Row, WatchSettings
 
 Inputs = dict[str, torch.Tensor]
@@ -60,6 +67,13 @@ class Followed:
     structure: Structure | None
     whole: bool = False
     notes: list[str] = field(default_factory=list)
+
+    def rows(self, model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
+        """The tidy rows of the stream, for a batch of its own, and of the norms' gains; as of a Lamina model."""
+        if self.structure is None:
+            return []
+        points = stream_points(self.structure) if self.whole else {}
+        return stream_rows(model, model, points, inputs, step) + rows_of_gains(gains_of(self.structure), step)
 
 
 def bare(model: nn.Module) -> tuple[nn.Module, str | None]:
