@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import math
 import warnings
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
+from lamina.core.extras import require
 from lamina.core.json_types import Json
 from lamina.data.blocks import spread
 from lamina.errors import UserError, one_line
@@ -74,11 +74,7 @@ def tune(
 ) -> Json:
     """Train after pretraining; see ``lamina.training.run.train``. Raises UserError if TRL or peft is missing."""
     given = settings.weights if isinstance(settings, TuningSettings) else settings.get("weights")
-    quantizers = ("bitsandbytes",) if given in ("nf4", "int8") else ()
-    for library in ("trl", "peft", "datasets", *quantizers):
-        if importlib.util.find_spec(library) is None:
-            extra = "qlora" if library in quantizers else "posttrain"
-            raise UserError(f"{kind.kind}: needs {library} (to install it: pip install 'lamina[{extra}]')")
+    require(kind.kind, "qlora" if given in ("nf4", "int8") else "posttrain")
     with warnings.catch_warnings():
         # TRL reads the name that transformers had for it before 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

@@ -340,6 +340,8 @@ class RunRecorder(TrainerCallback):
     def _log_news(self) -> None:
         if self.processes.first and self.alarms.news:
             logger.info("%s", self.alarms.news)
+            if self.trackers is not None:
+                self.trackers.alarm(self.trainer.state.global_step, self.alarms.news)
 
 
 @contextmanager
