@@ -27,7 +27,7 @@ from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, Layers
 Point: TypeAlias = tuple[str, int, float]
 """a series' name, step, value"""
 Proto: TypeAlias = Any
-"""A message of another tool's."""
+"""A message, or a histogram, of another tool's."""
 Owner: TypeAlias = tuple[int, str, str]
 """layer, sub-layer, role"""
 
@@ -123,7 +123,7 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _norm_of_bins(histogram: Mapping[str, Any]) -> float | None:
+def _norm_of_bins(histogram: Mapping[str, Proto]) -> float | None:
     """Return the norm of values in bins, as if they were uniform in each: E[x^2] = middle^2 + width^2 / 12."""
     counts, edges, packed = histogram.get("values"), histogram.get("bins"), histogram.get("packedBins")
     if isinstance(packed, Mapping):

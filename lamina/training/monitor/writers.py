@@ -265,7 +265,7 @@ class NoWriter:
 
     def load_state_dict(self, state: RunState) -> None: ...
 
-    def add(self, rows: Iterable[tuple[Any, ...]]) -> None: ...
+    def add(self, rows: Iterable[Row]) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -286,7 +286,7 @@ class LayersWriter:
     def __init__(self, folder: Path):
         self.folder = folder / "layers"
         self.folder.mkdir(exist_ok=True)
-        self.rows: list[tuple[Any, ...]] = []
+        self.rows: list[Row] = []
         self.next = self._after_last()
 
     def _after_last(self) -> int:
@@ -316,7 +316,7 @@ class LayersWriter:
             part.unlink()
             self._write(_number(part), kept)
 
-    def add(self, rows: Iterable[tuple[Any, ...]]) -> None:
+    def add(self, rows: Iterable[Row]) -> None:
         """Add rows of (step, layer, sublayer, role, index, metric, value)."""
         self.rows += rows
         if len(self.rows) >= self.rows_per_part:
@@ -327,7 +327,7 @@ class LayersWriter:
         self._write(self.next, self.rows)
         self.rows, self.next = [], self.next + bool(self.rows)
 
-    def _write(self, number: int, rows: Sequence[tuple[Any, ...]]) -> None:
+    def _write(self, number: int, rows: Sequence[Row]) -> None:
         if not rows:
             return
         types = ("int64", "int32", "string", "string", "int32", "string", "float64")
