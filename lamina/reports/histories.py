@@ -220,7 +220,8 @@ def read_history(path: Path) -> History:
         series.setdefault(name, {})[step] = value
     history, whole, placed = History(), {}, {metric: {} for metric in _BY_PARAMETER}
     for name, values in series.items():
-        if (metric := _whole(name)) is not None:
+        metric = next((metric for metric, words in _WHOLE.items() if re.fullmatch(words, name.lower())), None)
+        if metric is not None:
             whole.setdefault(metric, []).append(name)
         elif (found := _parameter(name)) is not None:
             placed[found[0]][name] = (found[1], values)
@@ -230,7 +231,8 @@ def read_history(path: Path) -> History:
         chosen = min(names, key=lambda name: (-len(series[name]), len(name)))
         history.unused += [name for name in names if name != chosen]
         history.rows += [(step, *_MODEL, 0, metric, value) for step, value in series[chosen].items()]
-    main = _main_stack(placed["gradient_norm"].values())
+    stacks = [stack for (stack, (layer, _, _)), _ in placed["gradient_norm"].values() if layer >= 0]
+    main = max(sorted(set(stacks)), key=stacks.count, default=None)  # the one with the most parameters
     for metric, parameters in placed.items():
         history.parameters[metric] = len(parameters)
         history.rows += _summed(metric, parameters.values(), main, NORM in whole)
@@ -240,12 +242,8 @@ def read_history(path: Path) -> History:
             "gradients/model.layers.0.mlp.up_proj.weight, as wandb.watch, Lightning's grad_norm or add_histogram write)"
         )
     history.rows.sort(key=lambda row: row[0])
-    history.notes = _notes(history, whole, {stack for (stack, _), _ in placed["gradient_norm"].values()} - {main, ""})
+    history.notes = _notes(history, whole, {*stacks} - {main})
     return history
-
-
-def _whole(name: str) -> str | None:
-    return next((metric for metric, words in _WHOLE.items() if re.fullmatch(words, name.lower())), None)
 
 
 Placed: TypeAlias = tuple[tuple[str, Owner], dict[int, float]]
@@ -260,12 +258,6 @@ def _parameter(name: str) -> tuple[str, tuple[str, Owner]] | None:
             if (owner := owner_of(inner)) is not None:
                 return metric, owner
     return None
-
-
-def _main_stack(placed: Iterable[Placed]) -> str | None:
-    """Return the stack with the most parameters; None if none has a layer."""
-    stacks = [stack for (stack, (layer, _, _)), _ in placed if layer >= 0]
-    return max(sorted(set(stacks)), key=stacks.count, default=None)
 
 
 def _summed(metric: str, placed: Iterable[Placed], main: str | None, has_total: bool) -> Iterator[Row]:
