@@ -23,7 +23,17 @@ WIDTHS = (80, 110, 120)  # of the help: narrowest, without a terminal, widest
 INDENT = 28
 OWN, OUTSIDE = "options", "files, folders and help"  # the groups of a command's own flags, and of what is no setting
 ORDER = (
-    *(OWN, "model", "data", "images", "objective", "steps and learning rate", "optimizer", "LoRA", "width scaling"),
+    *(
+        OWN,
+        "model",
+        "data",
+        "images",
+        "objective",
+        "steps and learning rate",
+        "optimizer",
+        "LoRA",
+        "width and depth scaling",
+    ),
     *("records", "divergence", "experts", "machine", "output", "trackers and the Trainer", OUTSIDE),
 )
 SHORTER = {"from_model": ("--from",)}  # "from" is a keyword of Python, so no field can have that name

@@ -61,7 +61,7 @@ SEED_LIMIT = 2**32 - 1  # numpy's generators take no larger one
 MOST = 2**31 - 1  # of any count
 # A typing error (a zero too many, a value in the wrong place) must not fill the memory before anything is said.
 LIMITS = {
-    "num_layers": 10_000,
+    **dict.fromkeys(("num_layers", "base_depth", "depths"), 10_000),
     **dict.fromkeys(("trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor"), 2**10),
     **dict.fromkeys(("threads", "workers"), 2**12),
     **dict.fromkeys(("num_hidden_layers", "height"), 2**14),

@@ -281,23 +281,24 @@ JOBS: dict[str, JobRow] = {
         JobRow(
             name="coord-check",
             kind=Kind.COORD_CHECK,
-            summary="check that no module's output grows with the width, before and after a few steps",
+            summary="check that no module's output grows with the width or depth, before and after a few steps",
             about=(
-                "Train several widths for a few steps on one batch and see whether any module's output grows with "
-                "the width.\nPrints the exponent e of mean |x| ~ width^e: 0 is right; above 0, a wide model will "
-                "blow up."
+                "Train several widths, or depths, for a few steps on one batch and see whether any module's output "
+                "grows with the size.\nPrints the exponent e of mean |x| ~ size^e: 0 is right; above 0, a wide or deep "
+                "model will blow up."
             ),
             examples="""
   lamina coord-check
   lamina coord-check --placement keel --width-scaling none --output runs/keel-plain
   lamina coord-check --backbone llama-71m --num-layers 12 --widths 128,256,512,1024 --width-scaling mup
+  lamina coord-check --depths 8,16,32 --depth-scaling completep --output runs/depths
 """,
             settings="lamina.studies.settings:CoordCheckSettings",
             run="lamina.studies.coordinates:coord_check",
             returns="Returns the rows of slopes.csv and the page; OUTPUT/result.json has the verdict.",
             outcome="Comparison",
             prints="lamina.reports.terminal:coord_check",
-            resumes="skip the widths and seeds that the folder already holds",
+            resumes="skip the sizes and seeds that the folder already holds",
         ),
         JobRow(
             name="transfer",

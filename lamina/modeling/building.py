@@ -27,7 +27,7 @@ from lamina.modeling.modeling_lamina import (
     Residual,
     adapter_of,
 )
-from lamina.modeling.width import WidthScaling, scaled_weights
+from lamina.modeling.scaling import Scaling, scaled_weights
 from lamina.placements import Layer, Plan, resolve
 
 _CGROUP = Path("/sys/fs/cgroup")  # a container's own limit
@@ -45,7 +45,7 @@ def build(
     num_labels: int | None = None,
     init: str = "recommended",
     profile_ids: torch.Tensor | None = None,
-    width_scaling: WidthScaling | None = None,
+    scaling: Scaling | None = None,
     adapter: Mapping[str, object] | None = None,
     **placement_options: object,
 ) -> PreTrainedModel:
@@ -65,7 +65,7 @@ def build(
             placement (``lamina placements NAME``), that of its paper's main runs where the paper states it.
         profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initializer that profiles the model
             (Admin's); random ones by default.
-        width_scaling: initial weights for another width than the settings' (``lamina.modeling.width.WidthScaling``).
+        scaling: initial weights, and a named placement's multiplier, for other sizes (``lamina.modeling.scaling``).
         adapter: other names of the backbone's modules, by the fields of ``lamina.modeling.modeling_lamina.Adapter``
             (``{"attention": "attn", "norm": "ln_f"}``); by default those of its configuration, ``lamina_adapter``.
         placement_options: the placement's options and those that every placement takes.
@@ -82,12 +82,12 @@ def build(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
     )
     head = _checked_head(config, head, adapter)
-    plan = make_plan(placement, config.num_hidden_layers, **placement_options)
-    init = text("init", init)
-    name = recommended(plan) if init == "recommended" else init
+    multiplier = {} if scaling is None or isinstance(placement, Plan) else scaling.placement_options
+    plan = make_plan(placement, config.num_hidden_layers, **{**placement_options, **multiplier})
+    name = recommended(plan) if text("init", init) == "recommended" else init
     initializers.check(name)
     model = _wired(config, plan, head, num_labels)
-    scaled = [] if width_scaling is None else scaled_weights(model, width_scaling)
+    scaled = [] if scaling is None else scaled_weights(model, scaling)
     initialization.initialize(model, name, profile_ids, {s.weight.name: (s.base, s.std) for s in scaled} or None)
     from_file = not isinstance(backbone, PreTrainedConfig) and str(backbone) not in PRESETS
     if from_file or config.model_type not in ADAPTERS:

@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from lamina.core.registry import Registry
+from lamina.core.scaling_schemes import DepthScheme
 from lamina.errors import UserError
 from lamina.placements.plan import HeadNorm, NormKind, Plan
 
@@ -57,6 +58,16 @@ COMMON: tuple[Option, ...] = (
     Option(name="groups", type=int | None, default=None, help="with norm='group': parts of a token's channels (8)"),
     Option(name="qk_norm", type=HeadNorm | None, default=None, help="a norm on queries and keys"),
     Option(name="v_norm", type=HeadNorm | None, default=None, help="a norm on values"),
+    Option(
+        name="depth_scaling",
+        type=DepthScheme | None,
+        default=None,
+        help="divide every branch by (num_layers / base_depth)^alpha: alpha 1/2 (depth-mup) or 1 (completep); the "
+        "rates that go with it are `--depth-scaling`'s",
+    ),
+    Option(
+        name="base_depth", type=int | None, default=None, help="with depth_scaling: blocks at which it changes nothing"
+    ),
 )
 
 

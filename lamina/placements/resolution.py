@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from lamina.core import specs
+from lamina.core.scaling_schemes import DEPTH_SCHEMES
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError, nearest, shortened
 from lamina.placements.custom import SUFFIXES, load
 from lamina.placements.plan import Norm, Plan, Sublayer
 from lamina.placements.registry import Placement, as_written, get
+
+# The fields of a sub-layer that act inside its branch; the others act on the stream.
+IN_THE_BRANCH = (
+    *("pre_norm", "out_norm", "pre_scale", "pre_scale_learned", "out_scale", "out_scale_learned"),
+    *("weight_gain", "gate_gain"),
+)
 
 
 def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
@@ -95,7 +102,34 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
         plan = map_norms(plan, change)
         if (plan.qk_norm, plan.v_norm) != ("off", "off"):
             plan = replace(plan, qkv_norm=change(plan.qkv_norm))
-    return plan
+    return _scaled_by_depth(plan, options.get("depth_scaling"), options.get("base_depth"))
+
+
+def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> Plan:
+    """Return the plan with every branch divided by m^alpha, m = blocks / ``base_depth`` (arXiv 2505.01618, Table 1).
+
+    Raises UserError for a plan that does more to the stream than add to it: the rules are for x + F(x) / m^alpha with
+    any F. A norm or a scale on the stream acts in every block, so that changes of its gain multiply over the depth.
+    """
+    name = f"placement {plan.placement!r}:"
+    if scheme is None or base_depth is None:
+        if scheme == base_depth:
+            return plan
+        raise UserError(f"{name} options 'depth_scaling' and 'base_depth' need each other")
+    whole_number("base_depth", base_depth)
+    untouched = Sublayer()
+    for index, layer in enumerate(plan.layers, start=1):
+        for part, sub in (("attention", layer.attention), ("feed_forward", layer.feed_forward)):
+            for field in fields(sub):
+                if field.name not in IN_THE_BRANCH and getattr(sub, field.name) != getattr(untouched, field.name):
+                    raise UserError(
+                        f"{name} depth_scaling {scheme!r} is for streams to which blocks only add, and the {part} of "
+                        f"block {index} sets {field.name} (allowed: a placement with norms and scales in its branches "
+                        "alone, or no depth scaling)"
+                    )
+    factor = (plan.num_layers / base_depth) ** -DEPTH_SCHEMES[scheme]
+    layers = [layer.map(lambda sub: replace(sub, out_scale=sub.out_scale * factor)) for layer in plan.layers]
+    return replace(plan, layers=tuple(layers))
 
 
 def _like_others(plan: Plan) -> Norm:

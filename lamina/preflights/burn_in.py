@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from lamina.data.blocks import Blocks
 from lamina.errors import UserError
 from lamina.modeling.backbones import count_parameters
-from lamina.modeling.building import build, make_plan
+from lamina.modeling.building import build
 from lamina.modeling.modeling_lamina import LaminaModel, Residual, Terms
 from lamina.modeling.parts import body_of, sublayers, temporary_hooks
-from lamina.modeling.width import WidthScaling
+from lamina.modeling.scaling import Scaling
 from lamina.placements import Plan
 from lamina.probes.structure.hooks import evaluating, watch
 from lamina.probes.structure.sites import Point
@@ -28,11 +28,12 @@ from lamina.training.monitor.parameter_measures import GradientNorms
 from lamina.training.monitor.stream_measures import STATE_METRICS, state_statistics
 from lamina.training.monitor.writers import Row
 from lamina.training.objectives.text import CausalLM
-from lamina.training.optimization.optimizer import planned_shares, rate_factors, width_scaling_of, with_shorter_warmup
+from lamina.training.optimization.optimizer import planned_shares, scaling_of, step_factors, with_shorter_warmup
 from lamina.training.resolve import backbone_config
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun
+from lamina.training.source import plan_of
 
 NARROWEST, FEWEST_TOKENS = 64, 256
 MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencies from
@@ -52,7 +53,7 @@ class Proxy:
     hidden_size: int
     planned_hidden_size: int
     planned_blocks: int
-    scaling: WidthScaling | None
+    scaling: Scaling | None
 
     @property
     def note(self) -> str:
@@ -76,11 +77,11 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
     down to 64.
     """
     config = backbone_config(planned, vocab_size)
-    plan = make_plan(planned.placement, config.num_hidden_layers)
+    plan = plan_of(planned, config.num_hidden_layers)
     wide = int(config.hidden_size)
     blocks = planned.batch_size * planned.gradient_accumulation
     fewest = max(1, FEWEST_TOKENS // planned.sequence_length)
-    scaling = width_scaling_of(planned)
+    scaling = scaling_of(planned)
     settings = planned
     while True:
         cost = 6.0 * count_parameters(config).active * planned.sequence_length * steps
@@ -96,7 +97,9 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
         except UserError:
             break
         settings = narrower
-        scaling = width_scaling_of(planned) or WidthScaling(scheme="standard", base_width=wide)
+        scaling = scaling_of(planned) or Scaling()
+        if scaling.width == "none":
+            scaling = replace(scaling, width="standard", base_width=wide)
     return Proxy(
         settings=replace(settings, batch_size=batch, gradient_accumulation=micro_batches),
         plan=plan,
@@ -119,7 +122,7 @@ def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrai
         head=CausalLM.head,
         init=proxy.settings.init,
         profile_ids=profile,
-        width_scaling=proxy.scaling,
+        scaling=proxy.scaling,
     )
 
 
@@ -322,7 +325,7 @@ class BurningIn:
             train,
             in_order=train.in_order,
             device=device,
-            rate_factors=None if proxy.scaling is None else rate_factors(self.model, proxy.scaling),
+            step_factors=None if proxy.scaling is None else step_factors(self.model, proxy.scaling),
             schedule=None if self.warmup == planned else schedule,
         )
         self.snapshots: list[Snapshot] = []

@@ -13,10 +13,10 @@ from lamina.training.setting_groups import (
     ExpertSettings,
     ModelSettings,
     OptimizerSettings,
+    ScalingSettings,
     ScheduleSettings,
     SpeedSettings,
     StreamSettings,
-    WidthSettings,
     in_steps,
 )
 from lamina.training.settings import PlacementsSettings, PretrainSettings, RatesSettings
@@ -30,7 +30,7 @@ class PreflightSettings(
     StreamSettings,
     ScheduleSettings,
     OptimizerSettings,
-    WidthSettings,
+    ScalingSettings,
     ExpertSettings,
     SpeedSettings,
     SeedSettings,

@@ -1,8 +1,8 @@
-"""The coordinate check: does any module's output grow with the width, at the start or after a few steps?
+"""The coordinate check: does any module's output grow with the width or depth, at the start or after a few steps?
 
-Several widths take a few optimizer steps on the same batch; the mean magnitude of every module's output is recorded
-before each step and after the last. Under the right scaling it is the same at all widths: the slope of log|x| against
-log(width) is 0. (The check of the muP package, Yang et al. 2022, App. D.1.)
+Several widths, or depths, take a few optimizer steps on the same batch; the mean magnitude of every module's output is
+recorded before each step and after the last. Under the right scaling it is the same at all sizes: the slope of log|x|
+against log(size) is 0. (The check of the muP package, Yang et al. 2022, App. D.1.)
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import COORDINATES, RESULT, SLOPES
-from lamina.modeling.building import build, make_plan
+from lamina.modeling.building import build
 from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.settings import CoordCheckSettings
 from lamina.training.objectives.objective import objective_of
 from lamina.training.objectives.text import CausalLM
-from lamina.training.optimization.optimizer import rate_factors, width_scaling_of
+from lamina.training.optimization.optimizer import scaling_of, step_factors
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun
+from lamina.training.source import plan_of
 
 Measurement: TypeAlias = tuple[int, int, str, str, float]
 """(step, layer, module, metric, value): the layer is 0-based, -1 outside the blocks; "block" is a whole block."""
-COLUMNS = ("width", "seed", "step", "layer", "module", "metric", "value")
+COLUMNS = ("seed", "step", "layer", "module", "metric", "value")  # after the width or depth
+STREAMS = ("attention", "feed_forward", "block")  # the modules of a block whose output is the stream
 METRICS = ("size", "change")  # mean |x|, and mean |x - x before the first step|
 _LAYER = re.compile(r"(?:model\.)?(?:backbone\.)?(?:layers\.(\d+)\.?)?(.*)")
 
@@ -74,8 +76,8 @@ def coord_check(
     modes: Json = {"resume": resume, "overwrite": overwrite, "policy": policy, "stored": stored}
     job = open_job(Kind.COORD_CHECK, CoordCheckSettings, settings, **modes)
     checked, folder, runs = job.settings, job.folder, job.settings.runs()
-    for width in checked.all_widths:
-        run = runs[width, checked.all_seeds[0]]
+    columns = [checked.axis, *COLUMNS]
+    for run in (runs[size, checked.all_seeds[0]] for size in checked.all_sizes):
         objective_of(backbone_config(run)).refuse_for("coord-check", CausalLM.head, run.backbone)
         resolve_run(run)
     blocks, tokenizer = prepare_blocks(
@@ -88,25 +90,25 @@ def coord_check(
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         header = {"kind": str(Kind.COORD_CHECK), "command": checked.command(), "created": created}
         write_study(folder, {**header, "settings": checked.to_dict()})
-        table = pd.DataFrame(columns=list(COLUMNS))
+        table = pd.DataFrame(columns=columns)
         with suppress(OSError, ValueError, KeyError):
             if job.resumes:  # what was measured, unless a bit of it has flipped
                 path = (folder / COORDINATES).absolute()
-                table = pd.read_parquet(path, page_checksum_verification=True)[list(COLUMNS)]
-        done = set(zip(table["width"], table["seed"], strict=True))
+                table = pd.read_parquet(path, page_checksum_verification=True)[columns]
+        done = set(zip(table[checked.axis], table["seed"], strict=True))
         todo = {pair: run for pair, run in runs.items() if pair not in done}
         with tqdm(
             total=len(todo) * (checked.steps + 1), unit="step", disable=not (bar and has_bars()), dynamic_ncols=True
         ) as progress:
-            for (width, seed), run in todo.items():
-                progress.set_description(f"width {width}, seed {seed}")
-                rows = [(width, seed, *row) for row in measure(run, ids, vocabulary, progress.update)]
-                new = pd.DataFrame(rows, columns=list(COLUMNS))
+            for (size, seed), run in todo.items():
+                progress.set_description(f"{checked.axis} {size}, seed {seed}")
+                rows = [(size, seed, *row) for row in measure(run, ids, vocabulary, progress.update)]
+                new = pd.DataFrame(rows, columns=columns)
                 table = new if table.empty else pd.concat([table, new], ignore_index=True)
                 # absolute: a relative path with a colon would be a URI; checksums: reading detects a flipped bit
                 with writing(folder / COORDINATES) as temporary:
                     table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)
-        wanted = [pair in runs for pair in zip(table["width"], table["seed"], strict=True)]
+        wanted = [pair in runs for pair in zip(table[checked.axis], table["seed"], strict=True)]
         result = slopes(table[wanted], checked.tolerance)
         job.write_text(SLOPES, result.to_csv(index=False))
         job.write_json(RESULT, verdict(result, checked))
@@ -116,15 +118,15 @@ def coord_check(
 def measure(
     settings: PretrainSettings, ids: torch.Tensor, vocab_size: int, tick: Callable[[], object] = lambda: None
 ) -> list[Measurement]:
-    """The measurements of one width and seed; ``ids``: the batch's token ids [blocks, tokens].
+    """The measurements of one size and seed; ``ids``: the batch's token ids [blocks, tokens].
 
     The model trains as in a run at a constant rate whose every batch is this one.
     """
     torch.manual_seed(settings.seed)
     config = backbone_config(settings, vocab_size=vocab_size)
-    scaling = width_scaling_of(settings)
-    plan = make_plan(settings.placement, config.num_hidden_layers)
-    model = build(config, plan, head=CausalLM.head, init=settings.init, profile_ids=ids, width_scaling=scaling)
+    scaling = scaling_of(settings)
+    plan = plan_of(settings, config.num_hidden_layers)
+    model = build(config, plan, head=CausalLM.head, init=settings.init, profile_ids=ids, scaling=scaling)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = ShortRun(
         replace(settings, batch_size=len(ids), trainer={"optim": "adamw_torch"}),
@@ -132,7 +134,7 @@ def measure(
         OneBatch(ids),
         in_order=True,
         device=device,
-        rate_factors=None if scaling is None else rate_factors(model, scaling),
+        step_factors=None if scaling is None else step_factors(model, scaling),
         schedule=lambda done: 1.0,
     )
     first: dict[str, torch.Tensor] = {}
@@ -209,18 +211,18 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def slopes(table: Frame, tolerance: float) -> Frame:
-    """The exponent e of value ~ width^e for each module and step, and whether it is flat.
+    """The exponent e of value ~ size^e for each module and step, and whether it is flat; size: the width or depth.
 
-    The exponent is the least-squares slope of log(value), averaged over the seeds, against log(width). Modules of the
-    same name are averaged over the layers; ``low`` and ``high`` are the extremes of the layers. ``verdict`` is flat,
-    grows or shrinks, and None for the changes, which do not count. If values are 0 or not finite at a width, the slope
-    is NaN and the verdict "broken".
+    The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). Modules of the
+    same name are averaged over the layers (over depth, over the ``shares``); ``low`` and ``high`` are their extremes.
+    ``verdict`` is flat, grows or shrinks, and None for the changes, which do not count. If values are 0 or not finite
+    at a size, the slope is NaN and the verdict "broken".
     """
+    axis = "depth" if "depth" in table else "width"
+    table = shares(table) if axis == "depth" else table
     safe = table.assign(log=np.log(table["value"].astype(float).where(table["value"] > 0)))
     keys = ["metric", "module", "layer", "step"]
-    means: Frame = (
-        safe.groupby([*keys, "width"], sort=False)["log"].agg(lambda v: v.mean(skipna=False)).unstack("width")
-    )
+    means: Frame = safe.groupby([*keys, axis], sort=False)["log"].agg(lambda v: v.mean(skipna=False)).unstack(axis)
     x = np.log(np.asarray(means.columns, dtype=float))
     x = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
     each = pd.Series(means.to_numpy(dtype=float) @ x, index=means.index)
@@ -233,14 +235,32 @@ def slopes(table: Frame, tolerance: float) -> Frame:
     return rows.assign(verdict=verdicts)
 
 
+def shares(table: Frame) -> Frame:
+    """Return the rows of the blocks that end a share of the depth, with the share in place of the layer.
+
+    With D blocks in the shallowest model, share k - 1 of a model of L blocks ends with block ceil(k L / D), k = 1 .. D:
+    what has passed the same part of each model is compared. Rows outside the blocks stay.
+    """
+    depth, layer, count = table["depth"].astype(int), table["layer"].astype(int), int(table["depth"].min())
+    share = (layer + 1) * count // depth
+    ends = (share * depth + count - 1) // count == layer + 1
+    return table.assign(layer=share - 1)[ends & (layer >= 0)].pipe(lambda kept: pd.concat([table[layer < 0], kept]))
+
+
 def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
     """The content of result.json: flat, grows, shrinks or broken, and the modules that are not flat at some step.
 
-    Under muP, logits that shrink by up to n^-1/2 are expected: they start that way and grow during training.
+    Two things start smaller by up to n^-1/2, as expected, and grow during training: under muP the logits, and under
+    CompleteP a stream that its branches fill, as the sum of L random branches that are divided by L.
     """
     sizes = rows[rows["metric"] == "size"]
-    expected = sizes["module"].eq("lm_head") & sizes["slope"].between(-0.5 - settings.tolerance, 0)
-    faults = sizes[sizes["verdict"].ne("flat") & ~(expected & settings.width_scaling.startswith("mup"))]
+    smaller: tuple[str, ...] = ()
+    if settings.axis == "width" and settings.width_scaling.startswith("mup"):
+        smaller = ("lm_head",)
+    elif settings.axis == "depth" and settings.depth_scaling == "completep":
+        smaller = STREAMS
+    expected = sizes["module"].isin(smaller) & sizes["slope"].between(-0.5 - settings.tolerance, 0)
+    faults = sizes[sizes["verdict"].ne("flat") & ~expected]
     worst = next((v for v in ("broken", "grows", "shrinks") if faults["verdict"].eq(v).any()), "flat")
     steepest = sizes.loc[sizes["slope"].abs().idxmax()] if sizes["slope"].notna().any() else None
     return {

@@ -109,7 +109,7 @@ def minutes_here(
     import torch
 
     from lamina.modeling.building import build
-    from lamina.training.optimization.optimizer import width_scaling_of
+    from lamina.training.optimization.optimizer import scaling_of
 
     name, settings = next(iter(next(iter(arms.values())).items()))
     first = frame.iloc[0]
@@ -119,7 +119,7 @@ def minutes_here(
     torch.set_num_threads(threads or before)
     try:
         config, plan, objective, vocabulary, length = _resolved(settings)
-        model = build(config, plan, head=objective.head, init="normal", width_scaling=width_scaling_of(settings))
+        model = build(config, plan, head=objective.head, init="normal", scaling=scaling_of(settings))
         optimizer = torch.optim.AdamW(model.parameters())
         ids, seconds = torch.randint(vocabulary, (settings.batch_size, length)), []
         for _ in range(3):
@@ -156,16 +156,16 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
 
     from lamina.modeling.backbones.presets import parameters_of
     from lamina.modeling.building import build
-    from lamina.training.optimization.optimizer import width_scaling_of
+    from lamina.training.optimization.optimizer import scaling_of
     from lamina.training.resolve import check_settings, training_flops
 
     config, plan, objective, vocabulary, length = _resolved(settings)
     # what depends on this machine is checked where the trial runs
     check_settings(replace(settings, precision="fp32", compile="off", report_to="none"), plan)
-    key = repr((config.to_dict(), plan.to_dict(), length, objective.head, width_scaling_of(settings)))
+    key = repr((config.to_dict(), plan.to_dict(), length, objective.head, scaling_of(settings)))
     if key not in counts:
         with torch.device("meta"):
-            model = build(config, plan, head=objective.head, init="normal", width_scaling=width_scaling_of(settings))
+            model = build(config, plan, head=objective.head, init="normal", scaling=scaling_of(settings))
         count = parameters_of(model)
         counts[key] = count.total, count.active, training_flops(model, plan, length)
     parameters, active, flops = counts[key]

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lamina.core.initializers import SAME, SUITS
 from lamina.core.json_types import Json
+from lamina.core.scaling_schemes import SCHEMES
 from lamina.core.values import Numbers, comma_separated, numbers, seed_number, steps_or_share, takes
-from lamina.core.width_schemes import SCHEMES
 from lamina.errors import UserError, unknown
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, ThreadSettings, WorkerSettings
 from lamina.jobs.settings import Settings, above, at_least, changed, not_below, setting
@@ -23,9 +23,9 @@ from lamina.training.setting_groups import (
     ModelSettings,
     OptimizerSettings,
     PlacementSettings,
+    ScalingSettings,
     StepSettings,
     StreamSettings,
-    WidthSettings,
     in_steps,
 )
 from lamina.training.settings import (
@@ -271,18 +271,24 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
 
 
 @takes(Numbers)
-def width_list(name: str, value: object) -> str:
-    """Comma-separated hidden sizes, at least two."""
+def sizes_list(name: str, value: object) -> str:
+    """Comma-separated widths or depths, at least two."""
     listed = comma_separated(name, value)
     if len(numbers(name, listed, int)) < 2:
-        raise UserError(f"{name}: {listed!r} is one width (allowed: two or more, comma-separated)")
+        raise UserError(f"{name}: {listed!r} is one {name.rstrip('s')} (allowed: two or more, comma-separated)")
     return listed
+
+
+@takes(Numbers)
+def depths_or_none(name: str, value: object) -> str:
+    """Comma-separated depths, or an empty text."""
+    return sizes_list(name, value) if comma_separated(name, value) else ""
 
 
 class CoordCheckSettings(
     PlacementSettings,
     ModelSettings,
-    WidthSettings,
+    ScalingSettings,
     LearningRateSettings,
     StepSettings,
     SeedsSettings,
@@ -295,54 +301,82 @@ class CoordCheckSettings(
 
     command_name = "coord-check"
     main = (
-        *("placement", "backbone", "widths", "width_scaling", "num_layers", "learning_rate"),
-        *("steps", "seeds", "corpus", "output"),
+        *("placement", "backbone", "widths", "depths", "width_scaling", "depth_scaling", "num_layers"),
+        *("learning_rate", "steps", "seeds", "corpus", "output"),
     )
-    without = frozenset({"hidden_size", "num_heads", "gradient_accumulation", "eval_fraction"})
-    order = ("placement", "backbone", "widths")
+    without = frozenset({"num_heads", "gradient_accumulation", "eval_fraction"})
+    order = ("placement", "backbone", "widths", "depths")
 
     widths: str = setting(
         "48,96,192,384",
         "comma-separated hidden sizes, at least two; the feed-forward and the heads scale with them",
-        width_list,
+        sizes_list,
     )
-    num_layers: int = changed(6, help="number of blocks")
-    width_scaling: str = changed("standard")
+    depths: str = setting(
+        "", "comma-separated numbers of blocks, at least two, to compare in place of widths", depths_or_none
+    )
+    hidden_size: int | None = changed(None, help="with depths, the width of all (default: the backbone's)")
+    num_layers: int = changed(6, help="number of blocks; with depths, these")
+    width_scaling: str = changed(
+        "standard", help=f"{', '.join(SCHEMES)} or none; with depths, none unless there is a base_width"
+    )
     base_width: int | None = changed(
         None, help="hidden size at which width scaling changes nothing (default: the smallest of the widths)"
     )
-    learning_rate: float = changed(1e-3, help="at the base width; constant")
+    base_depth: int | None = changed(
+        None, help="number of blocks at which depth scaling changes nothing (default: the smallest of the depths)"
+    )
+    learning_rate: float = changed(1e-3, help="at the base width and depth; constant")
     steps: int = changed(3, help="optimizer steps, all on the same batch")
     seeds: str | int | tuple[int | str, ...] = changed("0,1,2", help="comma-separated seeds of the weights")
     batch_size: int = changed(8, help="blocks in the batch")
     tolerance: float = setting(
-        0.3, "exponents of the width within plus or minus this count as flat", above(0.0), decides=False
+        0.3, "exponents of the width or depth within plus or minus this count as flat", above(0.0), decides=False
     )
     output: str = changed("runs/coord-check")
 
     def check(self) -> None:
-        """Raise UserError for a value that is invalid at one of the widths."""
+        """Raise UserError for a value that is invalid at one of the sizes, or that a check over depth leaves unused."""
+        if self.depths and self.base_width is None and self.width_scaling == self.default("width_scaling"):
+            object.__setattr__(self, "width_scaling", "none")
         super().check()
+        word = "with" if self.depths else "without"
+        for name in ("widths", "num_layers") if self.depths else ("hidden_size",):
+            if (value := getattr(self, name)) != self.default(name):
+                raise UserError(f"{name}: {value!r} has no effect {word} depths (allowed: one of both)")
         self.runs()
 
     @property
-    def all_widths(self) -> list[int]:
-        """The widths from narrow to wide."""
-        return sorted(numbers("widths", self.widths, int))
+    def axis(self) -> Literal["width", "depth"]:
+        """What the models differ in."""
+        return "depth" if self.depths else "width"
 
     @property
-    def reference_width(self) -> int:
+    def all_sizes(self) -> list[int]:
+        """The widths or depths, the smallest first."""
+        return sorted(numbers(f"{self.axis}s", getattr(self, f"{self.axis}s"), int))
+
+    @property
+    def reference_width(self) -> int | None:
         """The hidden size at which nothing changes."""
-        return self.base_width or self.all_widths[0]
+        return self.base_width or (None if self.depths else self.all_sizes[0])
+
+    @property
+    def reference_depth(self) -> int | None:
+        """The number of blocks at which nothing changes."""
+        return self.base_depth or (self.all_sizes[0] if self.depths else None)
 
     def runs(self) -> dict[tuple[int, int], PretrainSettings]:
-        """The run of each width and seed. Raises UserError for a value that is invalid in one of them."""
+        """The run of each size and seed. Raises UserError for a value that is invalid in one of them."""
         common = self.shared_with(PretrainSettings)
         if self.width_scaling != "none":
             common["base_width"] = self.reference_width
+        if self.depth_scaling != "none":
+            common["base_depth"] = self.reference_depth
+        varied = {"depth": "num_layers", "width": "hidden_size"}[self.axis]
         return {
-            (width, seed): PretrainSettings(**common, hidden_size=width, seed=seed)
-            for width in self.all_widths
+            (size, seed): PretrainSettings(**{**common, varied: size, "seed": seed})
+            for size in self.all_sizes
             for seed in self.all_seeds
         }
 
@@ -362,6 +396,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         *("placement", "backbone", "hidden_size", "proxy_width", "learning_rates", "verify_rates"),
         *("steps", "seeds", "corpus", "output"),
     )
+    without = frozenset({"depth_scaling", "base_depth"})
     order = (*RunSettings.names(), "placement", "proxy_width")
 
     placement: str = changed("fusenorm")

@@ -19,11 +19,11 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS, TRANSFER
 from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
-from lamina.modeling.width import scaled_weights
+from lamina.modeling.scaling import scaled_weights
 from lamina.studies.compare import check_trials, open_study, run_study
 from lamina.studies.settings import TransferSettings
 from lamina.training.execution.devices import decided
-from lamina.training.optimization.optimizer import width_scaling_of
+from lamina.training.optimization.optimizer import scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
@@ -85,16 +85,15 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
     resolve_run(target, trained=False)
     config = backbone_config(target)
-    scaling = width_scaling_of(target)
+    scaling = scaling_of(target)
     assert scaling is not None
     with torch.device("meta"):
         model = build(config, make_plan(target.placement, config.num_hidden_layers), init="normal")
     factors: dict[str, float] = {}
     for scaled in scaled_weights(model, scaling):
-        fixed = scaled.kind == "hidden" and scaled.rate != scaling.rate(
-            "hidden", settings.target_width / settings.proxy_width
-        )
-        factors["hidden, of a fixed fan-in" if fixed else scaled.kind] = scaled.rate
+        rate, usual = scaled.factors.rate, scaling.rate("hidden", settings.target_width / settings.proxy_width)
+        fixed = scaled.kind == "hidden" and rate != usual
+        factors["hidden, of a fixed fan-in" if fixed else scaled.kind] = rate
     return factors
 
 

@@ -33,7 +33,6 @@ from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.modeling.building import recommended
 from lamina.modeling.parts import drop_branches
-from lamina.probes.structure.hooks import undisturbed
 from lamina.training import source
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.checkpoints import RunState, Stateful
@@ -45,7 +44,7 @@ from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance, find_routers
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, still_falling, usual_guard
 from lamina.training.monitor.recorder import RunRecorder
-from lamina.training.monitor.scheduled_probes import ScheduledProbes
+from lamina.training.monitor.scheduled_probes import ScheduledProbes, undisturbed
 from lamina.training.monitor.writers import spike_columns
 from lamina.training.objectives.bigram import entropy_of
 from lamina.training.optimization.optimizer import WeightAverage, schedule_of, warmup_stable_decay
@@ -110,7 +109,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
     def model(self, run: TrainingRun) -> PreTrainedModel:
         settings, processes = self.settings, run.processes
-        model, run.rate_factors = initial_model(self.resolved, self.splits, self.processor)
+        model, run.step_factors = initial_model(self.resolved, self.splits, self.processor)
         run.average = WeightAverage(model, settings.ema_decay) if settings.ema_decay else None
         if settings.drop_path:
             drop_branches(model, settings.drop_path)
@@ -168,7 +167,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
             order=run.order,
             processes=run.processes,
             experts=ExpertBalance(run.model, settings.expert_balance, settings.expert_balance_rate),
-            rate_factors=run.rate_factors,
+            step_factors=run.step_factors,
             schedule=schedule_of(settings),
             average=run.average,
             rate_factor=run.rollbacks.learning_rate_factor,

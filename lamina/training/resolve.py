@@ -18,7 +18,7 @@ from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.backbones.presets import used_by_a_token
 from lamina.modeling.building import build, recommended, refuse_beyond_memory
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.modeling.width import WidthScaling
+from lamina.modeling.scaling import Scaling, StepFactors
 from lamina.placements import Plan
 from lamina.probes.engine import registry
 from lamina.training import source
@@ -28,7 +28,7 @@ from lamina.training.execution.devices import decided, device_of, missing_compil
 from lamina.training.monitor.experts import choose, find_routers
 from lamina.training.objectives.objective import Objective, Processor, objective_of
 from lamina.training.objectives.text import about_eval_corpus
-from lamina.training.optimization.optimizer import check_optimizer, rate_factors, width_scaling_of
+from lamina.training.optimization.optimizer import check_optimizer, scaling_of, step_factors
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class ResolvedRun:
         return device_of(self.settings.device)
 
     @property
-    def width_scaling(self) -> WidthScaling | None:
-        """The scheme that scales rates and weights with the width; None without one."""
-        return width_scaling_of(self.settings)
+    def scaling(self) -> Scaling | None:
+        """The schemes that scale rates and weights with width and depth; None without one."""
+        return scaling_of(self.settings)
 
     @property
     def objective(self) -> Objective:
@@ -130,9 +130,9 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
 
 def initial_model(
     resolved: ResolvedRun, splits: Splits, processor: Processor
-) -> tuple[PreTrainedModel, dict[str, float] | None]:
-    """Build a run's model, and under width scaling each parameter's factor on the learning rate."""
-    settings, scaling, objective = resolved.settings, resolved.width_scaling, resolved.objective
+) -> tuple[PreTrainedModel, dict[str, StepFactors] | None]:
+    """Build a run's model, and under width or depth scaling each parameter's factors."""
+    settings, scaling, objective = resolved.settings, resolved.scaling, resolved.objective
     config = objective.complete(resolved.backbone, splits, processor, settings.from_model)
     torch.manual_seed(settings.seed)
     profile = splits.train.sample(settings.batch_size)
@@ -143,11 +143,11 @@ def initial_model(
             head=objective.head,
             init=settings.init,
             profile_ids=profile,
-            width_scaling=scaling,
+            scaling=scaling,
         )
     else:
         model = source.load(settings.from_model, config, objective.head)
-    return model, None if scaling is None else rate_factors(model, scaling)
+    return model, None if scaling is None else step_factors(model, scaling)
 
 
 def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
@@ -180,7 +180,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
         registry.make_all(settings.probes)
     initializers.check(recommended(plan) if settings.init == "recommended" else settings.init)
     arguments = training_arguments(settings, processes)
-    if width_scaling_of(settings) is not None:
+    if scaling_of(settings) is not None:
         check_optimizer(arguments)
     if settings.precision == "fp16" and arguments.device.type == "cpu":
         # accelerate has no loss scaler on the CPU and would silently train in float32
@@ -218,7 +218,7 @@ def check_modules(
     kinds = tuple(layer for layer, _ in plan.kinds()[:4])
     with torch.device("meta"):
         few = resolve_backbone(config, num_layers=len(kinds))
-        small = build(few, replace(plan, layers=kinds), init="normal", width_scaling=width_scaling_of(settings))
+        small = build(few, replace(plan, layers=kinds), init="normal", scaling=scaling_of(settings))
     if trained:
         _check_memory(settings, config, small, arguments, processes)
     if settings.expert_balance in ("bias", "loss"):

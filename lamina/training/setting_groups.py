@@ -11,8 +11,8 @@ from lamina.core import initializers
 from lamina.core.backbone_presets import get as get_preset
 from lamina.core.backbone_presets import is_place
 from lamina.core.json_types import Json
+from lamina.core.scaling_schemes import DEPTH_SCHEMES, SCHEMES
 from lamina.core.values import comma_separated, corpus_name, mapping, one_of, path, place, steps_or_share, text
-from lamina.core.width_schemes import SCHEMES
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import BatchSettings, TextSettings
 from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
@@ -225,8 +225,8 @@ class OptimizerSettings(Settings, group="optimizer"):
     max_grad_norm: float = setting(1.0, "gradient clipping (0 for none)", not_below(0.0))
 
 
-class WidthSettings(Settings, group="width scaling"):
-    """Width scaling."""
+class ScalingSettings(Settings, group="width and depth scaling"):
+    """Width and depth scaling."""
 
     width_scaling: str = setting(
         "none",
@@ -239,27 +239,44 @@ class WidthSettings(Settings, group="width scaling"):
     k_embedding: float = setting(1.0, "with width scaling, a factor on the embedding's learning rate", above(0.0))
     k_hidden: float = setting(1.0, "the same for all weights between embedding and readout", above(0.0))
     k_readout: float = setting(1.0, "the same for the readout", above(0.0))
+    depth_scaling: Literal["none", "depth-mup", "completep"] = setting(
+        "none",
+        "how branches, rates and epsilon scale with the number of blocks: none, depth-mup (Yang et al. 2023) or "
+        "completep (Dey et al. 2025)",
+    )
+    base_depth: int | None = setting(
+        None, "number of blocks at which the learning rate was chosen, where depth scaling changes nothing", at_least(1)
+    )
 
     @property
     def reference_width(self) -> int | None:
         """The hidden size at which width scaling changes nothing; None if it is missing."""
         return self.base_width
 
+    @property
+    def reference_depth(self) -> int | None:
+        """The number of blocks at which depth scaling changes nothing; None if it is missing."""
+        return self.base_depth
+
     def check(self) -> None:
-        """Raise UserError for a scheme without a base width, and for a scheme's numbers without a scheme."""
+        """Raise UserError for a scheme without its base, and for a scheme's numbers without a scheme."""
         super().check()
-        if self.width_scaling != "none":
-            if self.reference_width is None:
-                raise UserError(
-                    f"base_width: none given (width_scaling {self.width_scaling!r} needs the hidden size at which the "
-                    "learning rate was chosen)"
-                )
-            return
-        for name in ("base_width", "k_embedding", "k_hidden", "k_readout"):
-            if (value := getattr(self, name)) != self.default(name):
-                raise UserError(
-                    f"{name}: {value!r} has no effect without width_scaling (allowed: with one of {', '.join(SCHEMES)})"
-                )
+        for scheme, base, of_reference, schemes, numbers in (
+            ("width_scaling", "base_width", "hidden size", SCHEMES, ("k_embedding", "k_hidden", "k_readout")),
+            ("depth_scaling", "base_depth", "number of blocks", DEPTH_SCHEMES, ()),
+        ):
+            if (chosen := getattr(self, scheme)) != "none":
+                if getattr(self, base.replace("base", "reference")) is None:
+                    raise UserError(
+                        f"{base}: none given ({scheme} {chosen!r} needs the {of_reference} at which the learning rate "
+                        "was chosen)"
+                    )
+                continue
+            for name in (base, *numbers):
+                if (value := getattr(self, name)) != self.default(name):
+                    raise UserError(
+                        f"{name}: {value!r} has no effect without {scheme} (allowed: with one of {', '.join(schemes)})"
+                    )
 
 
 class RecordSettings(Settings, group="records"):

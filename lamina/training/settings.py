@@ -22,11 +22,11 @@ from lamina.training.setting_groups import (
     PlacementSettings,
     RecordSettings,
     RegularizationSettings,
+    ScalingSettings,
     ScheduleSettings,
     SpeedSettings,
     StreamSettings,
     TrainerSettings,
-    WidthSettings,
     in_steps,
 )
 
@@ -38,7 +38,7 @@ class RunSettings(
     ImageSettings,
     ScheduleSettings,
     OptimizerSettings,
-    WidthSettings,
+    ScalingSettings,
     RegularizationSettings,
     RecordSettings,
     ProbesSettings,

@@ -20,6 +20,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lamina.data.blocks import TokenBlock
+from lamina.modeling.scaling import StepFactors
 from lamina.training.arguments import training_arguments
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
@@ -41,7 +42,7 @@ class ShortRun(TrainerCallback):
         train: the blocks to train on.
         in_order: whether item ``i`` of ``train`` is the run's i-th block; otherwise the run's order shuffles them.
         device: cpu or cuda.
-        rate_factors: with width scaling, each parameter's factor on the learning rate.
+        step_factors: with width or depth scaling, each parameter's factors.
         schedule: the share of the peak rate by steps done; None for the Trainer's own schedule of the settings.
 
     Attributes:
@@ -59,7 +60,7 @@ class ShortRun(TrainerCallback):
         *,
         in_order: bool,
         device: str,
-        rate_factors: dict[str, float] | None = None,
+        step_factors: dict[str, StepFactors] | None = None,
         schedule: Callable[[int], float] | None = None,
     ):
         precision = "fp32" if settings.precision == "auto" else settings.precision
@@ -67,7 +68,7 @@ class ShortRun(TrainerCallback):
             settings, precision=precision, compile="off", device=device, probe_every=0, report_to="none"
         )
         nn.Module.to(model, device)  # transformers' own ``to`` is wrapped and loses its type
-        self.model, self.rate_factors, self.schedule, self.dataset = model, rate_factors, schedule, train
+        self.model, self.step_factors, self.schedule, self.dataset = model, step_factors, schedule, train
         self.order = TrainOrder(
             len(train),  # type: ignore[arg-type]  # torch's Dataset does not promise a length
             steps=settings.steps,
@@ -98,7 +99,7 @@ class ShortRun(TrainerCallback):
                 guard=DivergenceGuard(margin=math.inf, patience=settings.steps),
                 order=self.order,
                 experts=ExpertBalance(self.model, settings.expert_balance, settings.expert_balance_rate),
-                rate_factors=self.rate_factors,
+                step_factors=self.step_factors,
                 schedule=self.schedule,
             )
             trainer.series = self._series

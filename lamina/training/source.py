@@ -18,7 +18,9 @@ from lamina.jobs.manifest import model_folder, refuse_as_output, refuse_damaged
 from lamina.modeling.backbones import conversion, resolve_backbone
 from lamina.modeling.building import make_plan
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
+from lamina.modeling.scaling import Scaling
 from lamina.placements import Plan
+from lamina.training.optimization.optimizer import scaling_of
 from lamina.training.settings import PretrainSettings
 
 DECIDED = ("placement", "backbone", "num_layers", "hidden_size", "num_heads", "untie_embeddings", "init", "tokenizer")
@@ -95,10 +97,13 @@ def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
 
 
 def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
-    """Return the checkpoint's plan as it was saved, or else the placement's."""
+    """Return the checkpoint's plan as it was saved, or else the placement's, with the multiplier of depth scaling."""
+    scaling = scaling_of(settings) or Scaling()
     if settings.from_model is None:
-        return make_plan(settings.placement, num_layers)
-    return stored_plan(settings.from_model)
+        return make_plan(settings.placement, num_layers, **scaling.placement_options)
+    plan = stored_plan(settings.from_model)
+    scaling.check_options(plan.options)
+    return plan
 
 
 def stored_plan(source: str) -> Plan:
@@ -123,13 +128,14 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
         )
 
 
-def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load the checkpoint with this head as a Lamina model, to train it. Raises UserError as conversion does.
+def load(source: str, config: PreTrainedConfig, head: str) -> PreTrainedModel:
+    """Load the checkpoint with this head as a Lamina model in float32, to train it. Raises UserError as conversion
+    does.
 
     ``config``: the run's backbone, whose positions the model gets.
     """
     folder = _folder(source)
-    loaded: Any = conversion.load(folder, dtype=dtype, head=head)
+    loaded: Any = conversion.load(folder, dtype=torch.float32, head=head)
     model = loaded if isinstance(loaded.config, LaminaConfig) else conversion.from_transformers(loaded)
     if (positions := getattr(config, "max_position_embeddings", None)) is not None:
         backbone_of(model.config).max_position_embeddings = positions

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
+from lamina.modeling.scaling import StepFactors
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing import state as saving
 from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, Stateful, collected
@@ -170,7 +171,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         order: which blocks each step trains on.
         processes: this process and the run's others; a model that ``sharding.shard`` has sharded is used unchanged.
         experts: counts and balances the experts' tokens.
-        rate_factors: with width scaling, each parameter's factor on the learning rate.
+        step_factors: with width or depth scaling, each parameter's factors.
         schedule: the share of the peak learning rate by steps done; None for the arguments' own schedule.
         rate_factor: the rollbacks' factor on all learning rates.
         states: further objects in a checkpoint's run state, resumed with the trainer.
@@ -189,7 +190,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         order: TrainOrder | None = None,
         processes: Processes | None = None,
         experts: ExpertBalance | None = None,
-        rate_factors: dict[str, float] | None = None,
+        step_factors: dict[str, StepFactors] | None = None,
         schedule: Callable[[int], float] | None = None,
         rate_factor: float = 1.0,
         states: Sequence[Stateful] = (),
@@ -216,7 +217,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         self.average = average
         if average is not None:
             self.add_callback(average)
-        self.rate_factors, self.schedule = rate_factors, schedule
+        self.step_factors, self.schedule = step_factors, schedule
         self.guard = guard
         self.experts = experts
         if experts is not None:
@@ -225,14 +226,15 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         self.gradient_norms = None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's optimizer; with width scaling, with one group per role's learning rate."""
-        if self.optimizer is None and self.rate_factors is not None:
+        """Trainer's optimizer; with width or depth scaling, with one group per role's learning rate."""
+        if self.optimizer is None and self.step_factors is not None:
             whole: Any = self.model if model is None else model
             groups = parameter_groups(
                 whole,
-                self.rate_factors,
+                self.step_factors,
                 learning_rate=self.args.learning_rate,
                 weight_decay=self.args.weight_decay,
+                epsilon=self.args.adam_epsilon,
             )
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
             self.optimizer = kind(groups, **options)

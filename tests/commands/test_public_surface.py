@@ -15,8 +15,8 @@ SHARED = """
 backbone num-layers hidden-size num-heads untie-embeddings init corpus text-field tokenizer sequence-length
 eval-fraction steps batch-size gradient-accumulation schedule min-learning-rate warmup decay decay-shape
 weight-decay beta1 beta2 epsilon
-max-grad-norm width-scaling base-width k-embedding k-hidden k-readout probe-every probes logging-steps eval-steps
-eval-blocks eval-corpus eval-tasks eval-task-limit eval-data-dir save-steps
+max-grad-norm width-scaling base-width k-embedding k-hidden k-readout depth-scaling base-depth probe-every probes
+logging-steps eval-steps eval-blocks eval-corpus eval-tasks eval-task-limit eval-data-dir save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing precision compile threads report-to trainer
 objective mask-ratio image-size patch-size center-crop crop-scale flip rand-augment random-erasing repeated-augmentation
@@ -29,8 +29,8 @@ parallel device streaming shuffle-buffer rollback rollback-factor rollback-skip 
 PREFLIGHT = """
 placements learning-rates backbone num-layers hidden-size num-heads init corpus text-field tokenizer sequence-length
 steps batch-size warmup weight-decay beta1 beta2 eval-fraction streaming shuffle-buffer gradient-accumulation precision
-min-learning-rate width-scaling base-width expert-balance epsilon max-grad-norm seed burn-in sequences flops threads
-output
+min-learning-rate width-scaling base-width depth-scaling base-depth expert-balance epsilon max-grad-norm seed burn-in
+sequences flops threads output
 """
 PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
@@ -44,8 +44,9 @@ TRANSFER = """
 placement proxy-width learning-rates seeds verify-rates verify-width best-margin output workers
 """
 COORD_CHECK = """
-placement backbone widths num-layers untie-embeddings init width-scaling base-width k-embedding k-hidden k-readout
-learning-rate steps seeds batch-size sequence-length corpus text-field tokenizer weight-decay beta1 beta2 epsilon
+placement backbone widths depths hidden-size num-layers untie-embeddings init width-scaling base-width k-embedding
+k-hidden k-readout depth-scaling base-depth learning-rate steps seeds batch-size sequence-length corpus
+text-field tokenizer weight-decay beta1 beta2 epsilon
 max-grad-norm tolerance output threads
 """
 RISING = """
@@ -73,7 +74,7 @@ OPTIONS = {
     "preflight": PREFLIGHT.split(),
     "probe": PROBE.split(),
     "eval": EVAL.split(),
-    "transfer": [*SHARED.split(), *TRANSFER.split()],
+    "transfer": [*(set(SHARED.split()) - {"depth-scaling", "base-depth"}), *TRANSFER.split()],
     "coord-check": COORD_CHECK.split(),
     "sft": [*TUNING.split(), "preset", "loss-on", "packing", "best-by"],
     "reward": TUNING.split(),

@@ -1,4 +1,4 @@
-"""The coordinate check: its slopes, its verdict, and that width scaling is what makes it flat."""
+"""The coordinate check: its slopes, its verdict, and that width or depth scaling is what makes it flat."""
 
 import json
 
@@ -11,7 +11,7 @@ from training.tiny_runs import flags
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.reports import report
-from lamina.studies.coordinates import coord_check, outputs_of, slopes, verdict
+from lamina.studies.coordinates import STREAMS, coord_check, outputs_of, shares, slopes, verdict
 from lamina.studies.settings import CoordCheckSettings
 
 TINY = {"num_layers": 2, "batch_size": 4, "sequence_length": 32, "threads": 1}
@@ -38,6 +38,50 @@ def test_full_alignment_is_flat_where_no_scaling_is_not(corpus, tmp_path, placem
     assert plain.slope["lm_head", 0] == pytest.approx(0.5, abs=0.1)
     assert plain.slope["attention.module.q_proj", 0] == pytest.approx(0.5, abs=0.1)
     assert (plain.verdict["feed_forward.module", 3], plain.verdict["lm_head", 3]) == ("grows", "grows")
+
+
+@pytest.mark.parametrize("placement", ["pre_ln", "peri_ln"])
+def test_over_depth_completep_is_flat_where_no_scaling_is_not(corpus, tmp_path, placement):
+    over = {
+        "num_layers": CoordCheckSettings.num_layers,
+        "depths": "4,8,16",
+        "hidden_size": 32,
+        "init": "small",
+        "seeds": "0",
+    }
+    given = {"placement": placement, "learning_rate": 3e-3, **over}
+    right = of_size(coord_check(settings(corpus, tmp_path / "right", depth_scaling="completep", **given), bar=False))
+    plain = of_size(coord_check(settings(corpus, tmp_path / "plain", **given), bar=False))
+    assert json.loads((tmp_path / "right" / "result.json").read_text())["verdict"] == "flat"
+    # at the start L random branches over L, beside an embedding that stays
+    assert right.slope["block", 0] == pytest.approx(-0.4, abs=0.15)
+    assert set(right.drop(list(STREAMS), level="module").verdict) == {"flat"}
+    stored = pd.read_parquet(tmp_path / "plain" / "coordinates.parquet")
+    assert stored.columns[0] == "depth"
+    assert stored.groupby("depth")["layer"].max().to_dict() == {4: 3, 8: 7, 16: 15}
+    # L branches of one size add up as L^(1/2) at the start, and in step with each other after an update
+    assert plain.verdict["block", 0] == plain.verdict["block", 3] == "grows"
+    assert plain.slope["block", 0] == pytest.approx(0.5, abs=0.15)
+    assert plain.slope["block", 3] > plain.slope["block", 0]
+    page = report(tmp_path / "right").read_text()
+    assert "Exponents of the depth" in page
+    assert "tuned shallow should hold deep" in page
+
+
+def test_the_blocks_that_end_a_share_of_the_depth_are_compared():
+    rows = [(depth, layer, float(layer)) for depth in (2, 3, 4) for layer in range(-1, depth)]
+    kept = shares(pd.DataFrame(rows, columns=["depth", "layer", "value"]))
+    found = {(depth, layer): value for depth, layer, value in kept.itertuples(index=False)}
+    # of 3 blocks the first share ends with the second, half of which it is
+    assert found == {
+        **{(depth, -1): -1.0 for depth in (2, 3, 4)},
+        (2, 0): 0,
+        (2, 1): 1,
+        (3, 0): 1,
+        (3, 1): 2,
+        (4, 0): 1,
+        (4, 1): 3,
+    }
 
 
 def test_under_mup_the_readout_starts_with_the_root_of_the_width_below_and_that_is_no_fault(corpus, tmp_path):
@@ -141,6 +185,12 @@ def test_the_folder_the_page_and_going_on(corpus, tmp_path, capsys):
         ({"tolerance": 0.0}, "tolerance: 0.0"),
         ({"steps": 0}, "steps: 0 is not a whole number of at least 1"),
         ({"width_scaling": "none", "base_width": 48}, "base_width: 48 has no effect"),
+        ({"depths": "8"}, "depths: '8' is one depth"),
+        ({"depths": "8,16", "widths": "32,64"}, "widths: '32,64' has no effect with depths"),
+        ({"depths": "8,16", "num_layers": 12}, "num_layers: 12 has no effect with depths"),
+        ({"hidden_size": 32}, "hidden_size: 32 has no effect without depths"),
+        ({"depths": "8,16", "width_scaling": "mup"}, "base_width: none given"),
+        ({"depth_scaling": "completep"}, "base_depth: none given"),
     ],
 )
 def test_settings_without_meaning_are_one_line(given, message):

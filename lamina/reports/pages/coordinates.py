@@ -1,4 +1,4 @@
-"""The page of a coordinate check: mean |x| against the width, the exponents, the verdict."""
+"""The page of a coordinate check: mean |x| against the width or depth, the exponents, the verdict."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from lamina.reports.tables import number, status, table, text
 
 _FIGURE = (
     "Every line is a module, averaged over layers and seeds; both axes are logarithmic. Level lines are right. A "
-    "module whose line rises grows with a power of the width, and the model blows up once it is wide enough. A "
-    "module whose line falls matters less and less as the width grows."
+    "module whose line rises grows with a power of the {axis}, and the model blows up once it is {large} enough. A "
+    "module whose line falls matters less and less as the {axis} grows."
 )
+_WORDS = {
+    "width": {"axis": "width", "small": "narrow", "large": "wide"},
+    "depth": {"axis": "depth", "small": "shallow", "large": "deep"},
+}
 _SAID = {
-    "flat": "No module's output grows or shrinks with the width: a learning rate tuned narrow should hold wide.",
-    "grows": "Outputs grow with the width, so a learning rate tuned narrow will be too large wide.",
-    "shrinks": "Outputs shrink with the width: a wide model learns less at the same learning rate.",
-    "broken": "Outputs are zero or not finite at some width: the learning rate is too large, or a module is dead.",
+    "flat": "No module's output grows or shrinks with the {axis}: a learning rate tuned {small} should hold {large}.",
+    "grows": "Outputs grow with the {axis}, so a learning rate tuned {small} will be too large {large}.",
+    "shrinks": "Outputs shrink with the {axis}: a {large} model learns less at the same learning rate.",
+    "broken": "Outputs are zero or not finite at some {axis}: the learning rate is too large, or a module is dead.",
 }
 
 
@@ -42,35 +46,40 @@ def coordinates_report(folder: Path) -> Path:
     header = study_header(folder)
     settings = header.get("settings")
     settings = settings if isinstance(settings, dict) else {}
-    verdict = str(result.get("verdict", ""))
-    said = prose([_SAID.get(verdict, verdict)], {})
+    verdict, words = str(result.get("verdict", "")), _WORDS["depth" if "depth" in sizes else "width"]
+    axis, scheme = words["axis"], settings.get(f"{words['axis']}_scaling", "")
+    said = prose([_SAID.get(verdict, verdict).format(**words)], {})
     if result.get("modules"):
         said += callouts([f"{verdict}: {', '.join(map(str, result['modules']))}."])
     return write_page(
         folder / PAGE,
-        title=f"Coordinate check: {settings.get('placement', '')}, width scaling {settings.get('width_scaling', '')}",
+        title=f"Coordinate check: {settings.get('placement', '')}, {axis} scaling {scheme}",
         facts=[
-            f"widths {settings.get('widths', '')}",
-            f"{settings.get('num_layers', '')} layers",
+            f"{axis}s {settings.get(f'{axis}s', '')}",
+            f"{settings.get('num_layers', '')} layers" if axis == "width" else "",
             f"learning rate {settings.get('learning_rate', '')}",
             moment(header.get("created")),
         ],
         command=header.get("command"),
         sections=[
             Section("Verdict", "Verdict", said),
-            Section("Sizes", "Size of the outputs against the width", figure(_figure(sizes), _FIGURE)),
-            Section("Exponents", "Exponents of the width", _table(slopes)),
+            Section(
+                "Sizes",
+                f"Size of the outputs against the {axis}",
+                figure(_figure(sizes, axis), _FIGURE.format(**words)),
+            ),
+            Section("Exponents", f"Exponents of the {axis}", _table(slopes, axis)),
             Section("Settings", "Settings", details("Settings", tables.settings_table(settings))),
         ],
     )
 
 
-def _figure(sizes: Frame) -> go.Figure:
-    """Mean |x| against the width: before the first step and after the last, one line per module."""
+def _figure(sizes: Frame, axis: str) -> go.Figure:
+    """Mean |x| against the width or depth: before the first step and after the last, one line per module."""
     sizes = sizes[sizes["metric"] == "size"]
     steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})
     titles = ["before the first step" if step == 0 else f"after {step} steps" for step in steps]
-    means = sizes.groupby(["step", "module", "width"])["value"].mean()
+    means = sizes.groupby(["step", "module", axis])["value"].mean()
     lines = []
     for column, step in enumerate(steps, start=1):
         for place, module in enumerate(dict.fromkeys(sizes["module"])):
@@ -88,15 +97,15 @@ def _figure(sizes: Frame) -> go.Figure:
                 hover=f"{escape(module)}: %{{y:.3g}} at %{{x}}",
             )
             lines.append((column, line))
-    drawn = charts.side_by_side(titles, lines, "width", "mean |x|", 560)
-    widths = sorted(set(map(int, sizes["width"])))
-    drawn.update_xaxes(type="log", tickvals=widths, ticktext=[str(width) for width in widths])
+    drawn = charts.side_by_side(titles, lines, axis, "mean |x|", 560)
+    ticks = sorted(set(map(int, sizes[axis])))
+    drawn.update_xaxes(type="log", tickvals=ticks, ticktext=[str(tick) for tick in ticks])
     drawn.update_yaxes(type="log", exponentformat="power")
     legend = {"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top", "font": {"size": 11}}
     return drawn.update_layout(legend=legend, margin={"t": 52, "r": 260}, hovermode=None)
 
 
-def _table(slopes: Frame) -> str:
+def _table(slopes: Frame, axis: str) -> str:
     """The exponent of each module at the start and after the last step, with its range over the layers."""
     last = int(slopes["step"].max())
     rows = []
@@ -124,5 +133,5 @@ def _table(slopes: Frame) -> str:
         number("change", "+.2f", "of the change"),
         status("verdict", "verdict"),
     ]
-    note = "<p>e in mean |x| ~ width<sup>e</sup>; the change is mean |x &minus; x before the first step|.</p>"
+    note = f"<p>e in mean |x| ~ {axis}<sup>e</sup>; the change is mean |x &minus; x before the first step|.</p>"
     return note + table(fields, rows, "ranking")

@@ -1,4 +1,4 @@
-"""Parameter groups under width scaling: each role has its own learning rate; rate times decay is the same in all."""
+"""Parameter groups under width and depth scaling, the schedule of the learning rate, and averaged weights."""
 
 from __future__ import annotations
 
@@ -23,45 +23,53 @@ from transformers import (
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.modeling.width import SCHEMES, WidthScaling, scaled_weights
+from lamina.modeling.scaling import DEPTH_SCHEMES, SCHEMES, Scaling, StepFactors, scaled_weights
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import RunSettings
 
 
-def width_scaling_of(settings: RunSettings) -> WidthScaling | None:
-    """The scheme of the settings, or None."""
-    if settings.width_scaling == "none":
+def scaling_of(settings: RunSettings) -> Scaling | None:
+    """The schemes of the settings; None without one."""
+    if settings.width_scaling == settings.depth_scaling == "none":
         return None
-    assert settings.base_width is not None  # the settings' own check
-    return WidthScaling(
-        scheme=settings.width_scaling,
-        base_width=settings.base_width,
+    return Scaling(
+        width=settings.width_scaling,
+        base_width=settings.base_width or 1,  # the settings' own check: missing only without the scheme
         k_embedding=settings.k_embedding,
         k_hidden=settings.k_hidden,
         k_readout=settings.k_readout,
+        depth=settings.depth_scaling,
+        base_depth=settings.base_depth or 1,
     )
 
 
-def rate_factors(model: PreTrainedModel, scaling: WidthScaling) -> dict[str, float]:
-    """Each parameter's factor on the learning rate, by name. Raises UserError as ``scaled_weights`` does."""
-    return {scaled.weight.name: scaled.rate for scaled in scaled_weights(model, scaling)}
+def step_factors(model: PreTrainedModel, scaling: Scaling) -> dict[str, StepFactors]:
+    """Each parameter's factors, by name. Raises UserError as ``scaled_weights`` does."""
+    return {scaled.weight.name: scaled.factors for scaled in scaled_weights(model, scaling)}
 
 
 def parameter_groups(
-    model: nn.Module, factors: dict[str, float], *, learning_rate: float, weight_decay: float
+    model: nn.Module,
+    factors: dict[str, StepFactors],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    epsilon: float = 1e-8,
 ) -> list[Json]:
-    """The optimizer's groups: one per factor, with and without decay; the factor nearest to 1 comes first.
+    """The optimizer's groups, with and without decay; those whose rate's factor is nearest to 1 come first.
 
-    AdamW shrinks a weight by the share ``lr * weight_decay`` per step. So where a group's rate is divided by m, its
-    decay is multiplied by m; otherwise a wider model would decay less. Gains, biases and learned scales do not decay.
+    Gains, biases and learned scales do not decay. ``epsilon`` is Adam's, in the groups that have a factor on it.
     """
-    groups: dict[tuple[float, bool], Json] = {}
+    groups: dict[tuple[float, bool, float, float], Json] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        factor, decays = factors[name.replace("_orig_mod.", "")], parameter.ndim >= 2
-        options = {"lr": learning_rate * factor, "weight_decay": weight_decay / factor if decays else 0.0}
-        groups.setdefault((factor, decays), {"params": [], **options})["params"].append(parameter)
+        own, decays = factors[name.replace("_orig_mod.", "")], parameter.ndim >= 2
+        options = {"lr": learning_rate * own.rate, "weight_decay": weight_decay / own.width_rate if decays else 0.0}
+        if own.epsilon != 1.0:
+            options["eps"] = epsilon * own.epsilon
+        key = (own.rate, decays, own.width_rate, own.epsilon)
+        groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
     return [groups[key] for key in sorted(groups, key=lambda key: (abs(key[0] - 1.0), key))]
 
 
@@ -70,8 +78,8 @@ def check_optimizer(arguments: TrainingArguments) -> None:
     name = str(getattr(arguments.optim, "value", arguments.optim))
     if "adam" not in name:
         raise UserError(
-            f"width_scaling: its exponents ({', '.join(SCHEMES)}) are Adam's, trainer.optim is {name!r} (allowed: one "
-            "of the adamw kind, or --width-scaling none)"
+            f"width_scaling, depth_scaling: their exponents ({', '.join((*SCHEMES, *DEPTH_SCHEMES))}) are Adam's, "
+            f"trainer.optim is {name!r} (allowed: one of the adamw kind, or none of both)"
         )
 
 

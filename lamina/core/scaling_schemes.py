@@ -1,4 +1,4 @@
-"""The schemes of width scaling as data: exponents of the width by kind of weight (Everett et al. 2024).
+"""The schemes of width and depth scaling as data: exponents of the width by kind of weight, and of the depth.
 
 They stand below the models, so that the settings know the schemes' names without loading torch.
 """
@@ -6,7 +6,7 @@ They stand below the models, so that the settings know the schemes' names withou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +42,7 @@ SCHEMES: dict[str, tuple[str, Literal["full", "none"]]] = {
     "mup": ("mup", "full"),
     "mup-no-alignment": ("mup", "none"),
 }
+DepthScheme: TypeAlias = Literal["depth-mup", "completep"]
+# alpha: every branch is divided by m^alpha, where m is the depth over the base depth. Depth-muP: Yang et al. 2023
+# (arXiv 2310.02244). CompleteP: Dey et al. 2025 (arXiv 2505.01618), whose Table 1 has the rules for both.
+DEPTH_SCHEMES: dict[str, float] = {"depth-mup": 1 / 2, "completep": 1.0}

@@ -1,7 +1,8 @@
-"""Parameter groups under width scaling, in real runs."""
+"""Parameter groups under width and depth scaling, in real runs."""
 
 import json
 import math
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from transformers import LlamaConfig
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.modeling.width import SCHEMES, WidthScaling
+from lamina.modeling.scaling import DEPTH_SCHEMES, SCHEMES, Scaling
 from lamina.placements import names
-from lamina.training.optimization.optimizer import parameter_groups, rate_factors
+from lamina.training.optimization.optimizer import parameter_groups, step_factors
 from lamina.training.setting_groups import WIDTH_SCALINGS
 from lamina.training.settings import PretrainSettings
 
@@ -30,26 +31,29 @@ def llama(width):
 def test_every_parameter_is_in_one_group_and_rate_times_decay_is_the_same_in_all(placement, scheme):
     with torch.device("meta"):
         model = lamina.build(llama(64), placement, init="normal")
-    factors = rate_factors(model, WidthScaling(scheme=scheme, base_width=16, k_embedding=2.0, k_readout=0.5))
+    factors = step_factors(model, Scaling(width=scheme, base_width=16, k_embedding=2.0, k_readout=0.5))
     groups = parameter_groups(model, factors, learning_rate=RATE, weight_decay=DECAY)
     members = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(members) == sorted(id(parameter) for parameter in model.parameters())
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in groups:
         for parameter in group["params"]:
-            assert group["lr"] == pytest.approx(RATE * factors[names_of[id(parameter)]])
+            assert group["lr"] == pytest.approx(RATE * factors[names_of[id(parameter)]].rate)
             decays = parameter.ndim >= 2
+            assert "eps" not in group
             assert group["lr"] * group["weight_decay"] == pytest.approx(RATE * DECAY if decays else 0.0)
 
 
 def test_the_settings_schemes_are_the_models():
     assert ("none", *SCHEMES) == WIDTH_SCALINGS
+    assert get_args(get_type_hints(PretrainSettings)["depth_scaling"]) == ("none", *DEPTH_SCHEMES)
 
 
 @pytest.mark.parametrize("placement", names())
-def test_at_the_base_width_a_run_is_bit_for_bit_the_one_without(trained, tmp_path, placement):
+def test_at_the_base_sizes_a_run_is_bit_for_bit_the_one_without(trained, tmp_path, placement):
     trained("plain", placement=placement, steps=2)
-    trained("scaled", placement=placement, steps=2, width_scaling="standard", base_width=16)
+    depth = {"depth_scaling": "completep", "base_depth": 2} if placement in ("pre_ln", "peri_ln", "olmo2") else {}
+    trained("scaled", placement=placement, steps=2, width_scaling="standard", base_width=16, **depth)
     assert records(tmp_path / "plain") == records(tmp_path / "scaled")
     assert_same_weights(tmp_path / "plain", tmp_path / "scaled")
 
@@ -67,6 +71,34 @@ def test_one_step_at_four_times_the_base_is_the_naive_adamw_step_of_each_role(tr
         expected = start * (1 - decay) - rate * gradient / (gradient.abs() + 1e-8)
         # the step itself is 2.5e-3 at the least
         assert torch.allclose(parameter.detach().double(), expected, atol=1e-5), name
+
+
+def test_one_step_at_four_times_the_base_depth_is_the_naive_adamw_step_of_each_role(trained, trainers, first_step):
+    """Depth-muP: rates in the blocks halved, and an epsilon that weighs as much as the gradients halved with them."""
+    before, grads = first_step
+    epsilon, scaled = 1e-2, {"num_layers": 8, "depth_scaling": "depth-mup", "base_depth": 2}
+    trained(steps=1, warmup=0, max_grad_norm=0, learning_rate=RATE, epsilon=epsilon, **scaled)
+    assert all(sub.out_scale == 0.5 for block in trainers[0].model.model.layers for sub in block.children())
+    for name, parameter in trainers[0].model.named_parameters():
+        factor = 0.5 if ".layers." in name else 1.0
+        start, gradient = before[name].double(), grads[name].double()
+        decay = RATE * factor * DECAY if parameter.ndim >= 2 else 0.0
+        expected = start * (1 - decay) - RATE * factor * gradient / (gradient.abs() + epsilon * factor)
+        assert torch.allclose(parameter.detach().double(), expected, atol=1e-6), name
+
+
+def test_a_model_with_the_multiplier_is_trained_on_and_another_is_not_given_its_rates(trained, tiny, tmp_path):
+    scaled = {"depth_scaling": "completep", "base_depth": 1}
+    trained("first", **scaled)
+    trained("plain")
+    again = {"from_model": str(tmp_path / "first"), "num_layers": None, "hidden_size": None, "num_heads": None}
+    trained("second", **{**again, **scaled})
+    config = json.loads((tmp_path / "second" / "model" / "config.json").read_text())
+    assert config["plan"]["layers"][0]["attention"]["out_scale"] == 0.5
+    assert config["plan"]["options"] == scaled
+    with pytest.raises(UserError, match="depth_scaling: 'completep', but the model's branches are not divided"):
+        trained("third", **{**again, "from_model": str(tmp_path / "plain"), **scaled})
+    assert not (tmp_path / "third").exists()
 
 
 def test_the_logged_rate_is_the_one_that_was_given_and_each_group_follows_the_schedule(trained, tmp_path, trainers):
@@ -110,6 +142,9 @@ def test_tied_embeddings_are_refused_and_untied_on_request(tmp_path, corpus, cap
         ({"k_hidden": 2.0}, "k_hidden: 2.0 has no effect without"),
         ({"width_scaling": "mup", "base_width": 0}, "base_width: 0 is not a whole number of at least 1"),
         ({"width_scaling": "mup", "base_width": 8, "k_readout": 0.0}, "k_readout: 0.0 .*above 0"),
+        ({"depth_scaling": "completep"}, "base_depth: none given"),
+        ({"base_depth": 8}, "base_depth: 8 has no effect without depth_scaling"),
+        ({"depth_scaling": "depth_mup", "base_depth": 8}, "did you mean 'depth-mup'"),
     ],
 )
 def test_settings_without_meaning_are_one_line(given, message):
@@ -119,6 +154,7 @@ def test_settings_without_meaning_are_one_line(given, message):
 
 @pytest.mark.parametrize(("optim", "good"), [("sgd", False), ("adafactor", False), ("adamw_torch", True)])
 def test_the_exponents_are_adams(tmp_path, corpus, capsys, optim, good):
-    given = flags(**SMALL, corpus=corpus, output=tmp_path / "run", width_scaling="standard", base_width=8)
+    scaled = {"width_scaling": "standard", "base_width": 8} if good else {"depth_scaling": "completep", "base_depth": 2}
+    given = flags(**SMALL, corpus=corpus, output=tmp_path / "run", **scaled)
     assert main(["pretrain", *given, "--trainer.optim", optim]) == (0 if good else 2)
     assert ("exponents" in capsys.readouterr().err) is not good

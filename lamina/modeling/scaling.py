@@ -1,0 +1,200 @@
+"""Width and depth scaling: learning rates, initial weights and Adam's epsilon that let a rate hold at another size.
+
+Everett et al. 2024 (arXiv 2407.05872): with width n a weight is multiplied by n^-a, starts with the standard deviation
+n^-b and learns at the rate n^-c. The multiplier is folded into the other two: under Adam, whose steps don't depend on
+the gradient's size, (a, b, c) and (0, a + b, a + c) train the same function (up to Adam's epsilon and gradient
+clipping), and a checkpoint stays a plain model.
+
+CompleteP (Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth every branch is divided by m^alpha.
+What stands in a block, its norms and biases included, learns at m^(alpha - 1) of the rate with an epsilon of m^-alpha;
+nothing starts smaller for the depth, and the weight decay stays. The multiplier is part of the plan (the placement's
+option ``depth_scaling``), so that a checkpoint has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from lamina.core.json_types import Json
+from lamina.core.scaling_schemes import DEPTH_SCHEMES, PARAMETRIZATIONS, SCHEMES
+from lamina.errors import UserError, unknown
+from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
+from lamina.modeling.initialization import Weight, weights
+from lamina.modeling.parts import body_of
+
+Kind = Literal["embedding", "hidden", "readout", "vector"]
+KINDS = ("embedding", "hidden", "readout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """A scheme for the width and one for the depth, and the sizes at which the learning rate was chosen.
+
+    Args:
+        width: one of SCHEMES, or "none".
+        base_width: hidden size at which the width's scheme changes nothing.
+        k_embedding: with a scheme for the width, factor on the embedding's learning rate; k_hidden and k_readout
+            likewise.
+        depth: one of DEPTH_SCHEMES, or "none".
+        base_depth: number of blocks at which the depth's scheme changes nothing.
+    """
+
+    width: str = "none"
+    base_width: int = 1
+    k_embedding: float = 1.0
+    k_hidden: float = 1.0
+    k_readout: float = 1.0
+    depth: str = "none"
+    base_depth: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise UserError for an unknown scheme."""
+        for name, value, schemes in (
+            ("width_scaling", self.width, SCHEMES),
+            ("depth_scaling", self.depth, DEPTH_SCHEMES),
+        ):
+            if value not in ("none", *schemes):
+                raise unknown(name, value, ["none", *schemes])
+
+    @property
+    def placement_options(self) -> Json:
+        """The options with which a placement's plan gets the multiplier of the depth's scheme."""
+        return {} if self.depth == "none" else {"depth_scaling": self.depth, "base_depth": self.base_depth}
+
+    def check_options(self, options: Json) -> None:
+        """Raise UserError if these options of a placement do not give its plan the multiplier."""
+        if any(options.get(name) != value for name, value in self.placement_options.items()):
+            stated = ", ".join(f"{name}={value}" for name, value in self.placement_options.items())
+            raise UserError(
+                f"depth_scaling: {self.depth!r}, but the model's branches are not divided by it (allowed: a placement "
+                f"with the options {stated}, or none)"
+            )
+
+    def exponents(self, kind: Kind) -> tuple[float, float]:
+        """Return the width's exponents of standard deviation and learning rate, with the multiplier folded into
+        both.
+        """
+        if kind == "vector" or self.width == "none":
+            return 0.0, 0.0
+        name, alignment = SCHEMES[self.width]
+        table, index = PARAMETRIZATIONS[name], KINDS.index(kind)
+        multiplier = table.multiplier[index]
+        return multiplier + table.std[index], multiplier + getattr(table, alignment)[index]
+
+    def rate(self, kind: Kind, width: float) -> float:
+        """Return the factor on the learning rate of a kind whose fan-in is ``width`` times that of the base."""
+        constant = 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
+        return constant * width ** self.exponents(kind)[1]
+
+    def depth_factors(self, weight: Weight) -> tuple[float, float]:
+        """Return the depth's factors on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
+
+        A learned scale on the branch starts divided by m^alpha itself: folded as in ``Scaling``'s module, its rate
+        falls by as much again, and its gradient grows by what its epsilon would have fallen.
+        """
+        if self.depth == "none" or weight.layer < 0:
+            return 1.0, 1.0
+        m, alpha = weight.num_layers / self.base_depth, DEPTH_SCHEMES[self.depth]
+        if weight.name.endswith(".out_scale"):
+            return m**-1, 1.0
+        return m ** (alpha - 1), m**-alpha
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFactors:
+    """Factors on a parameter's learning rate and on Adam's epsilon; the weight decay is divided by ``width_rate``.
+
+    AdamW shrinks a weight by the share rate * decay per step, so a wider model, whose rate is lower, would decay less.
+    ``width_rate`` is the width's part of ``rate``: the decay does not follow the depth's (CompleteP, Table 1).
+    """
+
+    rate: float = 1.0
+    width_rate: float = 1.0
+    epsilon: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledWeight:
+    """A weight, the same one at the base sizes (on the meta device under width scaling), and the schemes' factors.
+
+    ``std`` is the factor on the standard deviation that its initializer gives it at the base sizes.
+    """
+
+    weight: Weight
+    base: Weight
+    kind: Kind
+    std: float
+    factors: StepFactors
+
+
+def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledWeight]:
+    """Every parameter of a Lamina model with its factors, each once.
+
+    A hidden weight's or readout's learning rate goes by m = hidden size / base width, its standard deviation by the
+    ratio of its own fan-ins; one whose fan-in does not grow with the width (what leaves MLA's latent, whose rank is
+    fixed) keeps both. An embedding that the model multiplies by the square root of the width loses that factor again.
+
+    Raises UserError for tied embeddings and for a base width that the backbone or the placement cannot have, both
+    under width scaling, and for a plan without the multiplier of the depth's scheme.
+    """
+    scaling.check_options(model.config.plan["options"])
+    base = base_model(model, scaling)
+    m = backbone_of(model.config).hidden_size / backbone_of(base.config).hidden_size
+    growth = embedding_scale(model) / embedding_scale(base)
+    for weight, narrow in zip(weights(model), weights(base), strict=True):
+        kind = kind_of(weight)
+        if kind == "readout" and weight.fan_out != narrow.fan_out:
+            kind = "hidden"  # a matrix of the head whose both sides grow, such as a masked language model's
+        width = 1.0 if kind == "vector" else weight.fan_in / narrow.fan_in
+        std = width ** scaling.exponents(kind)[0]
+        width_rate = scaling.rate(kind, m if width != 1.0 else 1.0)
+        if kind == "embedding":
+            std, width_rate = std / growth, width_rate / growth
+        depth_rate, epsilon = scaling.depth_factors(weight)
+        if scaling.depth != "none":
+            narrow = replace(narrow, num_layers=scaling.base_depth)
+        factors = StepFactors(rate=width_rate * depth_rate, width_rate=width_rate, epsilon=epsilon)
+        yield ScaledWeight(weight=weight, base=narrow, kind=kind, std=std, factors=factors)
+
+
+def kind_of(weight: Weight) -> Kind:
+    """Return a weight's kind: "vector" are gains, biases and the wiring, "hidden" all other weights of blocks."""
+    kinds: dict[str, Kind] = {
+        **dict.fromkeys(("bias", "vector", "wiring"), "vector"),
+        "embedding": "embedding",
+        "readout": "readout",
+    }
+    return kinds.get(weight.role, "hidden")
+
+
+def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
+    """Return the same model at the base width on the meta device: shapes only; without width scaling, the model.
+
+    Raises UserError if it cannot exist, or if its embeddings are tied.
+    """
+    outer = model.config
+    if scaling.width == "none":
+        return model
+    if outer.tie_word_embeddings:
+        raise UserError(
+            "width_scaling: the backbone ties its readout to its embedding, and the two need rates of their own "
+            "(allowed: --untie-embeddings, or --width-scaling none)"
+        )
+    try:
+        config = resolve_backbone(backbone_of(outer), hidden_size=scaling.base_width)
+        with torch.device("meta"):
+            return type(model)(LaminaConfig(backbone_config=config, plan=outer.plan))
+    except ValueError as error:
+        raise UserError(f"base_width: {scaling.base_width} cannot be this model's width ({error})") from error
+
+
+def embedding_scale(model: PreTrainedModel) -> float:
+    """Return the factor on the embedding in the forward pass: the plan's times the backbone's (Gemma's sqrt(d))."""
+    base = body_of(model)
+    return base.embedding_scale * float(getattr(base.get_input_embeddings(), "scalar_embed_scale", 1.0))

@@ -1,0 +1,444 @@
+"""Width and depth scaling: the rules against the papers' tables and a linear program, and what they do to a model."""
+
+import copy
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from tiny import LATENT, OF_TEXT, token_ids
+from torch import nn
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    ModernBertConfig,
+)
+
+import lamina
+from lamina.errors import UserError
+from lamina.modeling.initialization import weights
+from lamina.modeling.scaling import DEPTH_SCHEMES, PARAMETRIZATIONS, SCHEMES, Scaling, StepFactors, scaled_weights
+from lamina.placements import names, resolve
+from lamina.training.optimization.optimizer import parameter_groups, step_factors
+
+HALF = Fraction(1, 2)
+# Everett et al. 2024, exponents of Adam: a and b of n^-a and n^-b, then the learning rate's in n^e.
+TABLE = {
+    "standard": ((0, 0, 0), (0, HALF, HALF), (0, -1, -1), (0, -HALF, -HALF)),
+    "ntk": ((0, HALF, HALF), (0, 0, 0), (0, -HALF, -HALF), (0, 0, 0)),
+    "mup": ((-HALF, 0, HALF), (HALF, HALF, HALF), (-HALF, -1, -HALF), (-HALF, -HALF, 0)),
+    "mean_field": ((0, HALF, 1), (0, 0, 0), (0, -HALF, 0), (0, 0, HALF)),
+}
+
+
+def smallest_exponents(a, b, alpha, u, omega):
+    """The c that minimises its sum under the paper's constraints, by trying every vertex with exact fractions.
+
+    r_0 = a_0 + c_0 >= 0; r_h = min(a + c - alpha, a + c + r_0 - u, 1/2 + r_0 - omega) >= 0;
+    r_out = min(a + c - alpha, a + c + r_h - u, a + b + r_h - omega) >= 0.
+    """
+    (a0, ah, ar), br = a, b[2]
+    rows = [((1, 0, 0), -a0)]  # coefficients of c, and what their sum must reach
+    hidden = [((0, 1, 0), alpha - ah), ((1, 1, 0), u - ah - a0), ((1, 0, 0), omega - HALF - a0)]
+    rows += [*hidden, ((0, 0, 1), alpha - ar)]
+    # r_h is the least of three, so what adds r_h must hold with each of them.
+    for (x, y, z), least in hidden:
+        rows += [((x, y, z + 1), least + u - ar), ((x, y, z), least + omega - ar - br)]
+    best = None
+    for chosen in itertools.combinations(rows, 3):
+        point = solve([[*map(Fraction, row), Fraction(least)] for row, least in chosen])
+        good = point and all(sum(k * c for k, c in zip(row, point, strict=True)) >= least for row, least in rows)
+        if good and (best is None or sum(point) < sum(best)):
+            best = point
+    return tuple(best)
+
+
+def solve(rows):
+    """Gauss-Jordan on [3, 4] fractions; None where the rows depend on each other."""
+    for column in range(3):
+        pivot = next((r for r in rows[column:] if r[column]), None)
+        if pivot is None:
+            return None
+        rows.remove(pivot)
+        rows.insert(column, [value / pivot[column] for value in pivot])
+        rows = [
+            r if r is rows[column] else [v - r[column] * p for v, p in zip(r, rows[column], strict=True)] for r in rows
+        ]
+    return [row[3] for row in rows]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_exponents_are_those_of_the_papers_table(name):
+    ours, (a, b, full, none) = PARAMETRIZATIONS[name], TABLE[name]
+    assert ours.multiplier == tuple(-x for x in a)
+    assert ours.std == tuple(-x for x in b)
+    assert (ours.full, ours.none) == (full, none)
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(("alignment", "values"), [("full", (1, 1, HALF)), ("none", (HALF, HALF, HALF))])
+def test_the_exponents_solve_the_papers_linear_program(name, alignment, values):
+    a, b, *_ = TABLE[name]
+    c = smallest_exponents(a, b, *map(Fraction, values))
+    assert getattr(PARAMETRIZATIONS[name], alignment) == tuple(-x for x in c)
+
+
+def test_folded_into_rate_and_start_ntk_is_standard_and_mean_field_is_mup():
+    def folded(name):
+        table = PARAMETRIZATIONS[name]
+        columns = (table.std, table.full, table.none)
+        return [[m + e for m, e in zip(table.multiplier, column, strict=True)] for column in columns]
+
+    assert folded("ntk") == folded("standard")
+    assert folded("mean_field") == folded("mup")
+    assert set(SCHEMES) == {"standard", "standard-no-alignment", "mup", "mup-no-alignment"}
+
+
+class Explicit(nn.Module):
+    """Embedding, one hidden layer, readout, each with its multiplier in the forward pass."""
+
+    def __init__(self, width, multipliers, stds):
+        super().__init__()
+        self.multipliers = multipliers
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(11, width), (width, width), (width, 11)]
+        self.weights = nn.ParameterList(
+            torch.randn(shape, generator=generator, dtype=torch.float64) * std
+            for shape, std in zip(shapes, stds, strict=True)
+        )
+
+    def forward(self, ids):
+        e, h, r = (m * w for m, w in zip(self.multipliers, self.weights, strict=True))
+        return torch.tanh(e[ids] @ h) @ r
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("alignment", ["full", "none"])
+def test_a_folded_multiplier_trains_the_same_function_under_adam(name, alignment):
+    """No epsilon, so that Adam's step is blind to the gradient's size; decay times rate is the same in both."""
+    n, eta, decay = 64, 0.01, 0.1
+    table = PARAMETRIZATIONS[name]
+    powers = lambda exponents: [n**e for e in exponents]  # noqa: E731
+    a, b, c = powers(table.multiplier), powers(table.std), powers(getattr(table, alignment))
+    folded_b, folded_c = ([x * y for x, y in zip(a, column, strict=True)] for column in (b, c))
+    ids = torch.arange(11)
+    losses = []
+    for multipliers, stds, rates in ((a, b, c), ((1.0, 1.0, 1.0), folded_b, folded_c)):
+        model = Explicit(n, multipliers, stds)
+        groups = [
+            {"params": [w], "lr": eta * rate, "weight_decay": decay / rate}
+            for w, rate in zip(model.weights, rates, strict=True)
+        ]
+        optimiser = torch.optim.AdamW(groups, eps=0.0)
+        seen = []
+        for _ in range(5):
+            loss = nn.functional.cross_entropy(model(ids), (ids * 3) % 11)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            seen.append(loss.item())
+        losses.append(seen)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert losses[0][-1] != pytest.approx(losses[0][0], rel=1e-3)
+
+
+def llama(width, **changes):
+    sizes = {"intermediate_size": 2 * width, "num_attention_heads": width // 8, "num_key_value_heads": width // 8}
+    sizes |= {"vocab_size": 61, "hidden_size": width, "num_hidden_layers": 2, "head_dim": 8}
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def expected_rate(scheme, kind, m):
+    """Read off the paper's table: eta * n^(learning rate's exponent - a)."""
+    name, _, rest = scheme.partition("-")
+    a, _, full, none = TABLE[name]
+    if kind == "vector":
+        return 1.0
+    index = ("embedding", "hidden", "readout").index(kind)
+    return m ** float((none if rest else full)[index] - a[index])
+
+
+@pytest.mark.parametrize("placement", names())
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_weight_has_its_roles_factor(placement, scheme):
+    with torch.device("meta"):
+        model = lamina.build(llama(64), placement, init="normal")
+    found = {s.weight.name: s for s in scaled_weights(model, Scaling(width=scheme, base_width=16))}
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, scaled in found.items():
+        parameter = model.get_parameter(name)
+        kind = "hidden"
+        if parameter.ndim < 2:
+            kind = "vector"
+        elif name == "model.backbone.embed_tokens.weight":
+            kind = "embedding"
+        elif name == "lm_head.weight":
+            kind = "readout"
+        assert scaled.kind == kind
+        assert scaled.factors.rate == pytest.approx(expected_rate(scheme, kind, 4.0))
+        std = {"vector": 1.0, "embedding": 1.0, "hidden": 4**-0.5, "readout": 4**-0.5}[kind]
+        if scheme.startswith("mup") and kind == "readout":
+            std = 1 / 4
+        assert scaled.std == pytest.approx(std)
+
+
+def test_the_papers_example_divides_hidden_and_readout_by_four():
+    with torch.device("meta"):
+        model = lamina.build("llama-5b", "fusenorm", num_layers=1, init="normal")
+    factors = {s.kind: s.factors.rate for s in scaled_weights(model, Scaling(width="standard", base_width=640))}
+    assert factors == {"embedding": 1.0, "vector": 1.0, "hidden": 1 / 4, "readout": 1 / 4}
+
+
+def test_constants_are_each_kinds_own_and_not_the_vectors():
+    model = lamina.build(llama(32), "keel", init="normal")
+    scaling = Scaling(width="standard", base_width=16, k_embedding=3.0, k_hidden=5.0, k_readout=7.0)
+    factors = {s.kind: s.factors.rate for s in scaled_weights(model, scaling)}
+    assert factors == {"embedding": 3.0, "vector": 1.0, "hidden": 5 / 2, "readout": 7 / 2}
+
+
+def test_experts_and_routers_are_hidden_and_a_latent_of_fixed_rank_keeps_its_rate():
+    widths = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    ranks = {"q_lora_rank": 12, "kv_lora_rank": 8, "n_shared_experts": 1}
+    config = DeepseekV3Config(**{**OF_TEXT, **LATENT, **widths, **ranks})
+    with torch.device("meta"):
+        model = lamina.build(config, "peri_ln", init="normal")
+    factors = {s.weight.name: s.factors.rate for s in scaled_weights(model, Scaling(width="standard", base_width=32))}
+    layer = "model.backbone.layers.1."
+    for name in ("feed_forward.module.experts.gate_up_proj", "feed_forward.module.experts.down_proj"):
+        assert factors[layer + name] == 1 / 2
+    assert factors[layer + "feed_forward.module.gate.weight"] == 1 / 2
+    for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"):
+        assert factors[f"{layer}attention.module.{name}.weight"] == 1 / 2
+    for name in ("q_b_proj", "kv_b_proj"):  # they read a latent as wide as in the base
+        assert factors[f"{layer}attention.module.{name}.weight"] == 1.0
+
+
+@pytest.mark.parametrize("by", ["plan", "backbone"])
+def test_an_embedding_multiplied_by_the_root_of_the_width_loses_the_factor_again(by):
+    if by == "plan":
+        model = lamina.build(llama(64), "pre_ln", embedding_scale="sqrt_hidden_size", init="normal")
+    else:
+        config = Gemma3TextConfig(**{**OF_TEXT, "hidden_size": 64}, head_dim=16, tie_word_embeddings=False)
+        model = lamina.build(config, "pre_ln", init="normal")
+    scaled = {s.kind: (s.factors.rate, s.std) for s in scaled_weights(model, Scaling(width="standard", base_width=16))}
+    assert scaled["embedding"] == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("init", ["normal", "scaled", "small", "xavier", "deepnorm"])
+def test_weights_start_as_at_the_base_and_then_fall_by_their_fan_in(init):
+    base, width = 32, 128
+    wide = lamina.build(llama(width), "deepnorm", init=init, scaling=Scaling(width="mup", base_width=base))
+    narrow = lamina.build(llama(base), "deepnorm", init=init)
+    for ours, theirs in zip(weights(wide), weights(narrow), strict=True):
+        if ours.role in ("vector", "wiring"):
+            continue
+        exponent = {"embedding": 0.0, "readout": -1.0}.get(ours.role, -0.5)
+        # The narrow weight's own draw strays by 1 / sqrt(2 n): five of those are allowed.
+        slack = 5 / math.sqrt(2 * theirs.parameter.numel())
+        wanted = theirs.parameter.std().item() * 4**exponent
+        assert ours.parameter.std().item() == pytest.approx(wanted, rel=slack), ours.name
+
+
+@pytest.mark.parametrize("placement", names())
+def test_at_the_base_width_every_weight_starts_bit_for_bit_as_without(placement):
+    torch.manual_seed(3)
+    plain = lamina.build(llama(32), placement, profile_ids=token_ids())
+    torch.manual_seed(3)
+    scaled = lamina.build(llama(32), placement, profile_ids=token_ids(), scaling=Scaling(width="mup", base_width=32))
+    for (name, one), (_, other) in zip(plain.named_parameters(), scaled.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_what_cannot_be_scaled_is_one_line():
+    tied = lamina.build(llama(32, tie_word_embeddings=True), "pre_ln", init="normal")
+    with pytest.raises(UserError, match=r"ties its readout.*--untie-embeddings"):
+        list(scaled_weights(tied, Scaling(width="standard", base_width=16)))
+    with pytest.raises(UserError, match="base_width: 15 cannot be"):
+        list(scaled_weights(copy.deepcopy(lamina.build(llama(32), "pre_ln")), Scaling(width="mup", base_width=15)))
+    grouped = lamina.build(llama(32), "group_ln", groups=8)
+    with pytest.raises(UserError, match="base_width: 4 cannot be"):
+        list(scaled_weights(grouped, Scaling(width="standard", base_width=4)))
+    with pytest.raises(UserError, match="did you mean 'mup'"):
+        Scaling(width="mupp", base_width=16)
+
+
+def test_only_the_last_matrix_of_a_masked_language_model_is_a_readout():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = ModernBertConfig(**sizes, vocab_size=61, pad_token_id=None, tie_word_embeddings=False)
+    model = lamina.build(config, "pre_ln", head="masked_lm")
+    kinds = {s.weight.name: s.kind for s in scaled_weights(model, Scaling(width="mup", base_width=32))}
+    assert [name for name, kind in kinds.items() if kind == "readout"] == ["decoder.weight"]
+    assert kinds["head.dense.weight"] == "hidden"
+
+
+def scalable(placement):
+    """Whether blocks only add to the stream, by the placement's own plan."""
+    sublayers = [sub for layer in resolve(placement, 4).layers for sub in (layer.attention, layer.feed_forward)]
+    return all(sub.post_norm is None and (sub.skip, sub.skip_scale) == ("stream", 1.0) for sub in sublayers)
+
+
+@pytest.mark.parametrize("placement", names())
+@pytest.mark.parametrize(("scheme", "alpha"), [("depth-mup", 0.5), ("completep", 1.0)])
+def test_every_branch_is_divided_where_blocks_only_add_to_the_stream(placement, scheme, alpha):
+    options = {"depth_scaling": scheme, "base_depth": 2}
+    if not scalable(placement):
+        with pytest.raises(UserError, match=rf"'{placement}'.* only add, and the \w+ of block \d sets \w+ \(allowed"):
+            resolve(placement, 8, **options)
+        return
+    plain, divided = resolve(placement, 8).to_dict(), resolve(placement, 8, **options).to_dict()
+    assert divided.pop("options") == options
+    for layer in divided["layers"]:
+        for sub in layer.values():
+            assert sub.pop("out_scale") == pytest.approx((8 / 2) ** -alpha)
+    assert divided == {name: value for name, value in plain.items() if name != "options"}
+
+
+def test_the_placements_that_the_papers_rules_are_for():
+    divided = {name for name in names() if scalable(name)}
+    assert {"pre_ln", "peri_ln", "sandwich_ln", "olmo2", "layernorm_scaling"} <= divided
+    assert not divided & {"post_ln", "deepnorm", "keel", "fusenorm", "mix_ln", "b2t", "admin"}
+
+
+def table_1(name, m, alpha, eta, decay, epsilon):
+    """CompleteP's Table 1 at the base width: rate, weight decay and epsilon of a parameter of GraniteForCausalLM."""
+    in_block = ".layers." in name  # hidden weights, biases and the norms before them
+    return {
+        "lr": eta * m ** (alpha - 1) if in_block else eta,
+        "weight_decay": decay if "norm" not in name else 0.0,
+        "eps": epsilon * m**-alpha if in_block else epsilon,
+    }
+
+
+def granite_names(model):
+    """The names of a Pre-LN model of Llama's modules, as transformers' Granite has them."""
+    renamed = {
+        "attention.pre_norm": "input_layernorm",
+        "feed_forward.pre_norm": "post_attention_layernorm",
+        "attention.module": "self_attn",
+        "feed_forward.module": "mlp",
+        "model.backbone.": "model.",
+    }
+    for name, parameter in model.named_parameters():
+        theirs = name
+        for own, granite in renamed.items():
+            theirs = theirs.replace(own, granite)
+        yield theirs, name, parameter
+
+
+@pytest.mark.parametrize(("scheme", "alpha"), [("depth-mup", 0.5), ("completep", 1.0)])
+def test_it_trains_as_transformers_granite_does_with_the_papers_table(scheme, alpha):
+    """The branch's multiplier is Granite's own ``residual_multiplier``, the optimizer's groups the naive table."""
+    torch.manual_seed(0)
+    depth, base, eta, decay, epsilon = 6, 2, 1e-2, 0.1, 1e-4
+    m = depth / base
+    scaling = Scaling(depth=scheme, base_depth=base)
+    config = llama(32, num_hidden_layers=depth)
+    ours = lamina.build(config, "pre_ln", init="small", scaling=scaling)
+    kept = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
+    multipliers = {"residual_multiplier": m**-alpha, "attention_multiplier": 8**-0.5}
+    theirs = GraniteForCausalLM(
+        GraniteConfig(**kept, **multipliers, embedding_multiplier=1.0, logits_scaling=1.0, attn_implementation="sdpa")
+    )
+    state = {granite: parameter.detach().clone() for granite, _, parameter in granite_names(ours)}
+    assert theirs.load_state_dict(state, strict=False).unexpected_keys == []
+    factors = step_factors(ours, scaling)
+    rules = {"learning_rate": eta, "weight_decay": decay, "epsilon": epsilon}
+    given = {"lr": eta, "eps": epsilon, "betas": (0.9, 0.95)}
+    optimizers = [torch.optim.AdamW(parameter_groups(ours, factors, **rules), **given)]
+    naive = [
+        {"params": [parameter], **table_1(name, m, alpha, eta, decay, epsilon)}
+        for name, parameter in theirs.named_parameters()
+    ]
+    optimizers.append(torch.optim.AdamW(naive, **given))
+    ids, losses = token_ids(4, 16), ([], [])
+    for model, optimizer, seen in zip((ours, theirs), optimizers, losses, strict=True):
+        model.train()
+        for _ in range(4):
+            loss = model(input_ids=ids, labels=ids).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0][-1] < losses[0][0] - 0.1
+    trained = dict(theirs.named_parameters())
+    for granite, name, parameter in granite_names(ours):
+        assert torch.allclose(parameter, trained[granite], atol=2e-5), name
+
+
+@pytest.mark.parametrize("init", ["normal", "scaled", "small_scaled_uncut"])
+def test_weights_start_as_at_the_base_depth(init):
+    config = llama(64, num_hidden_layers=8)
+    deep = lamina.build(config, "peri_ln", init=init, scaling=Scaling(depth="completep", base_depth=2))
+    shallow = lamina.build(llama(64, num_hidden_layers=2), "peri_ln", init=init)
+    stds = {name.split(".", 4)[-1]: weight.std().item() for name, weight in shallow.named_parameters()}
+    for weight in weights(deep):
+        if weight.role != "vector":
+            slack = 8 / math.sqrt(2 * weight.parameter.numel())
+            assert weight.parameter.std().item() == pytest.approx(stds[weight.name.split(".", 4)[-1]], rel=slack)
+
+
+def test_width_and_depth_multiply_and_the_decay_follows_the_width_alone():
+    """CompleteP, Table 1: hidden weights have rate eta / m_N * m_L^(alpha - 1) and decay lambda * m_N."""
+    scaling = Scaling(width="mup", base_width=16, depth="depth-mup", base_depth=2)
+    model = lamina.build(llama(64, num_hidden_layers=8), "pre_ln", init="small", scaling=scaling)
+    found = {name: (own.rate, own.width_rate, own.epsilon) for name, own in step_factors(model, scaling).items()}
+    block, m_n, m_l = "model.backbone.layers.3.", 4, 4
+    assert found[block + "attention.module.q_proj.weight"] == pytest.approx((m_l**-0.5 / m_n, 1 / m_n, m_l**-0.5))
+    assert found[block + "feed_forward.pre_norm.weight"] == pytest.approx((m_l**-0.5, 1.0, m_l**-0.5))
+    for name, rate in (("norm", 1.0), ("embed_tokens", 1.0)):
+        assert found[f"model.backbone.{name}.weight"] == (rate, rate, 1.0)
+    assert found["lm_head.weight"] == (1 / m_n, 1 / m_n, 1.0)
+
+
+@pytest.mark.parametrize("scheme", DEPTH_SCHEMES)
+def test_a_learned_scale_on_the_branch_is_the_multiplier_folded_into_it(tmp_path, scheme):
+    """m^-alpha * lambda, lambda with a block's rate and epsilon, takes the steps that Lamina's one scale takes."""
+    file = tmp_path / "scaled.yaml"
+    part = "{pre_norm: true, out_scale: 0.5, out_scale_learned: vector}"
+    file.write_text(f"final_norm: true\nrules: [{{attention: {part}, feed_forward: {part}}}]\n")
+    m, alpha, eta, epsilon = 4, DEPTH_SCHEMES[scheme], 1e-2, 1e-3
+    scaling = Scaling(depth=scheme, base_depth=2)
+    model = lamina.build(llama(32, num_hidden_layers=2 * m), str(file), init="small", scaling=scaling)
+    name = "model.backbone.layers.5.feed_forward.out_scale"
+    own, factors = model.get_parameter(name), step_factors(model, scaling)[name]
+    assert torch.allclose(own, torch.full((32,), 0.5 * m**-alpha))
+    explicit = torch.nn.Parameter(own.detach() * m**alpha)
+    steps = [
+        torch.optim.AdamW([own], lr=eta * factors.rate, eps=epsilon * factors.epsilon, weight_decay=0),
+        torch.optim.AdamW([explicit], lr=eta * m ** (alpha - 1), eps=epsilon * m**-alpha, weight_decay=0),
+    ]
+    for seed in range(3):  # the gradient of m^-alpha * lambda, and by the chain rule that of lambda
+        own.grad = torch.randn(32, generator=torch.Generator().manual_seed(seed)) * 1e-3
+        explicit.grad = own.grad * m**-alpha
+        for optimizer in steps:
+            optimizer.step()
+    assert torch.allclose(own * m**alpha, explicit, rtol=1e-5)
+    assert not torch.allclose(explicit, torch.full((32,), 0.5), rtol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", DEPTH_SCHEMES)
+def test_at_the_base_depth_every_weight_starts_bit_for_bit_as_without(scheme):
+    models = []
+    for scaling in (None, Scaling(depth=scheme, base_depth=4)):
+        torch.manual_seed(3)
+        models.append(lamina.build(llama(32, num_hidden_layers=4), "peri_ln", init="scaled", scaling=scaling))
+    for (name, one), (_, other) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert set(step_factors(models[1], scaling).values()) == {StepFactors()}
+
+
+def test_rates_without_the_multiplier_are_refused():
+    with pytest.raises(UserError, match="depth_scaling: 'completep', but the model's branches are not divided"):
+        lamina.build(llama(32), resolve("pre_ln", 2), scaling=Scaling(depth="completep", base_depth=1))
+    for options in ({"depth_scaling": "completep"}, {"base_depth": 2}):
+        with pytest.raises(UserError, match="'depth_scaling' and 'base_depth' need each other"):
+            resolve("pre_ln", 2, **options)
+    with pytest.raises(UserError, match="base_depth: 0 is not a whole number"):
+        resolve("pre_ln", 2, depth_scaling="completep", base_depth=0)
+    with pytest.raises(UserError, match="did you mean 'completep'"):
+        Scaling(depth="complete", base_depth=2)
