@@ -100,7 +100,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.runtime: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[train]"
 	@touch $@
 
 $(VENV)/.development: $(VENV)/bin/python pyproject.toml constraints.txt

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lamina import auto_classes
 from lamina.api import WRITTEN
 from lamina.core import peft_targets
+from lamina.core.extras import missing_extra
 from lamina.jobs.catalog import JOBS
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
     from lamina.api import *  # noqa: F403
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
+    from lamina.training.monitor.lightning import LightningMonitor  # noqa: F401
     from lamina.training.monitor.watch import LayerMonitor, watch
 
     eval = api.evaluate
 
 __version__ = "0.1.0"
 _FUNCTIONS = sorted({*(row.function_name for row in JOBS.values()), *WRITTEN})
+
 __all__ = ["LayerMonitor", "__version__", "build", "eval", "placements", "probe", "watch", "wire", *_FUNCTIONS]
 
 _ELSEWHERE = {
@@ -42,6 +45,7 @@ _ELSEWHERE = {
     "wire": "lamina.modeling.building",
     "probe": "lamina.probes.engine.measure",
     "LayerMonitor": "lamina.training.monitor.watch",
+    "LightningMonitor": "lamina.training.monitor.lightning",  # not in __all__: it needs lightning
     "watch": "lamina.training.monitor.watch",
 }
 _PACKAGES = (
@@ -55,8 +59,11 @@ if not TYPE_CHECKING:  # else a misspelled name would be of type Any
     def __getattr__(name: str) -> object:
         if name in _PACKAGES:
             return importlib.import_module(f"lamina.{name}")
-        if name in __all__:
-            home = importlib.import_module(_ELSEWHERE.get(name, "lamina.api"))
+        if name in __all__ or name in _ELSEWHERE:
+            try:
+                home = importlib.import_module(_ELSEWHERE.get(name, "lamina.api"))
+            except ModuleNotFoundError as error:
+                raise missing_extra(f"lamina.{name}", error) or error from None
             return getattr(home, "evaluate" if name == "eval" else name)
         raise AttributeError(f"module 'lamina' has no attribute {name!r}")
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 
 from lamina.commands.catalog import COMMANDS, run
+from lamina.core.extras import missing_extra
 from lamina.core.terminal import show_error
 from lamina.errors import UserError, is_reported, nearest, out_of_memory, shortened
 from lamina.jobs.signals import interruptible_imports
@@ -72,6 +73,10 @@ def _main(argv: list[str]) -> int:
         return run(name, rest)
     except UserError as error:
         return _fail(str(error), 2, reported=is_reported(error))
+    except ModuleNotFoundError as error:
+        if (line := missing_extra(name, error)) is None:
+            raise
+        return _fail(str(line), 2)
     except KeyboardInterrupt:
         return _interrupted()
     except BrokenPipeError:

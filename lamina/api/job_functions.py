@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lamina.api import results
+from lamina.core.extras import require
 from lamina.core.values import PathLike, Rows, path, taken
 from lamina.errors import UserError, did_you_mean
 from lamina.jobs.aliases import in_our_words, suggestion
@@ -41,6 +42,7 @@ def function_of(row: JobRow) -> Callable[..., Any]:
     record, modes = row.record, _modes(row)
 
     def act(**given: Any) -> Any:
+        require(row.name, "posttrain" if row.run.startswith("lamina.posttraining.") else "train")
         chosen = {mode.name: given.pop(mode.name, mode.default) for mode in modes}
         settings = as_settings(in_our_words(given, record.names()))
         for name in settings:

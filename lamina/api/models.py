@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from lamina.api.results import Diagnosis
 from lamina.core.architectures import Target
+from lamina.core.extras import require
 from lamina.core.values import number, one_of, path, seed_number, whole_number
 from lamina.errors import UserError, shortened
 
@@ -122,13 +123,29 @@ def convert(
 def diagnose(run: str | PathLike[str]) -> Diagnosis:
     """Say what left its usual range first in a run, and what to change, as `lamina diagnose` does; writes the page.
 
+    Of what another tool recorded, the records and the page are written beside it, into the folder NAME-lamina. Without
+    the packages that draw it there is no page, and the last sentence says so.
+
     Raises:
         UserError: (a ValueError) for a folder without records by layer, or with records of another version.
     """
-    from lamina.reports.diagnosis import diagnose as tell
+    from lamina.reports.diagnosis import cause_of, gather, sentences
+    from lamina.reports.histories import import_history, is_history
 
-    sentences, page = tell(Path(path("run", run)))
-    return Diagnosis(sentences=sentences, page=page)
+    folder, read = Path(path("run", run)), []
+    if is_history(folder):
+        source, folder = folder, folder.with_name(f"{folder.name}-lamina")
+        read = [f"Read from {source}: {import_history(source, folder)}."]
+    evidence = gather(folder)
+    cause = cause_of(evidence)
+    texts = [*read, *sentences(evidence, cause)]
+    try:
+        require("the page", "report")
+    except UserError as error:
+        return Diagnosis(sentences=[*texts, f"{error}."], page=None)
+    from lamina.reports.pages.diagnosis import PAGE, write_diagnosis
+
+    return Diagnosis(sentences=texts, page=write_diagnosis(folder / PAGE, evidence, cause, folder))
 
 
 def report(folder: str | PathLike[str]) -> Path:
@@ -143,9 +160,11 @@ def report(folder: str | PathLike[str]) -> Path:
     Raises:
         UserError: (a ValueError) if no job wrote the folder, or its records are damaged.
     """
+    folder = path("folder", folder)
+    require("report", "report")
     from lamina.reports import report as write
 
-    return write(Path(path("folder", folder)))
+    return write(Path(folder))
 
 
 def backbones() -> pd.DataFrame:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.core.json_types import Json
-from lamina.errors import TrialsFailed
+from lamina.errors import TrialsFailed, UserError
 from lamina.jobs.names import PAGE
 
 if TYPE_CHECKING:
@@ -148,14 +148,16 @@ class Diagnosis(_HasPage):
 
     Attributes:
         sentences: the diagnosis.
-        page: the path of the page with the figures.
+        page: the path of the page with the figures; None where the packages that draw it are missing.
     """
 
     sentences: list[str]
-    page: Path
+    page: Path | None
 
     @property
     def _page(self) -> Path:
+        if self.page is None:
+            raise UserError(f"page: {self.sentences[-1]}")
         return self.page
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ from lamina.core.terminal import show
 EXAMPLES = """
   lamina diagnose runs/mine
   lamina diagnose runs/keel-64
+  lamina diagnose wandb/offline-run-20261124_101500-ab12cd34
 """
 
 
@@ -20,11 +21,12 @@ def parser() -> Parser:
         "diagnose",
         "Say what left its usual range first in a run, in which layer and at which step, how early it could be seen,\n"
         "and what the papers and Lamina's studies say to change. RUN is a run of Lamina, of lamina.LayerMonitor or of\n"
-        "lamina.watch.",
+        "lamina.watch; or gradient norms by parameter that another tool recorded: TensorBoard's event files, W&B's\n"
+        "offline run, or a history as .csv, .json or .jsonl.",
         EXAMPLES,
         "RUN ",
     )
-    flags.add_argument("run", help="the run's folder")
+    flags.add_argument("run", help="the run's folder, or another tool's history")
     return flags
 
 
@@ -34,5 +36,6 @@ def run(argv: list[str]) -> int:
     found = diagnose(options.run)
     for text in found.sentences:
         show("\n".join(textwrap.wrap(text, 110, subsequent_indent="  ")))
-    show(f"\nthe page: {found.page}")
+    if found.page is not None:
+        show(f"\nthe page: {found.page}")
     return 0

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from lamina.commands.arguments import Parser
+from lamina.core.extras import require
 from lamina.core.terminal import show
 from lamina.core.values import number, path, whole_number
 
@@ -39,7 +40,8 @@ def run(argv: list[str]) -> int:
     for name in ("folder", "screenshot"):
         if getattr(options, name) is not None:
             path(name, getattr(options, name))
-    from lamina.reports import report, screenshot
+    require("report", "report")
+    from lamina.reports import report
 
     if options.follow:
         page = _follow(Path(options.folder), options.every)
@@ -47,6 +49,8 @@ def run(argv: list[str]) -> int:
         page = report(Path(options.folder))
         show(f"the page: {page}")
     if options.screenshot:
+        from lamina.reports.screenshot import screenshot
+
         screenshot(page, Path(options.screenshot), height=options.height)
         show(f"the picture: {options.screenshot}")
     if options.figures:

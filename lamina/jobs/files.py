@@ -9,12 +9,14 @@ import json
 import math
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lamina.core.extras import missing_extra
 from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
@@ -93,10 +95,17 @@ def digest_of(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(read_back, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def is_parquet(path: Path) -> bool:
-    """Return whether a file is a Parquet table that was not cut short; its rows are not read."""
-    import pyarrow.parquet as pq
+def is_table(path: Path) -> bool:
+    """Return whether a Parquet table, or an .npz, was not cut short; its rows are not read.
 
+    Raises UserError for a Parquet table without pyarrow.
+    """
+    if path.suffix == ".npz":
+        return zipfile.is_zipfile(path)
+    try:
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        raise missing_extra(str(path), error) or error from None
     try:
         pq.read_metadata(path.absolute())
     except (OSError, ValueError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import is_parquet
+from lamina.jobs.files import is_table
 from lamina.jobs.names import ALARMS, METRICS, NOTES
 
 
@@ -37,8 +37,9 @@ class RunFolder:
         """Return a sentence for each damaged record: the line of a file, or a table's part that is not readable."""
         lines = (METRICS, ALARMS, f"probes/*/{NOTES}")
         faults = [parse_lines(path)[1] for pattern in lines for path in sorted(self.path.glob(pattern))]
-        for part in sorted([*self.path.glob("layers/part-*.parquet"), *self.path.glob("probes/*/part-*.parquet")]):
-            if not is_parquet(part):
+        tables = ("layers/part-*.parquet", "layers/part-*.npz", "probes/*/part-*.parquet")
+        for part in sorted(part for pattern in tables for part in self.path.glob(pattern)):
+            if not is_table(part):
                 faults.append(f"{part.relative_to(self.path).as_posix()} is not readable")
         return [fault for fault in faults if fault is not None]
 

@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import convert_to_fp32
 from transformers import PreTrainedModel, TrainingArguments
 
 from lamina.core.json_types import Json
@@ -66,19 +65,13 @@ class PairTrainer(TunedTrainer):
 
         def measure(chosen: list[int]) -> Measured:
             inputs: Passed = self._prepare_inputs(self.data_collator([data[i] for i in chosen]))
-            loss: Passed = self.compute_loss(self._forward, inputs)  # type: ignore[arg-type]
+            loss: Passed = self.compute_loss(self.in_precision, inputs)  # type: ignore[arg-type]
             metrics = {name: float(values[-1]) for name, values in self._metrics["eval"].items()}
             self._metrics["eval"].clear()
             return Measured(loss=float(loss), metrics=metrics, counts=_counts(inputs))
 
         with _on_its_own(self.accelerator):
             return self.held_out_batches(measure)
-
-    def _forward(self, **inputs: Passed) -> Passed:
-        """Return the model in the run's precision, also before training, when accelerate has not wrapped it yet."""
-        with self.accelerator.autocast():
-            outputs = self.bare_model()(**inputs)
-        return convert_to_fp32(outputs) if self.accelerator.native_amp else outputs
 
 
 def _counts(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -161,6 +154,11 @@ class RewardModeling(PairStage[RewardSettings]):
 class DpoTrainer(PairTrainer):
     """A mixin for TRL's DPOTrainer."""
 
+    def __init__(self, *args: Passed, **kwargs: Passed):
+        super().__init__(*args, **kwargs)
+        if self.tuner is not None:
+            self.ref_model = self.without_adapters
+
     def _prepare_dataset(self, dataset: Passed, *args: object, **kwargs: object) -> Passed:
         return dataset  # it is encoded, which TRL does not look for here
 
@@ -177,7 +175,7 @@ class DirectPreferences(PairStage[DpoSettings]):
         return {"max_length": None, "beta": self.settings.beta, "disable_dropout": False}
 
     def options(self, arguments: TrainingArguments) -> Json:
-        return {"ref_model": self.start.policy().eval().requires_grad_(False)}
+        return {"ref_model": self.reference()}
 
 
 reward = partial(tune, RewardModeling)

@@ -40,7 +40,7 @@ from lamina.modeling.backbones.loading import read_config
 from lamina.posttraining.examples import Fields, prompt_of
 from lamina.posttraining.settings import RlhfSettings
 from lamina.posttraining.starting import Start
-from lamina.posttraining.trainer import Passed, TunedTrainer
+from lamina.posttraining.trainer import NoReference, Passed, TunedTrainer
 from lamina.posttraining.tuning import Row, TuningStage, tune
 from lamina.training.execution.processes import Processes
 from lamina.training.optimization.order import TrainOrder
@@ -91,13 +91,13 @@ def check_rewards(settings: RlhfSettings, start: Start) -> str:
     return content_hash(folder)
 
 
-def make_rewards(settings: RlhfSettings, device: torch.device) -> Score:
+def make_rewards(settings: RlhfSettings, device: torch.device, dtype: torch.dtype = torch.float32) -> Score:
     """Make the rewards of the settings' reward model, on this device, or of their function."""
     if settings.reward_function is not None:
         return _of_function(settings.reward_function, announced=True)
     folder = model_folder(str(settings.reward_model))
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"reward_model: {settings.reward_model!r} can't be loaded ({one_line(error)})") from error
     if model.config.num_labels != 1:
@@ -174,7 +174,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         clip: the magnitude that rewards are clipped to; 0 for none.
         beta: the factor on the KL. TRL's own argument stays 0 while the trainer is built, since it would load the
             reference model by name.
-        reference: the model that the policy starts from, frozen.
+        reference: the model that the policy starts from, frozen; with LoRA it is the policy without its matrices.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         rewards: Score,
         clip: float,
         beta: float,
-        reference: PreTrainedModel,
+        reference: PreTrainedModel | NoReference,
         **kwargs: Passed,
     ):
         self.rewards, self.clip = rewards, clip
@@ -191,8 +191,10 @@ class PolicyTrainer(TunedTrainer, _Online):
         from trl.trainer.utils import add_fused_lm_head
 
         self.beta = beta
-        add_fused_lm_head(reference, temperature=self.temperature)
-        self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)  # the KL is measured at 0, too
+        self.ref_model: Passed = self.without_adapters  # the KL is measured with beta = 0, too
+        if self.tuner is None:
+            add_fused_lm_head(reference, temperature=self.temperature)
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def get_train_dataloader(self) -> DataLoader:
         """The prompts in Lamina's order; TRL's trainers take them as a list of rows."""
@@ -457,10 +459,10 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
     def options(self, arguments: TrainingArguments) -> Json:
         settings = self.settings
         return {
-            "rewards": make_rewards(settings, arguments.device),
+            "rewards": make_rewards(settings, arguments.device, self.start.dtype),
             "clip": settings.reward_clip,
             "beta": settings.beta,
-            "reference": self.start.policy().eval().requires_grad_(False),
+            "reference": self.reference(),
             **({"kl_per": settings.kl_per} if settings.algorithm == "remax" else {}),
         }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from lamina.core.json_types import Json
-from lamina.core.values import comma_separated, examples_name, existing_file, mapping, place
+from lamina.core.values import comma_separated, examples_name, existing_file, mapping, place, text
 from lamina.errors import UserError, unknown
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
@@ -84,7 +84,9 @@ class DataSettings(Settings, group="data"):
         place,
     )
     sequence_length: int | None = setting(
-        None, "longest example in tokens (default: the model's maximum); what is longer is cut off", at_least(4)
+        None,
+        "longest example in tokens (default: the model's maximum; with packing at most 1024); longer ones are cut off",
+        at_least(4),
     )
     skip_bad: bool = setting(False, "leave out rows that can't be used, and count them, rather than stop")
 
@@ -108,6 +110,25 @@ class LoraSettings(Settings, group="LoRA"):
     )  # fmt: skip
 
 
+class MemorySettings(Settings, group="machine"):
+    """What a model takes in memory, and its attention kernel."""
+
+    weights: Literal["fp32", "bf16", "nf4", "int8"] = setting(
+        "fp32",
+        "of the model in memory: fp32, bf16, or with LoRA nf4 or int8, whose linear layers bitsandbytes quantizes",
+    )
+    attn_implementation: str = setting(
+        "auto",
+        "attention kernel: auto (transformers' choice), sdpa, eager, flash_attention_2, or another of its own",
+        text,
+    )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the linear layers are quantized, so that only LoRA's matrices are trained and saved on the way."""
+        return self.weights in ("nf4", "int8")
+
+
 class TuningSettings(
     SourceSettings,
     DataSettings,
@@ -115,6 +136,7 @@ class TuningSettings(
     LearningRateSettings,
     OptimizerSettings,
     LoraSettings,
+    MemorySettings,
     RecordSettings,
     GuardSettings,
     SpeedSettings,
@@ -143,6 +165,9 @@ class TuningSettings(
     )
     steps: int = changed(0, help="optimizer steps (0: as many as the epochs take)", check=at_least(0))
     epochs: float = setting(1.0, "passes over the examples, unless steps are given", above(0.0))
+    group_by_length: bool = setting(
+        False, "make each batch of examples of about the same length, which need no padding"
+    )
     trl: Json = setting({}, "any other argument of TRL's own configuration, e.g. --trl.loss_type dft", mapping)
     batch_size: int = changed(8, help="examples per micro-batch, over all processes")
     warmup: float = changed(0.03)
@@ -159,6 +184,12 @@ class TuningSettings(
         if self.steps:
             super().check()
             self.as_run()
+        if self.quantized and not self.lora_rank:
+            raise UserError(f"weights: {self.weights!r} can't be trained (allowed: fp32, bf16, or with --lora-rank)")
+        if self.weights == "bf16" and self.precision == "fp16":
+            raise UserError(
+                "precision: 'fp16' scales the losses of float32 weights (allowed with bf16 weights: bf16, fp32)"
+            )
         if self.lora_rank == 0:
             for name in ("lora_alpha", "lora_dropout", "lora_targets"):
                 if (value := getattr(self, name)) != self.default(name):
@@ -193,6 +224,12 @@ class SftSettings(TuningSettings):
         "last", "the model to keep: last, or the one with the lowest held-out loss of all evaluations"
     )
     output: str = changed("runs/sft")
+
+    def check(self) -> None:
+        """Raise UserError for settings that do not go together."""
+        super().check()
+        if self.group_by_length and self.packing:
+            raise UserError("group_by_length: no effect on packed sequences (allowed: without --packing)")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
@@ -235,6 +272,7 @@ class RlhfSettings(TuningSettings):
     """One policy."""
 
     command_name = "rlhf"
+    without = TuningSettings.without | {"group_by_length"}
     main = (
         *("from_model", "data", "reward_model", "reward_function", "algorithm", "num_generations"),
         *("max_answer", "steps", "learning_rate", "output"),

@@ -3,37 +3,57 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+from lamina.core.architectures import conversions
+from lamina.core.hub_access import local_when_unreachable
 from lamina.data.encoding import vocab_size_of
 from lamina.data.tokenizers import load_tokenizer
-from lamina.errors import UserError, unknown
+from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.files import writing
 from lamina.jobs.manifest import content_hash, model_folder, refuse_as_output, refuse_damaged
-from lamina.modeling.backbones.loading import read_config, refuse_scores
+from lamina.modeling.backbones.loading import load_weights, quiet, read_config, refuse_scores, stored_shapes
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import LaminaConfig
-from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaForSequenceClassification, adapter_of
+from lamina.modeling.modeling_lamina import LaminaForSequenceClassification, adapter_of
 from lamina.placements import Plan
 from lamina.posttraining.settings import TuningSettings
 from lamina.training import source
+from lamina.training.checkpointing.sharding import only_trained
+from lamina.training.execution.devices import decided, device_of
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
 
 
+Passed: TypeAlias = Any
 ALL_LINEAR = "all-linear"
 NOT_TARGETED = ("lm_head", "score")  # a readout, which LoRA does not stand beside
+PACKED = 1024  # tokens of a packed sequence, unless the user says more or the model can less; as in TRL
+_PLACED = (LaminaConfig.model_type, *conversions(), "gemma3")  # Lamina's own, and those that it converts or refuses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,76 +63,155 @@ class Start:
     Attributes:
         path: as the user gave it.
         tokenizer: the model's, with an end-of-text and a padding token.
-        plan: where the norms sit.
+        plan: where the norms sit; None for a model of transformers that Lamina does not convert, which stays as it is.
+        config: of the backbone, or of transformers' model.
         longest: the longest that the job uses.
+        dtype: of the weights that are not quantized.
+        attention: the kernel, "auto" for the model's own.
     """
 
     path: str
     tokenizer: PreTrainedTokenizerBase
-    plan: Plan
+    plan: Plan | None
+    config: PreTrainedConfig
     longest: int
+    dtype: torch.dtype = torch.float32
+    attention: str = "auto"
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the model."""
         return content_hash(self.path)
 
-    def policy(self) -> LaminaForCausalLM:
-        """The model in float32, to be trained."""
-        model = cast("LaminaForCausalLM", source.load(self.path, source.config_of(self.path), "causal_lm"))
-        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
-        model.generation_config.pad_token_id = self.tokenizer.pad_token_id
-        model.generation_config.eos_token_id = self.tokenizer.eos_token_id
-        return model
+    def policy(self) -> PreTrainedModel:
+        """The model, to be trained."""
+        if self.plan is not None:
+            model = source.load(self.path, self.config, "causal_lm", self.dtype)
+        else:
+            model = self._loaded(AutoModelForCausalLM, self.config)
+        generation: Passed = model.generation_config
+        for config in (model.config.get_text_config(), generation):
+            config.pad_token_id = self.tokenizer.pad_token_id
+        generation.eos_token_id = self.tokenizer.eos_token_id
+        return self._attending(model)
 
-    def scorer(self) -> LaminaForSequenceClassification:
+    def scorer(self) -> PreTrainedModel:
         """Return the model with a score at the last token in place of its readout; the score's weights are new."""
-        policy = self.policy()
-        config = copy.deepcopy(policy.config)
-        config.num_labels = 1
-        config.pad_token_id = self.tokenizer.pad_token_id
-        with torch.device("meta"):
-            model = LaminaForSequenceClassification(cast(LaminaConfig, config))
-        model.model = policy.model
-        std = float(getattr(config.get_text_config(), "initializer_range", 0.02))
-        model.score = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
-        torch.nn.init.normal_(model.score.weight, std=std)
+        config = copy.deepcopy(self.config)
+        if self.plan is None:
+            config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
+            model: Passed = self._attending(self._loaded(AutoModelForSequenceClassification, config))
+            score = model.score
+        else:
+            policy = self.policy()
+            config = copy.deepcopy(policy.config)
+            config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
+            with torch.device("meta"):
+                model = LaminaForSequenceClassification(cast(LaminaConfig, config))
+            model.model = policy.model  # type: ignore[assignment]
+            score = model.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
+        nn.init.normal_(score.weight, std=float(getattr(config.get_text_config(), "initializer_range", 0.02)))
+        score.to(self.dtype)
         return model.train()
 
+    def _loaded(self, auto: type, config: PreTrainedConfig) -> PreTrainedModel:
+        folder = model_folder(self.path)
+        with local_when_unreachable():
+            model, _ = load_weights(
+                folder if folder.is_dir() else self.path,
+                config,
+                auto,
+                "from",
+                dtype=self.dtype,
+                optional=lambda model, name: name == "score.weight",
+            )
+        return model.train()
 
-def find_start(settings: TuningSettings) -> Start:
+    def _attending(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Set the attention kernel. Raises UserError for one that transformers, or this machine, does not have."""
+        if self.attention != "auto":
+            known = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+            if self.attention not in known and "/" not in self.attention:  # a kernel of the hub
+                raise unknown("attn_implementation", self.attention, known)
+            try:
+                with quiet():
+                    model.set_attn_implementation(self.attention)
+            except Exception as error:  # its own types, and those of a kernel's library
+                raise UserError(f"attn_implementation: {self.attention!r}: {one_line(error)}") from None
+        return model
+
+
+def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
     """Look at the model of ``from_model``. Raises UserError if it can't be read or its tokenizer does not fit."""
     path = str(settings.from_model)
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
     if folder.is_dir():
         refuse_damaged(folder)
+    place = folder if folder.is_dir() else path
     try:
-        config = source.config_of(path)
-        if "causal_lm" not in adapter_of(config).heads:
-            raise UserError(
-                f"from: {path!r} is a {config.model_type} model, which writes no text (allowed: one that does)"
-            )
-        tokenizer = load_tokenizer(str(folder) if folder.is_dir() else path)
-        source.check_vocabulary(config, vocab_size_of(tokenizer), path)
+        with local_when_unreachable():
+            outer = read_config(place, "from")
+        refuse_scores(outer, f"from: {path!r}")
+        plan, config = None, outer
+        if outer.model_type in _PLACED:
+            plan, config = source.stored_plan(path), source.config_of(path)
+        _check_writes(config, plan, path, head)
+        if plan is None and folder.is_dir():
+            stored_shapes(folder, "from")
+        tokenizer = load_tokenizer(str(place))
+        source.check_vocabulary(config.get_text_config(), vocab_size_of(tokenizer), path)
     except UserError as error:
         raise UserError(f"from: {error}" if str(error).startswith(("tokenizer", "model")) else str(error)) from None
-    refuse_scores(read_config(folder if folder.is_dir() else path, "from"), f"from: {path!r}")
-    positions = int(config.max_position_embeddings)
-    longest = settings.sequence_length or positions
-    if longest > positions:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = min(PACKED, positions or PACKED) if getattr(settings, "packing", False) else positions or PACKED
+    longest = settings.sequence_length or int(limit)
+    if positions is not None and longest > positions:
         raise UserError(f"sequence_length: {longest} is more than the model's {positions} (allowed: at most that)")
-    plan = source.stored_plan(path)
-    if settings.lora_rank and settings.lora_targets != ALL_LINEAR:
-        _check_targets(settings.lora_targets, config, plan)
-    return Start(path=path, tokenizer=tokenizer, plan=plan, longest=longest)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    rest = "bf16" if decided(settings).precision == "bf16" else "fp32"
+    dtype = dtypes[rest if settings.quantized else settings.weights]
+    start = Start(
+        path=path, tokenizer=tokenizer, plan=plan, config=config, longest=longest, dtype=dtype,
+        attention=settings.attn_implementation,
+    )  # fmt: skip
+    _check_outline(start, settings)
+    return start
 
 
-def _check_targets(named: str, config: PreTrainedConfig, plan: Plan) -> None:
+def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
+    """Raise UserError for a model that writes no text, or that transformers can't give a job's head."""
+    writes = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING if plan is None else "causal_lm" in adapter_of(config).heads
+    if not writes:
+        raise UserError(f"from: {path!r} is a {config.model_type} model, which writes no text (allowed: one that does)")
+    if plan is None and getattr(config, "quantization_config", None):
+        raise UserError(f"from: {path!r} has quantized weights (allowed: the original, with --weights nf4 or int8)")
+    scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if plan is None and head != "causal_lm" and type(config) not in scored:
+        raise UserError(
+            f"from: transformers has no {config.model_type} model that gives scores (allowed: another model, or one "
+            "that lamina convert takes)"
+        )
+
+
+def _check_outline(start: Start, settings: TuningSettings) -> None:
+    """Check what depends on the model's modules, before its weights are read. Raises UserError."""
+    named = settings.lora_targets if settings.lora_rank else ALL_LINEAR
+    if named == ALL_LINEAR and start.attention == "auto":
+        return
+    with torch.device("meta"), quiet():
+        if start.plan is None:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(start.config)
+        else:
+            model = build(start.config, start.plan, init="normal")
+    start._attending(model)
+    if named != ALL_LINEAR:
+        _check_targets(named, model)
+
+
+def _check_targets(named: str, model: nn.Module) -> None:
     """Raise UserError for a name that is no linear layer's: beside others, peft passes over it."""
-    with torch.device("meta"):
-        model = build(config, plan, init="normal")
-    kinds = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
+    kinds = (nn.Linear, nn.Embedding, Conv1D)
     layers = [name for name, layer in model.named_modules() if isinstance(layer, kinds)]
     targeted = [name for name in layers if name.rpartition(".")[2] not in NOT_TARGETED]
     for target in _names(named):
@@ -124,7 +223,36 @@ def _names(named: str) -> list[str]:
     return [name.strip() for name in named.split(",")]
 
 
-def add_lora(model: torch.nn.Module, settings: TuningSettings) -> LoraModel | None:
+def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
+    """Quantize every linear layer but the readout by bitsandbytes, on the run's device, if the settings ask for it.
+
+    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), int8 LLM.int8(). ``dtype``: in which nf4's
+    products are computed. Checkpoints hold such a model's trained weights alone.
+    """
+    if not settings.quantized:
+        return
+    import bitsandbytes as bnb
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # LLM.int8() says at every call that it rounds to float16
+    device = device_of(settings.device)
+    for name, layer in list(model.named_modules()):
+        if type(layer) is not nn.Linear or name.rpartition(".")[2] in NOT_TARGETED:
+            continue
+        size, held = (layer.in_features, layer.out_features, layer.bias is not None), layer.weight.data
+        if settings.weights == "nf4":
+            options = {"quant_type": "nf4", "compress_statistics": True}
+            made = bnb.nn.Linear4bit(*size, compute_dtype=dtype, **options, device="meta")
+            made.weight = bnb.nn.Params4bit(held, requires_grad=False, **options)
+            made.support_avx512bf16_for_cpu = False  # in evaluations it would round the scales, for good
+        else:
+            made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, device="meta")
+            made.weight = bnb.nn.Int8Params(held, requires_grad=False, has_fp16_weights=False)
+        made.bias = layer.bias
+        model.set_submodule(name, made.to(device))
+    only_trained(model)
+
+
+def add_lora(model: PreTrainedModel, settings: TuningSettings) -> LoraModel | None:
     """Add LoRA matrices to a model's linear layers, which are then frozen; None if none are requested.
 
     A reward model's score stays trainable.
@@ -143,10 +271,20 @@ def add_lora(model: torch.nn.Module, settings: TuningSettings) -> LoraModel | No
         exclude_modules=list(NOT_TARGETED),
     )
     config.base_model_name_or_path = str(settings.from_model)
+    bits = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}.get(settings.weights, "")
+    if bits:  # how peft knows bitsandbytes' layers; to others it would say that transformers has quantized the model
+        setattr(model, bits, True)
     tuner = LoraModel(model, config, "default")
-    if isinstance(model, LaminaForSequenceClassification):
-        model.score.requires_grad_(True)
+    if bits:
+        delattr(model, bits)
+    for parameter in score_of(model).values():
+        parameter.requires_grad_(True)
     return tuner
+
+
+def score_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the weights of a reward model's score by name; none of a model that writes text."""
+    return {name: weight for name, weight in model.named_parameters() if name.split(".")[0] == "score"}
 
 
 def merged(model: PreTrainedModel, tuner: LoraModel | None, adapter: Path | None = None) -> PreTrainedModel:
@@ -158,11 +296,28 @@ def merged(model: PreTrainedModel, tuner: LoraModel | None, adapter: Path | None
     return cast(PreTrainedModel, tuner.merge_and_unload())
 
 
+def set_trained(model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
+    """Copy trained weights into a model, by name."""
+    with torch.no_grad():
+        for name, parameter in trained_of(model).items():
+            parameter.copy_(trained[name])
+
+
+def numel(parameter: torch.Tensor) -> int:
+    """Return the number of a parameter's values; bitsandbytes packs two of 4 bits into a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the weights that are trained, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def _save_adapter(model: PreTrainedModel, tuner: LoraModel, folder: Path) -> None:
     """Write the LoRA matrices, and a reward model's score, which is trained whole, as peft reads them."""
-    config, whole = copy.deepcopy(tuner.peft_config["default"]), ()
-    if isinstance(model, LaminaForSequenceClassification):
-        whole = ("score.weight",)
+    config, whole = copy.deepcopy(tuner.peft_config["default"]), score_of(model)
+    if whole:
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]  # pyright: ignore[reportAttributeAccessIssue]
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value for name, value in model.named_parameters() if ".lora_" in name or name in whole}

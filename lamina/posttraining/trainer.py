@@ -10,8 +10,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
@@ -57,6 +58,14 @@ def check_trl(options: Json, theirs: str) -> None:
         raise UserError(f"trl: {one_line(error)}") from None
 
 
+class NoReference(nn.Module):
+    """What TRL's trainers are given as the reference model where the policy without its LoRA matrices is it."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.config = config
+
+
 class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Trainer):
     """A mixin for TRL's trainers.
 
@@ -74,9 +83,9 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     def __init__(self, *args: Passed, run: TrainingRun, schedule: Callable[[int], float] | None, **kwargs: Passed):
         self.processes, self.guard, self.order, self.states = run.processes, run.guard, run.order, run.states
-        self.schedule, self.trl = schedule, getattr(run.settings, "trl", {})
+        self.schedule, self.trl, self.tuner = schedule, getattr(run.settings, "trl", {}), run.stage.tuner
         self.series = StepSeries(self.processes)
-        self.layer_rows, self.gradient_norms = [], None
+        self.layer_rows, self.gradient_norms = [], None if run.followed is None else run.updates.groups
         super().__init__(*args, **kwargs)
 
     def _send_telemetry(self) -> None:
@@ -141,6 +150,23 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
             return act()
         finally:
             model.train(was_training)
+
+    def without_adapters(self, **inputs: Passed) -> Passed:
+        """Return the output of the model that training began with: this one, its LoRA matrices switched off."""
+        tuner = self.tuner
+        assert tuner is not None
+        tuner.disable_adapter_layers()
+        try:
+            with torch.no_grad():
+                return self.evaluating(lambda: self.in_precision(**inputs))
+        finally:
+            tuner.enable_adapter_layers()
+
+    def in_precision(self, **inputs: Passed) -> Passed:
+        """Return the model's output in the run's precision, also before accelerate has wrapped the model."""
+        with self.accelerator.autocast():
+            outputs = self.bare_model()(**inputs)
+        return convert_to_fp32(outputs) if self.accelerator.native_amp else outputs
 
     def bare_model(self) -> Passed:
         """Return the model without the wrappers of accelerate and DDP, with LoRA's matrices in its layers."""

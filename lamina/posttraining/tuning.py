@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
+from lamina.core.extras import require
 from lamina.core.json_types import Json
 from lamina.data.blocks import spread
 from lamina.errors import UserError, one_line
@@ -27,8 +28,17 @@ from lamina.jobs.job import Job, ResumePolicy
 from lamina.jobs.status import Status
 from lamina.posttraining.examples import ExampleEncoder, Fields, read, read_template
 from lamina.posttraining.settings import TuningSettings, with_preset
-from lamina.posttraining.starting import Start, add_lora, find_start, merged
-from lamina.posttraining.trainer import Passed, TunedTrainer, check_trl, trainer_class, trl
+from lamina.posttraining.starting import (
+    Start,
+    add_lora,
+    find_start,
+    merged,
+    numel,
+    quantize,
+    set_trained,
+    trained_of,
+)
+from lamina.posttraining.trainer import NoReference, Passed, TunedTrainer, check_trl, trainer_class, trl
 from lamina.training.arguments import arguments_of, check_arguments
 from lamina.training.checkpointing.checkpoints import Checkpoints, RunState
 from lamina.training.checkpointing.resuming import DATA, known_of, noted
@@ -37,6 +47,7 @@ from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.recorder import RunRecorder
+from lamina.training.monitor.training_hooks import follow
 from lamina.training.optimization.optimizer import schedule_of
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.run import TrainingRun, TrainingStage, train
@@ -49,6 +60,7 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S", bound=TuningSettings)
 T = TypeVar("T")
 Row = Mapping[str, Any]
+LENGTHS = ("input_ids", "chosen_ids", "rejected_ids")  # the columns whose tokens an example has
 POLICY = ResumePolicy(what="run", free=TuningSettings.undecided(), compared=frozenset(("from_model", "reward_model")))
 
 
@@ -61,9 +73,8 @@ def tune(
     bar: bool = True,
 ) -> Json:
     """Train after pretraining; see ``lamina.training.run.train``. Raises UserError if TRL or peft is missing."""
-    for library in ("trl", "peft", "datasets"):
-        if importlib.util.find_spec(library) is None:
-            raise UserError(f"{kind.kind}: needs {library} (to install it: pip install 'lamina[posttrain]')")
+    given = settings.weights if isinstance(settings, TuningSettings) else settings.get("weights")
+    require(kind.kind, "qlora" if given in ("nf4", "int8") else "posttrain")
     with warnings.catch_warnings():
         # TRL reads the name that transformers had for it before 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -163,22 +174,16 @@ class BestWeights(TrainerCallback):
         self.processes.by_first(self._write)
 
     def _write(self) -> None:
-        tensors = {name: p.detach().cpu().contiguous() for name, p in self._trained().items()}
+        tensors = {name: p.detach().cpu().contiguous() for name, p in trained_of(self.model).items()}
         with writing(self.folder / BEST_WEIGHTS) as temporary:
             save_file(tensors, temporary)
         write_json(self.folder / BEST_NOTE, {"step": self.step, "loss": self.loss, "metrics": self.metrics})
-
-    def _trained(self) -> dict[str, torch.nn.Parameter]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def restore(self) -> Json:
         """Put the best weights into the model; returns what result.json says of them."""
         if self.step < 0:
             return {}
-        stored = load_file(self.folder / BEST_WEIGHTS)
-        with torch.no_grad():
-            for name, parameter in self._trained().items():
-                parameter.copy_(stored[name])
+        set_trained(self.model, load_file(self.folder / BEST_WEIGHTS))
         return {**self.metrics, "best_step": self.step, "eval_loss": self.loss}
 
     def forget(self) -> None:
@@ -275,11 +280,14 @@ class TuningStage(TrainingStage[S]):
         steps = settings.steps or max(1, math.ceil(settings.epochs * len(self.train) / per_step))
         self.settings = replace(settings, steps=steps, sequence_length=self.start.longest)
         self.plan, self.processor = self.start.plan, self.start.tokenizer
+        if settings.group_by_length:
+            lengths = [sum(len(row[name]) for name in LENGTHS if name in row) for row in self.train]
+            self.ordered = partial(TrainOrder, lengths=lengths)
 
     def read_examples(self) -> None:
         """Look at the model, then read and encode the data. Raises UserError."""
         settings = self.settings
-        self.start = find_start(settings)
+        self.start = find_start(settings, self.head)
         rewards, tokenizer = self.rewards(), self.start.tokenizer
         self.encoder = ExampleEncoder(
             tokenizer=tokenizer,
@@ -306,6 +314,12 @@ class TuningStage(TrainingStage[S]):
         }
         self.identity = TuningIdentity(self, fingerprint(train, held_out), self.start.fingerprint, rewards)
 
+    def reference(self) -> PreTrainedModel | NoReference:
+        """Load the model that a policy is held to; with LoRA it is the policy itself, without a second copy."""
+        if self.tuner is not None:
+            return NoReference(self.start.config)
+        return self.start.policy().eval().requires_grad_(False)
+
     def new_model(self) -> PreTrainedModel:
         """Load or build the model to train."""
         return self.start.policy()
@@ -313,6 +327,11 @@ class TuningStage(TrainingStage[S]):
     def model(self, run: TrainingRun) -> PreTrainedModel:
         torch.manual_seed(self.settings.seed)
         model = self.new_model()
+        if self.start.plan is None:  # not a Lamina model: its layers are found by following its tensors
+            run.followed = follow(model, {"input_ids": self.inputs})
+            for note in run.followed.notes if run.processes.first else ():
+                logger.warning("layer monitor: %s", note)
+        quantize(model, self.settings, self.start.dtype)
         self.tuner = add_lora(model, self.settings)
         if self.tuner is not None and self.settings.gradient_checkpointing:
             model.enable_input_require_grads()  # else a checkpointed block of frozen weights has no gradient
@@ -392,7 +411,7 @@ class TuningStage(TrainingStage[S]):
             "steps": run.trainer.state.global_step,
             "tokens": run.trainer.tokens_seen,
             "tokens_per_second": tokens / seconds if seconds else None,
-            "parameters": sum(p.numel() for p in parameters),
+            "parameters": sum(numel(p) for p in parameters),
             "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
             "from": self.settings.from_model,
             **self.notes,
@@ -403,8 +422,13 @@ class TuningStage(TrainingStage[S]):
     def trained(self, run: TrainingRun, result: Json) -> tuple[PreTrainedModel, ModelCard]:
         result.update(self.finish(run))
         result.update(self.best.restore())
-        model = merged(run.model, self.tuner, run.folder / "adapter" if run.processes.first else None)
-        return model, self._card(result)
+        model, tuner = run.model, self.tuner
+        adapter = run.folder / "adapter" if run.processes.first else None
+        if self.settings.quantized:  # the matrices join the weights as they were before they were quantized
+            trained, model = trained_of(model), self.new_model()
+            tuner = add_lora(model, replace(self.settings, weights="fp32"))
+            set_trained(model, trained)
+        return merged(model, tuner, adapter), self._card(result)
 
     def saved(self) -> None:
         self.best.forget()

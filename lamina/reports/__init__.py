@@ -1,8 +1,20 @@
-"""Figures and pages from the records of runs and studies. Loads neither torch nor transformers."""
+"""Figures and pages from the records of runs and studies. Loads neither torch nor transformers, and what draws late."""
 
-from lamina.reports.ranking import notices, summarize
-from lamina.reports.registry import report
-from lamina.reports.screenshot import screenshot
-from lamina.reports.sentences import sentences
+from __future__ import annotations
 
-__all__ = ["notices", "report", "screenshot", "sentences", "summarize"]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lamina.reports.ranking import notices, summarize
+    from lamina.reports.registry import report
+
+__all__ = ["notices", "report", "summarize"]
+
+
+if not TYPE_CHECKING:  # else a misspelled name would be of type Any
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'lamina.reports' has no attribute {name!r}")
+        return getattr(import_module(f"lamina.reports.{'registry' if name == 'report' else 'ranking'}"), name)

@@ -1,16 +1,17 @@
-"""A diagnosis: the alarm that came first, its likely cause, and what papers and Lamina's own studies say to change."""
+"""A diagnosis: the alarm that came first, its likely cause, and what papers and Lamina's own studies say to change.
+
+Needs neither pandas nor plotly, nor what reads Parquet: ``pages.diagnosis`` draws the page.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from functools import partial
 from pathlib import Path
-
-import numpy as np
-import plotly.graph_objects as go
+from typing import TypeAlias
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
@@ -18,12 +19,6 @@ from lamina.jobs.files import read_json, read_result, read_yaml
 from lamina.jobs.names import CONFIG
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
-from lamina.reports import charts
-from lamina.reports.charts import Line
-from lamina.reports.metrics import METRICS
-from lamina.reports.page import Section, figure, sentence, write_page
-from lamina.reports.records import Frame, Trial, read_run
-from lamina.reports.style import polish
 from lamina.training.monitor.alarms import (
     AFTER,
     BEFORE,
@@ -31,18 +26,18 @@ from lamina.training.monitor.alarms import (
     NOTABLE,
     Alarm,
     describe,
-    events,
     first_before,
     read_alarms,
     risen,
 )
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.writers import read_about
+from lamina.training.monitor.writers import LOSS, NORM, Row, read_about, read_rows
 
 logger = logging.getLogger(__name__)
 
 
 _TIMES = 3.0  # the largest recorded update at every step, all in one direction
+_WEIGHTS = ("weight_norm", "update_norm")
 _SHARE = 0.5  # of the weights' norm that must have come or gone
 
 
@@ -70,28 +65,27 @@ class Jump:
         )
 
 
-def jump_around(rows: Frame, step: int) -> Jump | None:
-    """Return the largest jump from before ``step`` to ``step`` or later; None if there is none.
+def jump_around(rows: Iterable[Row], step: int) -> Jump | None:
+    """Return the largest jump of weights from before ``step`` to ``step`` or later; None if there is none.
 
     A record's weights are those before its update.
     """
-    inside = rows[(rows["layer"] >= 0) & (rows["sublayer"] != "block") & (rows["role"] == "all")]
-    inside = inside[inside["metric"].isin(["weight_norm", "update_norm"])]
+    places: dict[tuple[int, str], dict[str, dict[int, float]]] = {}
+    for at, layer, sublayer, role, _, metric, value in rows:
+        if layer >= 0 and sublayer != "block" and role == "all" and not math.isnan(value):
+            places.setdefault((layer, sublayer), {}).setdefault(metric, {})[at] = value
     found: list[tuple[float, Jump]] = []
-    for (layer, sublayer), group in inside.groupby(["layer", "sublayer"]):
-        table = group.pivot_table(index="step", columns="metric", values="value", aggfunc="last")
-        if "weight_norm" not in table:  # none is a number
+    for (layer, sublayer), series in places.items():
+        norms, updates = series.get("weight_norm", {}), series.get("update_norm", {})
+        start = max((at for at in norms if at < step), default=None)
+        end = min((at for at in norms if at >= step), default=None)
+        if start is None or end is None:
             continue
-        norms = table["weight_norm"].dropna()
-        earlier, later = norms[norms.index < step], norms[norms.index >= step]
-        if earlier.empty or later.empty:
-            continue
-        start, end, before, after = earlier.index[-1], later.index[0], float(earlier.iloc[-1]), float(later.iloc[0])
-        updates = table.get("update_norm", norms * 0.0).reindex([start, end]).fillna(0.0)
-        change = abs(after - before)
-        if change > _TIMES * (end - start) * float(updates.max()) and change > _SHARE * before:
+        before, after = norms[start], norms[end]
+        change, largest = abs(after - before), max(updates.get(start, 0.0), updates.get(end, 0.0))
+        if change > _TIMES * (end - start) * largest and change > _SHARE * before:
             low, high = sorted((before, after))
-            jump = Jump(start=start, end=end, layer=int(layer), sublayer=sublayer, before=before, after=after)
+            jump = Jump(start=start, end=end, layer=layer, sublayer=sublayer, before=before, after=after)
             found.append((high / low if low > 0 else math.inf, jump))
     return max(found, key=lambda pair: pair[0], default=(0.0, None))[1]
 
@@ -100,12 +94,17 @@ _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss th
 _LASTS = 8  # steps for which a series must stay up to be more than a batch
 
 
+Rows: TypeAlias = Callable[[Sequence[str]], list[Row]]
+"""Returns a run's rows of these metrics."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What a run's records show.
 
     Attributes:
-        trial: the run's records.
+        rows: returns the run's rows of some metrics, by step.
+        losses: by step, of every recorded step, or else of the logged steps.
         alarms: oldest first; of one step the one that explains most first.
         notable: batches whose gradient stood out, and that nothing followed.
         rose: the first step at which the loss had risen; None if it never did.
@@ -116,7 +115,8 @@ class Evidence:
         settings: of the run, as its config.yaml says them, and what was seen of a watched training's.
     """
 
-    trial: Trial
+    rows: Rows
+    losses: Mapping[int, float]
     alarms: tuple[Alarm, ...]
     notable: tuple[Alarm, ...]
     rose: int | None
@@ -135,12 +135,10 @@ class Evidence:
         """Whether a series that rose was still up in all records of the next 8 steps, and the first one after them,
         before the loss rose: a single batch does not do that.
         """
-        rows = self.trial.layers
-        for column in ("layer", "sublayer", "role", "metric"):
-            rows = rows[rows[column] == getattr(alarm, column)]
-        later = rows[rows["step"] > alarm.step].groupby("step")["value"].last()
+        series = (alarm.layer, alarm.sublayer, alarm.role)
+        later = {row[0]: row[6] for row in self.rows([alarm.metric]) if row[1:4] == series and row[0] > alarm.step}
         limit = alarm.usual * FACTORS.get(alarm.metric, 1.0)
-        for step, value in later.items():
+        for step, value in sorted(later.items()):
             if (self.rose is not None and step >= self.rose) or not value > limit:
                 return False
             if step >= alarm.step + _LASTS:
@@ -158,10 +156,9 @@ def gather(folder: Path) -> Evidence:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"run: {str(folder)!r} is not a folder (allowed: a run of Lamina's, or one that was watched)")
-    about = read_about(folder)
-    trial = read_run(folder).trials[0]
-    rows = trial.layers
-    if rows.empty:
+    about, rows = read_about(folder), partial(read_rows, folder)
+    every = rows([LOSS, NORM, "gradient_norm", "hidden_variance"])
+    if not every:
         raise UserError(
             f"run: {str(folder)!r} has no records by layer (allowed: the folder of lamina pretrain, sft, ..., of "
             "lamina.LayerMonitor or of lamina.watch)"
@@ -171,31 +168,25 @@ def gather(folder: Path) -> Evidence:
         settings = read_yaml(folder / CONFIG)
     except UserError:
         settings = {}
-    told = sorted(read_alarms(folder), key=lambda alarm: alarm.order)
-    status, rose = str(result.get("status") or "unfinished"), loss_rise(losses_of(trial))
+    told, logged = sorted(read_alarms(folder), key=lambda alarm: alarm.order), RunFolder(folder).metrics
+    losses = {row[0]: row[6] for row in every if row[5] == LOSS} or {
+        record["step"]: float(record["loss"]) for record in logged if isinstance(record.get("loss"), int | float)
+    }
+    status, rose = str(result.get("status") or "unfinished"), loss_rise(losses)
     if rose is None and status == Status.DIVERGED:  # as the guard saw it
-        rose = next((record["step"] for record in RunFolder(folder).metrics if "diverged" in record), None)
+        rose = next((record["step"] for record in logged if "diverged" in record), None)
     return Evidence(
-        trial=trial,
+        rows=rows,
+        losses=losses,
         alarms=tuple(alarm for alarm in told if alarm.rule != NOTABLE),
         notable=tuple(alarm for alarm in told if alarm.rule == NOTABLE),
         rose=rose,
         status=status,
-        steps=int(rows["step"].max()),
+        steps=max(row[0] for row in every),
         names={index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()))},
         half=bool(about.get("half")) or settings.get("precision") == "fp16",
         settings={**(seen if isinstance(seen := about.get("settings"), dict) else {}), **settings},
     )
-
-
-def losses_of(trial: Trial) -> dict[int, float]:
-    """Return the training loss by step, of every recorded step, or else of the logged steps."""
-    rows = trial.layers
-    series = rows[rows["metric"] == "step_loss"].groupby("step")["value"].last()
-    if series.empty:
-        logged = trial.metrics
-        series = logged[logged["loss"].notna()].groupby("step")["loss"].last()
-    return {int(step): float(value) for step, value in series.items()}
 
 
 def loss_rise(losses: Mapping[int, float]) -> int | None:
@@ -370,7 +361,7 @@ _START = 3  # steps in which what differs was so from the start
 
 def jump_of(evidence: Evidence) -> Jump | None:
     """Return the jump of weights at the place and time of a run's first alarm."""
-    return None if evidence.first is None else jump_around(evidence.trial.layers, evidence.first.step)
+    return None if evidence.first is None else jump_around(evidence.rows(_WEIGHTS), evidence.first.step)
 
 
 def cause_of(evidence: Evidence) -> Cause | None:
@@ -388,9 +379,8 @@ def _cause_of_first(evidence: Evidence) -> Cause | None:
     if first.rule == "not_finite":
         return CAUSES["number range" if evidence.half else "values that are not finite"]
     if first.rule == "apart" and first.metric == "weight_norm":
-        rows = evidence.trial.layers
-        steps = rows.loc[rows["metric"] == "weight_norm", "step"]
-        grown = steps.empty or first.step > steps.min()
+        steps = [row[0] for row in evidence.rows(["weight_norm"])]
+        grown = not steps or first.step > min(steps)
         return CAUSES[("number range" if evidence.half else "learning rate too high") if grown else "initialization"]
     if first.rule in _RULES and not (first.rule == "apart" and first.step > _START):
         return CAUSES[_RULES[first.rule]]
@@ -409,19 +399,7 @@ def open_changes(cause: Cause, settings: Json) -> list[str]:
     return [change.text for change in changes if not change.is_made(settings)]
 
 
-PAGE = "diagnosis.html"
 _SHOWN = 12  # alarms
-_COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
-
-
-def diagnose(folder: Path) -> tuple[list[str], Path]:
-    """Diagnose a run: sentences for the terminal, and the path of the page that was written.
-
-    Raises UserError for a folder without records by layer, or with records of another version.
-    """
-    evidence = gather(folder)
-    cause = cause_of(evidence)
-    return sentences(evidence, cause), write(Path(folder), evidence, cause)
 
 
 def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
@@ -459,70 +437,3 @@ def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
     texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
     findings: dict[str, str] = read_json(FINDINGS)
     return texts + [f"Lamina's own study: {findings[claim]}" for claim in cause.claims if claim in findings]
-
-
-def write(folder: Path, evidence: Evidence, cause: Cause | None) -> Path:
-    """Write diagnosis.html."""
-    texts = "".join(f"<p>{escape(text)}</p>" for text in sentences(evidence, cause))
-    losses = losses_of(evidence.trial)
-    steps = sorted(losses)
-    course = _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
-    html = figure(
-        course if losses else None, "Training loss of every step. Red: where the loss rose; orange: the first alarm."
-    )
-    if (first := evidence.first) is not None:
-        quantity = sentence(METRICS[first.metric].quantity)
-        caption = f"{quantity} of the sub-layer that left first, and of the same sub-layers of the other layers (gray)."
-        html += figure(_series_figure(evidence, first), escape(caption))
-    groups = events(evidence.alarms)
-    listed = "".join(
-        f"<li>{escape(describe(group[0]))}{f' (and {len(group) - 1} more series)' * (len(group) > 1)}</li>"
-        for group in groups[:_SHOWN]
-    )
-    more = len(groups) - _SHOWN
-    listed += f"<li>and {more} more</li>" if more > 0 else ""
-    return write_page(
-        folder / PAGE,
-        title=f"Diagnosis of {folder.resolve().name}",
-        facts=[f"status: {evidence.status}", f"{len(groups)} alarm{'s' * (len(groups) != 1)}"],
-        command=f"lamina diagnose {folder}",
-        sections=[
-            Section(name="Diagnosis", title="What happened, and what to change", html=texts),
-            Section(name="Figures", title="What shows it", html=html),
-            Section(name="Alarms", title="Alarms by step", html=f"<ol>{listed}</ol>" if listed else ""),
-        ],
-    )
-
-
-def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:
-    rows = evidence.trial.layers
-    rows = rows[(rows["metric"] == first.metric) & (rows["role"] == first.role) & (rows["index"] == 0)]
-    rows = rows[rows["sublayer"] == first.sublayer]
-    lines = []
-    for layer, group in sorted(rows.groupby("layer"), key=lambda pair: pair[0] == first.layer):
-        group = group.sort_values("step")
-        color = _COLORS[0] if layer == first.layer else "#b9bcc2"
-        lines.append((f"layer {layer}", color, group["step"].to_list(), group["value"].to_list()))
-    if not lines:
-        return None
-    picture = _drawn(evidence, lines, METRICS[first.metric].quantity)
-    picture.update_layout(showlegend=False)  # the caption says which is which, a layer's name stands at its points
-    return charts.log_axis(picture)
-
-
-def _drawn(evidence: Evidence, lines: list[tuple[str, str, list[int], list[float]]], quantity: str) -> go.Figure:
-    """A figure of ``lines``, each a name, a color, steps and values, and marks at the rise and the alarm."""
-    picture = go.Figure()
-    for name, color, steps, values in lines:
-        Line(
-            x=np.asarray(steps),
-            y=np.asarray(values, dtype=np.float32),
-            color=color,
-            width=1.6,
-            name=name,
-            hover=f"{name}, step %{{x}}: %{{y:.4g}}",
-        ).draw(picture)
-    for step, color in ((evidence.rose, _COLORS[0]), (evidence.first.step if evidence.first else None, _COLORS[1])):
-        if step is not None:
-            picture.add_vline(x=step, line={"color": color, "width": 1.2, "dash": "dash"})
-    return polish(picture.update_xaxes(title="step").update_yaxes(title=quantity), 340)

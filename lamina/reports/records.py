@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,10 +23,9 @@ from lamina.jobs.names import CONFIG, ENVIRONMENT, PLAN, RESULT, RESULTS
 from lamina.jobs.run_folder import RunFolder
 from lamina.placements import Plan
 from lamina.studies import record as study_record
+from lamina.training.monitor.writers import LAYER_COLUMNS, layer_parts, read_part
 
 logger = logging.getLogger(__name__)
-
-_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +80,13 @@ class Trial:
     @cached_property
     def layers(self) -> Frame:
         """The monitor's rows: step, layer (from 0; -1 outside the blocks), sublayer, role, index, metric, value."""
-        return _parts(self.folder / "layers", _COLUMNS, only=True)
+        return _parts(layer_parts(self.folder), LAYER_COLUMNS, only=True)
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
         """Scheduled probes' results (probes/NAME/part-*.parquet): their columns and ``step``, by probe."""
-        return {folder.name: _parts(folder, ("step", "value")) for folder in sorted(self.folder.glob("probes/*/"))}
+        folders = sorted(self.folder.glob("probes/*/"))
+        return {folder.name: _parts(sorted(folder.glob("part-*.parquet")), ("step", "value")) for folder in folders}
 
     def blocks(self, metric: str) -> Frame:
         """Return a metric of whole blocks: one row per block (from 1; 0 is the embedding), one column per step."""
@@ -276,12 +276,12 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _parts(folder: Path, needed: Sequence[str], *, only: bool = False) -> Frame:
-    """The readable part-*.parquet of a folder that have the columns ``needed``, as one table, of these columns only."""
+def _parts(paths: Iterable[Path], needed: Sequence[str], *, only: bool = False) -> Frame:
+    """Return the readable parts that have the columns ``needed`` as one table, of these columns ``only``."""
     parts = []
-    for path in sorted(folder.glob("part-*.parquet")):
+    for path in paths:
         try:
-            part = read_parquet(path)
+            part = pd.DataFrame(read_part(path)) if path.suffix == ".npz" else read_parquet(path)
             rows = part[list(needed)]
             parts.append(rows if only else part)
         except (OSError, ValueError, KeyError) as error:

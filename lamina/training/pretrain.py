@@ -33,6 +33,7 @@ from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.modeling.building import recommended
 from lamina.modeling.parts import drop_branches
+from lamina.probes.structure.hooks import undisturbed
 from lamina.training import source
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.checkpoints import RunState, Stateful
@@ -44,7 +45,7 @@ from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance, find_routers
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, still_falling, usual_guard
 from lamina.training.monitor.recorder import RunRecorder
-from lamina.training.monitor.scheduled_probes import ScheduledProbes, undisturbed
+from lamina.training.monitor.scheduled_probes import ScheduledProbes
 from lamina.training.monitor.writers import spike_columns
 from lamina.training.objectives.bigram import entropy_of
 from lamina.training.optimization.optimizer import WeightAverage, schedule_of, warmup_stable_decay

@@ -49,9 +49,10 @@ from lamina.training.checkpointing.resuming import (
 from lamina.training.checkpointing.saved_model import ModelCard, push, save_model
 from lamina.training.execution.processes import GONE, Processes, join, lost_another, reported_once
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.parameter_measures import UpdateRatios
-from lamina.training.monitor.recorder import RunRecorder, stop_signals
+from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, found_parameters
+from lamina.training.monitor.recorder import RunRecorder, lamina_rows, stop_signals
 from lamina.training.monitor.trackers import Trackers, tensorboard
+from lamina.training.monitor.training_hooks import Followed
 from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter, keep_abandoned
 from lamina.training.objectives.objective import Processor
 from lamina.training.optimization.optimizer import WeightAverage
@@ -88,7 +89,7 @@ class TrainingStage(ABC, Generic[S]):
         evaluates_first: whether a new run is evaluated before its first step.
         tokens_per_step: tokens of one optimizer step; 0 where they are counted.
         settings: complete, after ``read``; so are the following.
-        plan: where the norms sit.
+        plan: where the norms sit; None for a model of transformers as it is.
         processor: the tokenizer or image processor that is saved with the model.
         identity: what a resumed run is compared with.
     """
@@ -100,7 +101,7 @@ class TrainingStage(ABC, Generic[S]):
     evaluates_first: ClassVar[bool] = False
     tokens_per_step: int = 0
     settings: S
-    plan: Plan
+    plan: Plan | None
     processor: Processor
     identity: Identity
 
@@ -241,7 +242,8 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
     held.enter_context(job)
     (job.folder / RESULT).unlink(missing_ok=True)
     job.write_yaml(CONFIG, stage.settings.to_dict())
-    job.write_json(PLAN, stage.plan.to_dict())
+    if stage.plan is not None:
+        job.write_json(PLAN, stage.plan.to_dict())
     job.write_json(DATA, stage.identity.text)
     return job.resumes
 
@@ -351,11 +353,13 @@ class TrainingRun:
     Attributes:
         average: of the weights; set by the stage with the model, as the following.
         step_factors: with width or depth scaling, each parameter's factors.
+        followed: the layers of a model that is not Lamina's, as they were found; None for one of Lamina's.
         items: what the run trains on, where a stage reads it while it trains.
     """
 
     average: WeightAverage | None = None
     step_factors: dict[str, StepFactors] | None = None
+    followed: Followed | None = None
     items: ItemSource
 
     def __init__(self, stage: TrainingStage[S], processes: Processes, rollbacks: Rollbacks, *, resume: bool, bar: bool):
@@ -370,7 +374,8 @@ class TrainingRun:
         self.done = max(0, int(state.get("step", 0)))
         self.guard = stage.guard()
         self.order = stage.order(self)
-        self.updates = UpdateRatios(self.model)
+        owned = None if self.followed is None else found_parameters(self.model, self.followed.structure)
+        self.updates = UpdateRatios(self.model, None if owned is None else GradientNorms(self.model, owned))
         self.trackers = Trackers(self.settings.report_to, self.folder) if processes.first else None
         self.recorder = self._make_recorder()
         self._further = stage.callbacks(self)
@@ -401,6 +406,7 @@ class TrainingRun:
             processes=self.processes,
             realized=lambda steps: stage.realized(self, steps),
             updates=self.updates,
+            measure=lamina_rows if self.followed is None else self.followed.rows,
             pause_step=self.settings.pause_step,
         )
 

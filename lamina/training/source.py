@@ -128,14 +128,13 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
         )
 
 
-def load(source: str, config: PreTrainedConfig, head: str) -> PreTrainedModel:
-    """Load the checkpoint with this head as a Lamina model in float32, to train it. Raises UserError as conversion
-    does.
+def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load the checkpoint with this head as a Lamina model, to train it. Raises UserError as conversion does.
 
     ``config``: the run's backbone, whose positions the model gets.
     """
     folder = _folder(source)
-    loaded: Any = conversion.load(folder, dtype=torch.float32, head=head)
+    loaded: Any = conversion.load(folder, dtype=dtype, head=head)
     model = loaded if isinstance(loaded.config, LaminaConfig) else conversion.from_transformers(loaded)
     if (positions := getattr(config, "max_position_embeddings", None)) is not None:
         backbone_of(model.config).max_position_embeddings = positions

@@ -10,9 +10,10 @@ import pytest
 import torch
 from training.watching.loops import NanoGpt, Tokens, loop
 
+import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.reports.diagnosis import CAUSES, cause_of, diagnose, gather, jump_around, loss_rise, open_changes
+from lamina.reports.diagnosis import CAUSES, cause_of, gather, jump_around, loss_rise, open_changes
 from lamina.training.monitor.alarms import Alarm
 
 
@@ -37,29 +38,25 @@ def broken(tmp_path_factory):
 def test_it_names_the_layer_and_the_step_and_says_what_to_change(broken):
     evidence = gather(broken)
     assert (evidence.first.step, evidence.first.layer, evidence.first.sublayer) == (31, 1, "feed_forward")
-    texts, page = diagnose(broken)
-    said = " ".join(texts)
+    found = lamina.diagnose(broken)
+    said = " ".join(found.sentences)
     assert "What left first: step 31, layer 1 (feed-forward)" in said
     assert "h.1" in said
     assert "Likely cause" in said
     assert "To change:" in said
-    html = page.read_text(encoding="utf-8")
+    html = found.page.read_text(encoding="utf-8")
     assert "What happened, and what to change" in html
     assert "plotly" in html
 
 
 def test_a_rise_in_one_layer_that_lasts_is_no_bad_batch(broken):
     evidence = gather(broken)
-    rows = evidence.trial.layers
     place = {"layer": 1, "sublayer": "feed_forward", "role": "all", "metric": "gradient_norm"}
     alarm = Alarm(step=31, rule="rise", value=9.0, usual=1.0, **place)
-    row = rows.iloc[[0]].assign(index=0, **place)
 
     def cause(values, rose=None):
-        rows = pd.concat([row.assign(step=step, value=value) for step, value in values.items()])
-        trial = replace(evidence.trial)
-        vars(trial)["layers"] = rows
-        return cause_of(replace(evidence, trial=trial, alarms=(alarm,), rose=rose)).name
+        rows = [(step, 1, "feed_forward", "all", 0, "gradient_norm", value) for step, value in values.items()]
+        return cause_of(replace(evidence, rows=lambda metrics: rows, alarms=(alarm,), rose=rose)).name
 
     assert cause({31: 9.0, 33: 9.0, 36: 8.0, 39: 12.0}) == "learning rate too high"
     assert cause({31: 9.0, 33: 9.0, 36: 1.0, 39: 12.0}) == "bad batch"
@@ -146,7 +143,7 @@ def test_a_run_that_diverged_has_risen(tmp_path, broken):
         rows.to_parquet(part)
     evidence = gather(folder)
     assert evidence.rose == 38
-    assert "The loss rose at step 38 of 40 (status: diverged)." in " ".join(diagnose(folder)[0])
+    assert "The loss rose at step 38 of 40 (status: diverged)." in " ".join(lamina.diagnose(folder).sentences)
 
 
 def test_what_a_run_has_already_is_not_advised():
@@ -190,7 +187,7 @@ def test_a_gain_that_was_written_is_no_bad_batch_and_its_layer_is_named(tmp_path
             getattr(model.h[1], norm).weight.fill_(1e4)
 
     folder = train_and_write(tmp_path / "run", write)
-    texts, _ = diagnose(folder)
+    texts = lamina.diagnose(folder).sentences
     sublayer = {"ln_1": "attention", "ln_2": "feed-forward"}[norm]
     said = " ".join(texts)
     assert "Likely cause: weights changed" in said
@@ -200,17 +197,15 @@ def test_a_gain_that_was_written_is_no_bad_batch_and_its_layer_is_named(tmp_path
 
 
 def test_weights_that_are_no_numbers_at_any_record_have_no_jump():
-    rows = [
-        (step, 1, "attention", "all", metric, math.nan) for step in (1, 2) for metric in ("weight_norm", "update_norm")
-    ]
-    frame = pd.DataFrame(rows, columns=["step", "layer", "sublayer", "role", "metric", "value"])
-    assert jump_around(frame, 2) is None
+    metrics = ("weight_norm", "update_norm")
+    rows = [(step, 1, "attention", "all", 0, metric, math.nan) for step in (1, 2) for metric in metrics]
+    assert jump_around(rows, 2) is None
 
 
 def test_a_healthy_run_has_no_jump(tmp_path):
     folder = train_and_write(tmp_path / "run")
     assert gather(folder).first is None
-    assert jump_around(gather(folder).trial.layers, 32) is None
+    assert jump_around(gather(folder).rows(["weight_norm", "update_norm"]), 32) is None
 
 
 def test_a_weight_that_is_not_a_number_is_no_matter_of_the_number_range(tmp_path):

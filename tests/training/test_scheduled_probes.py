@@ -14,9 +14,10 @@ from training.tiny_runs import layers, records
 import lamina
 from lamina import build
 from lamina.errors import UserError
+from lamina.probes.structure.hooks import undisturbed
 from lamina.reports import report
 from lamina.training.monitor import scheduled_probes as scheduled
-from lamina.training.monitor.scheduled_probes import ScheduledProbes, forget, undisturbed
+from lamina.training.monitor.scheduled_probes import ScheduledProbes, forget
 
 ENDED = ("finished", "short", "stuck")  # four steps of a tiny model teach it nothing
 

@@ -25,6 +25,7 @@ from lamina.jobs.names import MANIFEST
 from lamina.jobs.settings import Settings
 from lamina.papers.trials.jobs import JOBS, TrialJob
 from lamina.placements import resolve
+from lamina.posttraining.settings import MemorySettings
 from lamina.training.setting_groups import ImageSettings, ObjectiveSettings, RegularizationSettings
 from lamina.training.settings import BranchSettings
 
@@ -42,12 +43,13 @@ SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
 # Settings younger than the first records, with the values at which they change nothing: left out there, so that older
 # trials keep their keys.
-_YOUNGER_GROUPS = (BranchSettings, ObjectiveSettings, ImageSettings, RegularizationSettings)
+_YOUNGER_GROUPS = (BranchSettings, ObjectiveSettings, ImageSettings, RegularizationSettings, MemorySettings)
 YOUNGER: Json = {
     "eval_corpus": None,
     "eval_tasks": None,
     "eval_task_limit": 100,
     "trl": {},
+    "group_by_length": False,
     "depth_scaling": "none",
     "base_depth": None,
     **{name: group.default(name) for group in _YOUNGER_GROUPS for name in group.names()},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -196,3 +198,31 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
     finally:
         if switch is not None:
             switch(before)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode, eager, without gradients; mode, gradients and random states are restored afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    compiled = [(module, module._compiled_call_impl) for module, _ in modes if module._compiled_call_impl is not None]
+    held = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    states = random.getstate(), np.random.get_state()
+    devices = {p.device for p, _, _ in held if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[d.index for d in devices]):
+        model.eval()
+        for module, _ in compiled:  # a compiled module would not call the hooks inside it
+            module._compiled_call_impl = None
+        for parameter, _, _ in held:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for module, call in compiled:
+                module._compiled_call_impl = call
+            for parameter, gradient, requires in held:
+                parameter.requires_grad_(requires)
+                parameter.grad = gradient
+            random.setstate(states[0])
+            np.random.set_state(states[1])

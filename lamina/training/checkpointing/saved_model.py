@@ -63,34 +63,45 @@ class ModelCard:
 
     def write(self, model: PreTrainedModel, folder: Path) -> None:
         """Write the card and the placement's diagram into a model's folder."""
-        plan = Plan.from_dict(model.config.plan)
-        (folder / DIAGRAM).write_text(svg(plan), encoding="utf-8")
+        plan = Plan.from_dict(model.config.plan) if getattr(model.config, "plan", None) else None
+        if plan is not None:
+            (folder / DIAGRAM).write_text(svg(plan), encoding="utf-8")
         (folder / CARD).write_text(self.text(model, plan), encoding="utf-8")
 
-    def text(self, model: PreTrainedModel, plan: Plan) -> str:
-        """The card as Markdown, with the fields in front that the hub reads."""
+    def text(self, model: PreTrainedModel, plan: Plan | None) -> str:
+        """The card as Markdown, with the fields in front that the hub reads; ``plan``: None for no Lamina model."""
         backbone = backbone_of(model.config)
-        tag = plan.placement if re.fullmatch(r"\w+", plan.placement) else "custom"
+        tags, about = ["lamina", backbone.model_type], [f"# {_plain(backbone.model_type)}", "", "A model"]
+        placed, used = [], []
+        if plan is not None:
+            tags.insert(1, plan.placement if re.fullmatch(r"\w+", plan.placement) else "custom")
+            about[0] = f"# {_plain(title_of(plan))} on {backbone.model_type}"
+            about[2] += f" with the norm placement {_code(plan.placement)}: {plan.num_layers} blocks"
+            drawn = text(plan).replace("`", "'")
+            placed = ["", "## Placement", "", f"![Where the norms sit]({DIAGRAM})", "", "```text", drawn, "```"]
+            placed += _source(plan)
+            used = ["import lamina  # or trust_remote_code=True below"]
+        else:
+            about[2] += f" of transformers: {getattr(backbone, 'num_hidden_layers', '?')} blocks"
         fields = ModelCardData(
             library_name="transformers",
             pipeline_tag=_PIPELINES[self.head],
-            tags=["lamina", tag, backbone.model_type],
+            tags=tags,
             base_model=self.base_model if _is_on_hub(self.base_model) else None,
         ).to_yaml()
         auto, size = HEADS[self.head].auto_class, sum(weight.numel() for weight in model.parameters())
-        sizes = f"{plan.num_layers} blocks, width {backbone.hidden_size}, {size:,} parameters"
+        about[2] += f", width {backbone.hidden_size}, {size:,} parameters."
         trained = "Trained with Lamina" + (f", from {_code(_named(self.base_model))}" if self.base_model else "")
-        drawn, versions = text(plan).replace("`", "'"), environment(0)["versions"]
+        versions = environment(0)["versions"]
         command = " ".join(shlex.quote(" ".join(_named(word).split())) for word in shlex.split(self.command))
         lines = [
             *("---", fields, "---", ""),
-            f"# {_plain(title_of(plan))} on {backbone.model_type}",
-            *("", f"A model with the norm placement {_code(plan.placement)}: {sizes}. {trained}."),
-            *("", "## Placement", "", f"![Where the norms sit]({DIAGRAM})", "", "```text", drawn, "```"),
-            *_source(plan),
+            *about[:2],
+            f"{about[2]} {trained}.",
+            *placed,
             *("", "## Data", "", *_table("data", "", {title: _named(fact) for title, fact in self.data.items()})),
             *("", "## Results", "", *_table("measure", "value", self._results())),
-            *("", "## Use", "", "```python", "import lamina  # or trust_remote_code=True below"),
+            *("", "## Use", "", "```python", *used),
             *(f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("PATH")', "```"),
             *("", "## Training", "", "```bash", command, "```", ""),
             "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version),
@@ -194,8 +205,9 @@ def save_model(
         shutil.rmtree(draft, ignore_errors=True)
         with own_class(model):
             model.save_pretrained(draft, state_dict=state)
-        if isinstance(processor, PreTrainedTokenizerBase):
-            processor.model_max_length = backbone_of(model.config).max_position_embeddings
+        longest = getattr(backbone_of(model.config), "max_position_embeddings", None)
+        if isinstance(processor, PreTrainedTokenizerBase) and longest is not None:
+            processor.model_max_length = longest
         processor.save_pretrained(draft)
         if card is not None:
             card.write(model, draft)

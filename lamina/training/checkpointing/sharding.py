@@ -28,7 +28,7 @@ from lamina.modeling.parts import body_of
 from lamina.training.execution.processes import Processes
 
 STATES = "states.safetensors"
-_SCALARS = "_lamina_scalars"
+_SCALARS, _TRAINED = "_lamina_scalars", "_lamina_only_trained"
 
 
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
@@ -102,6 +102,8 @@ def reshard(model: nn.Module) -> None:
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict without the second name of a tied weight: the model's own tensors, or copies of scalars.
 
+    Of a model of which ``only_trained`` weights are kept, these.
+
     All processes of a sharded model must call it, and ``set_scalars`` after changing the tensors.
     """
     reshard(model)
@@ -110,7 +112,20 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         tied.setdefault(id(parameter), name)
     first, second = set(tied.values()), {n for n, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {name: value for name, value in model.state_dict().items() if name in first or name not in second}
+    if is_only_trained(model):
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return {name: tensor for name, tensor in tensors.items() if name in trained}
     return tensors | {name: _scalar(tensors[name]) for name in sorted(_scalars(model))}
+
+
+def only_trained(model: nn.Module) -> None:
+    """Have checkpoints hold nothing but the weights that are trained: the others are read again, and quantized."""
+    setattr(model, _TRAINED, True)
+
+
+def is_only_trained(model: nn.Module) -> bool:
+    """Whether ``only_trained`` was called on a model."""
+    return getattr(model, _TRAINED, False)
 
 
 def set_scalars(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

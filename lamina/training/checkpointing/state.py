@@ -45,8 +45,12 @@ def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> 
         callbacks[type(trainer.control).__name__] = trainer.control.state()
         trainer.state.save_to_json(str(folder / "trainer_state.json"))
         (folder / RUN_STATE).write_text(json.dumps(state), encoding="utf-8")
-        if not sharded:
+        if sharding.is_only_trained(model):
+            model.config.save_pretrained(folder)
+            sharding.write_whole(sharding.model_tensors(model), folder / "model")
+        elif not sharded:
             model.save_pretrained(folder)
+        if not sharded:
             sharding.write_whole(tensors, folder / "optimizer")
 
     processes.together(own_files)

@@ -84,6 +84,9 @@ class Alarm:
     value: float
     usual: float
 
+    def __str__(self) -> str:
+        return describe(self)
+
     @property
     def excess(self) -> float:
         """Return how many times the usual value; infinite if one of the two is not a positive number."""

@@ -6,9 +6,10 @@ import logging
 import math
 import numbers
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -22,7 +23,7 @@ from lamina.jobs.names import CONFIG, ENVIRONMENT, RESULT
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
-from lamina.training.monitor.alarms import Alarms, events
+from lamina.training.monitor.alarms import Alarm, Alarms, events
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.training_hooks import Instruments
@@ -41,6 +42,8 @@ from lamina.training.monitor.writers import (
 )
 
 logger = logging.getLogger(__name__)
+
+OnAlarm: TypeAlias = Callable[[Alarm], object]
 
 
 class WatchedRecords:
@@ -100,6 +103,7 @@ class Monitor:
         records: of the first process; None in the others.
         processes: this process and the run's others.
         step: the last step that was done before.
+        on_alarm: called in the first process with the first alarm of each event.
     """
 
     def __init__(
@@ -109,7 +113,9 @@ class Monitor:
         processes: Processes,
         *,
         step: int = 0,
+        on_alarm: OnAlarm | None = None,
     ):
+        self.on_alarm, self._told = on_alarm, False  # whether anybody ends the steps
         settings = instruments.settings
         self.instruments, self.settings = instruments, settings
         self.records, self.processes, self.step = records, processes, step
@@ -145,7 +151,7 @@ class Monitor:
         """Attach to model and optimizers."""
         self._open = True
         judge = None if self.outliers is None else self._is_outlier
-        self._held.enter_context(self.instruments.attached(judge, self._describe))
+        self._held.enter_context(self.instruments.attached(judge, self._describe, self._end_untold))
         self.instruments.due = self.is_due
 
     def _describe(self) -> None:
@@ -178,12 +184,20 @@ class Monitor:
 
         Raises Diverged where the run should stop, and UserError for a loss that is not one number.
         """
+        self._told = True
         if not self._open:
             return
         if loss is not None:
             self._micro.append(_number(loss))
-        if self.instruments.accumulates:
-            return
+        if not self.instruments.accumulates:
+            self._end()
+
+    def _end_untold(self) -> None:
+        """End a step of a loop that never says where its steps end. Raises Diverged."""
+        if self._open and not self._told and self.instruments.stepped:
+            self._end()
+
+    def _end(self) -> None:
         self.step += 1
         taken = self.instruments.end_step(self.step)
         due = self.instruments.due or taken.measured
@@ -211,11 +225,9 @@ class Monitor:
             self._describe()
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
         self.alarms.half = self.instruments.half  # autocast may have been seen
-        self.alarms.see([*series, *gradients, *new], rate)
+        self._see([*series, *gradients, *new], rate)
         recorded = self.alarms.marked | ({self.step} if due else set())
         self._add([*series, *(row for row in gradients if row[0] in recorded), *new])
-        if self.records is not None and self.alarms.news:
-            logger.warning("lamina.watch: %s", self.alarms.news)
         self._losses += [row[6] for row in series if row[5] == LOSS]
         if due:
             self._write(rate)
@@ -230,6 +242,16 @@ class Monitor:
                 self.guard.see_loss(step, value)
             else:
                 self.guard.see_gradient(step, value)
+
+    def _see(self, rows: Sequence[Row], rate: float | None = None) -> None:
+        """Judge new rows; tell the log, the trackers and the user of an event that begins, with its first alarm."""
+        told = self.alarms.see(rows, rate)
+        if self.records is None or not self.alarms.news:
+            return
+        logger.warning("lamina.watch: %s", self.alarms.news)
+        self.records.trackers.alarm(told[0].step, self.alarms.news)
+        if self.on_alarm is not None:
+            self.on_alarm(told[0])
 
     def _series_rows(self) -> list[Row]:
         """Loss and gradient norm of the steps since the last call; a step that a loss scaler left out has no norm."""
@@ -268,13 +290,16 @@ class Monitor:
         """Detach, and write what was collected; may be called twice."""
         if not self._open:
             return
+        if status is Status.FINISHED:
+            with suppress(Diverged):  # ``diverged`` has it
+                self._end_untold()
         self._open = False
         self._held.close()
         if self.diverged is not None and status in (Status.FINISHED, Status.INTERRUPTED):
             status, reason = Status.DIVERGED, self.diverged.reason
         if self.processes.size == 1 or status is Status.FINISHED:  # the others may have left
             rows = self._series_rows()
-            self.alarms.see(rows)
+            self._see(rows)
             self._add(rows)
         if self.records is not None:
             seconds = time.monotonic() - self._begun

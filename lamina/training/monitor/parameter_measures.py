@@ -111,6 +111,8 @@ class GradientNorms:
         self.parameters: list[torch.Tensor] = []
         self.groups: list[int] = []
         for key, parameter in owned_parameters(model) if owned is None else owned:
+            if not parameter.is_floating_point():
+                continue  # a quantized weight, which nothing trains
             self.parameters.append(parameter)
             self.groups.append(keys.setdefault(key, len(keys)))
         self.keys = list(keys)
@@ -218,6 +220,7 @@ class UpdateRatios(TrainerCallback):
     def __init__(self, model: nn.Module, groups: GradientNorms | None = None):
         self.groups = GradientNorms(model) if groups is None else groups
         self._before: list[torch.Tensor] = []
+        self._frozen: set[int] = set()  # the places of weights that stay as they are, such as LoRA's base
         self._sums: dict[str, torch.Tensor] = {}  # by metric: of each group, before the root is taken
 
     def on_pre_optimizer_step(self, args: Arguments, state: State, control: Control, **kwargs: Output) -> None:
@@ -233,7 +236,8 @@ class UpdateRatios(TrainerCallback):
     @torch.no_grad()
     def before_step(self) -> None:
         """Keep the weights."""
-        self._before = [local_part(parameter).clone() for parameter in self.groups.parameters]
+        self._frozen = {place for place, p in enumerate(self.groups.parameters) if not p.requires_grad}
+        self._before = [local_part(p).clone() if p.requires_grad else local_part(p) for p in self.groups.parameters]
 
     @torch.no_grad()
     def after_step(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
@@ -243,8 +247,11 @@ class UpdateRatios(TrainerCallback):
         before, self._before = self._before, []
         self.rate = largest_rate(optimizers)
         sums = {"weight_norm": self.groups.local_sums(before)}
-        torch._foreach_sub_(before, [local_part(parameter) for parameter in self.groups.parameters])  # pyright: ignore[reportPrivateImportUsage]
-        sums["update_norm"] = self.groups.local_sums(before)
+        moved = [None if place in self._frozen else old for place, old in enumerate(before)]
+        pairs = [(old, local_part(p)) for old, p in zip(moved, self.groups.parameters, strict=True) if old is not None]
+        if pairs:
+            torch._foreach_sub_(*map(list, zip(*pairs, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
+        sums["update_norm"] = self.groups.local_sums(moved)
         state = {id(p): values for optimizer in optimizers for p, values in optimizer.state.items()}
         for metric, key in MOMENTS.items():
             found = [(p.shape, state.get(id(p), {}).get(key)) for p in self.groups.parameters]

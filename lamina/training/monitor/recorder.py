@@ -116,6 +116,13 @@ class MonitoredTrainer(_Trainer):
 
 
 TWICE_SECONDS = 3.0
+Measure = Callable[[nn.Module, torch.Tensor, int], list[Row]]
+"""Takes the model, held-out inputs [items, ...] and the step; returns the tidy rows of the stream and of the gains."""
+
+
+def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
+    """The rows of a Lamina model."""
+    return [*hidden_state_rows(model, inputs, step), *gain_rows(model, step)]
 
 
 class RunRecorder(TrainerCallback):
@@ -141,6 +148,7 @@ class RunRecorder(TrainerCallback):
         realized: Callable[[int], dict[str, PartShare]] = lambda step: {},
         updates: UpdateRatios | None = None,
         processes: Processes | None = None,
+        measure: Measure = lamina_rows,
         pause_step: int | None = None,
     ):
         self.processes = Processes() if processes is None else processes
@@ -151,7 +159,7 @@ class RunRecorder(TrainerCallback):
         self.alarms.folder = metrics.path.parent if isinstance(metrics, MetricsWriter) else None
         self.lines: ProgressLines | None = None
         self.realized = realized  # by step: each corpus's share of a mix so far
-        self.updates = updates
+        self.updates, self.measure = updates, measure
         self.interrupted: str | None = None
         self.pause_step = pause_step
         self.best_eval = metrics.best_eval
@@ -317,8 +325,7 @@ class RunRecorder(TrainerCallback):
     def _monitor(self, step: int, gradients: list[Row]) -> None:
         model = self.trainer.bare_model()
         device = next(model.parameters()).device
-        states = hidden_state_rows(model, self.monitor_inputs.to(device), step)
-        rows = [*gradients, *states, *gain_rows(model, step)]
+        rows = [*gradients, *self.measure(model, self.monitor_inputs.to(device), step)]
         rows += self.updates.rows(step) if self.updates is not None else []
         rows += self.trainer.experts.rows(step) if self.trainer.experts is not None else []
         self.alarms.see(rows, None if self.updates is None else self.updates.rate)
@@ -333,6 +340,8 @@ class RunRecorder(TrainerCallback):
     def _log_news(self) -> None:
         if self.processes.first and self.alarms.news:
             logger.info("%s", self.alarms.news)
+            if self.trackers is not None:
+                self.trackers.alarm(self.trainer.state.global_step, self.alarms.news)
 
 
 @contextmanager

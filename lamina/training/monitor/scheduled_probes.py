@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     PreTrainedModel,
@@ -30,6 +25,7 @@ from lamina.jobs.run_folder import parse_lines
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import run, structure_of
 from lamina.probes.engine.registry import Probe, make_all
+from lamina.probes.structure.hooks import undisturbed
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.objectives.objective import Processor
 
@@ -174,31 +170,3 @@ def forget(folder: Path, *, after: int) -> None:
             path.unlink()
     for path in folder.glob(f"*/{NOTES}"):
         write_lines(path, [note for note in parse_lines(path)[0] if note["step"] <= after])
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode, eager, without gradients; mode, gradients and random states are restored afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    compiled = [(module, module._compiled_call_impl) for module, _ in modes if module._compiled_call_impl is not None]
-    held = [(p, p.grad, p.requires_grad) for p in model.parameters()]
-    states = random.getstate(), np.random.get_state()
-    devices = {p.device for p, _, _ in held if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=[d.index for d in devices]):
-        model.eval()
-        for module, _ in compiled:  # a compiled module would not call the hooks inside it
-            module._compiled_call_impl = None
-        for parameter, _, _ in held:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for module, call in compiled:
-                module._compiled_call_impl = call
-            for parameter, gradient, requires in held:
-                parameter.requires_grad_(requires)
-                parameter.grad = gradient
-            random.setstate(states[0])
-            np.random.set_state(states[1])

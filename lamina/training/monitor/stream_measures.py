@@ -66,6 +66,17 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
     base = body_of(model, "layer monitor")
     points: dict[Spot, Point] = {(-1, "block", 0): Point(base.layers[0], "", "input")}
     points |= {(index, name, 0): Point(residual, "", "output") for index, name, residual in sublayers(base)}
+    return stream_rows(model, base, points, inputs, step)
+
+
+def stream_rows(
+    model: nn.Module,
+    base: nn.Module,
+    points: Mapping[Spot, Point],
+    inputs: torch.Tensor | Mapping[str, torch.Tensor],
+    step: int,
+) -> list[Row]:
+    """The rows of ``hidden_state_rows`` at any ``points`` of a model, whose ``base`` is run."""
     meter, was_training = ForwardMeter(points, top=TOP), model.training
     model.eval()
     try:

@@ -76,10 +76,20 @@ class Trackers:
         if (writer := self.writer()) is not None:
             for name, value in values.items():
                 writer.add_scalar(name, value, step)
+        for library in self._libraries():
+            library.log({**values, STEP: step})
+
+    def alarm(self, step: int, text: str) -> None:
+        """Send an alarm: as an alert of W&B's or trackio's, and as a text of TensorBoard's."""
+        if (writer := self.writer()) is not None:
+            writer.add_text("alarms", text, step)
+        for library in self._libraries():
+            library.alert(title="lamina", text=text)
+
+    def _libraries(self) -> list[Library]:
         if self._runs is None:
             self._runs = [self._open(name) for name in self.names if name != "tensorboard"]
-        for library in self._runs:
-            library.log({**values, STEP: step})
+        return self._runs
 
     def _open(self, name: str) -> Library:
         library: Library = importlib.import_module(name)

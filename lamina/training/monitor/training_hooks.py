@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
+from typing import Protocol
 
 import torch
 from accelerate.state import GradientState
@@ -23,7 +24,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.modeling.parts import temporary_hooks
 from lamina.probes.structure.discovery import find_structure
-from lamina.probes.structure.hooks import Kwargs, Output, forward
+from lamina.probes.structure.hooks import Kwargs, Output, forward, undisturbed
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
 from lamina.training.execution.processes import Processes
@@ -37,8 +38,14 @@ from lamina.training.monitor.parameter_measures import (
     local_part,
     rows_of_gains,
 )
-from lamina.training.monitor.scheduled_probes import undisturbed
-from lamina.training.monitor.stream_measures import ForwardMeter, PassNumbers, in_half, rows_of, stream_points
+from lamina.training.monitor.stream_measures import (
+    ForwardMeter,
+    PassNumbers,
+    in_half,
+    rows_of,
+    stream_points,
+    stream_rows,
+)
 from lamina.training.monitor.writers import Row, WatchSettings
 
 Inputs = dict[str, torch.Tensor]
@@ -60,6 +67,13 @@ class Followed:
     structure: Structure | None
     whole: bool = False
     notes: list[str] = field(default_factory=list)
+
+    def rows(self, model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
+        """The tidy rows of the stream, for a batch of its own, and of the norms' gains; as of a Lamina model."""
+        if self.structure is None:
+            return []
+        points = stream_points(self.structure) if self.whole else {}
+        return stream_rows(model, model, points, inputs, step) + rows_of_gains(gains_of(self.structure), step)
 
 
 def bare(model: nn.Module) -> tuple[nn.Module, str | None]:
@@ -230,42 +244,61 @@ def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple
 _INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 
 
-Tell = Callable[[Sequence[torch.Tensor], float | None], None]
-"""Gets the parameters, and the norm to which their gradients are clipped; None for clipping by value."""
-_LISTENERS: list[Tell] = []
+class Listener(Protocol):
+    """Is told what torch is about to do."""
+
+    def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
+        """Get the parameters, and the norm to which their gradients are clipped; None for clipping by value."""
+
+    def differentiates(self, loss: torch.Tensor) -> None:
+        """Get the scalar whose gradients are computed."""
+
+
+_LISTENERS: list[Listener] = []
 _PATCHED = ExitStack()  # while there are listeners
 
 
 @contextmanager
-def before_clipping(tell: Tell) -> Iterator[None]:
-    """Call ``tell`` before torch clips any gradient by norm or by value; the clipping itself is torch's own.
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell ``listener`` before torch computes gradients and before it clips them; both are torch's own.
 
     Several may listen, and leave in any order; torch's functions are its own again once the last has left.
     """
     if not _LISTENERS:
-        for holder in (torch_clipping, torch.nn.utils):
-            for name in _INNER:
-                if callable(inner := getattr(holder, name, None)):
-                    _PATCHED.callback(setattr, holder, name, inner)
-                    setattr(holder, name, _telling(inner))
-    _LISTENERS.append(tell)
+        patches = [(holder, name, _telling_clip) for holder in (torch_clipping, torch.nn.utils) for name in _INNER]
+        for holder, name, telling in (*patches, (torch.autograd, "backward", _telling_loss)):
+            if callable(inner := getattr(holder, name, None)):
+                _PATCHED.callback(setattr, holder, name, inner)
+                setattr(holder, name, telling(inner))
+    _LISTENERS.append(listener)
     try:
         yield
     finally:
-        _LISTENERS.remove(tell)
+        _LISTENERS.remove(listener)
         if not _LISTENERS:
             _PATCHED.close()
 
 
-def _telling(inner: Callable[..., object]) -> Callable[..., object]:
+def _telling_loss(inner: Callable[..., object]) -> Callable[..., object]:
+    @wraps(inner)
+    def backward(tensors: object, *args: object, **kwargs: object) -> object:
+        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:  # Tensor.backward comes here
+            for listener in tuple(_LISTENERS):
+                listener.differentiates(tensors)
+        return inner(tensors, *args, **kwargs)
+
+    return backward
+
+
+def _telling_clip(inner: Callable[..., object]) -> Callable[..., object]:
     signature = inspect.signature(inner)
 
     def clip(*args: object, **kwargs: object) -> object:
         named = signature.bind(*args, **kwargs).arguments
         parameters, limit = named["parameters"], named.get("max_norm")
         named["parameters"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for tell in tuple(_LISTENERS):
-            tell(named["parameters"], limit if isinstance(limit, float | int) else None)
+        for listener in tuple(_LISTENERS):
+            listener.clips(named["parameters"], limit if isinstance(limit, float | int) else None)
         return inner(**named)
 
     return clip
@@ -315,21 +348,24 @@ class Instruments:
         self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
         self._measured_rate = 0.0  # that of the last measured update
         self.losses: list[torch.Tensor] = []  # of the step's micro-batches, or their shares
+        self._differentiated: list[torch.Tensor] = []  # the same, as the loop differentiated them
+        self._passed = False  # whether the step had a forward pass
         self._summed = False
         self.takes_shares = False  # a Trainer says what it trains; a model's outputs may hold another loss (TRL's DPO)
 
     @contextmanager
-    def attached(self, judge: Judge | None, found: Callable[[], None]) -> Iterator[None]:
+    def attached(self, judge: Judge | None, found: Callable[[], None], untold: Callable[[], None]) -> Iterator[None]:
         """Attach for the time of the context.
 
         Args:
             judge: tells from the gradient norm whether the step is skipped; None: none is.
             found: called once, when the layers have been looked for.
+            untold: called where a forward pass begins after an optimizer's step that nobody has ended.
         """
-        self._judge, self._found = judge, found
+        self._judge, self._found, self._untold = judge, found, untold
         base = getattr(self.model, "base_model", None)
         roots = [self.model, base] if isinstance(base, nn.Module) and base is not self.model else [self.model]
-        with temporary_hooks() as hooks, before_clipping(self._before_clipping), self._measuring:
+        with temporary_hooks() as hooks, listening(self), self._measuring:
             for root in roots:
                 hooks.append(root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
                 hooks.append(root.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
@@ -343,11 +379,13 @@ class Instruments:
             return
         if not torch.is_grad_enabled():
             return  # an evaluation, or a policy that generates; a model may be trained in evaluation mode
+        if self._began:
+            self._untold()
         inner, inputs = called(module, args, kwargs)
         self.half |= in_half(self._device)
         if self.followed is None:
             self._follow(inner, inputs)
-        self._inside = module
+        self._inside, self._passed = module, True
         self.tokens += items_of(inputs)
         self._summed = kwargs.get("num_items_in_batch") is not None
         if self.due and not self._measured and self._meter is not None:
@@ -380,7 +418,12 @@ class Instruments:
             self._gains = gains_of(structure)
         self._found()
 
-    def _before_clipping(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
+    def differentiates(self, loss: torch.Tensor) -> None:
+        """Keep what a loop differentiates: the loss, where neither the model nor the user says it."""
+        if self._passed and self._inside is None and not self._looking:
+            self._differentiated.append(loss.detach())
+
+    def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Measure gradients before torch clips them, if this model's are among them."""
         own = {id(parameter) for parameter in self.model.parameters()}
         if any(id(parameter) in own for parameter in parameters):
@@ -434,16 +477,25 @@ class Instruments:
             self._updates.after_step(self.optimizers)  # behind all optimizers' steps, in any order
 
     @property
+    def stepped(self) -> bool:
+        """Return whether an optimizer has taken the step that has not ended."""
+        return bool(self._began)
+
+    @property
     def accumulates(self) -> bool:
         """Return whether only a micro-batch of a step has ended. A step that a loss scaler skips has ended."""
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
-        """Return the loss of the step so far: the sum of its shares, or the mean of the micro-batches' losses."""
-        if not self.losses:
+        """Return the loss of the step so far: the sum of its shares, or the mean of the micro-batches' losses.
+
+        What the loop differentiated are shares; under a GradScaler they are scaled, and say nothing.
+        """
+        shares = not self.losses and not self.scales_losses
+        if not (kept := self._differentiated if shares else self.losses):
             return None
-        losses = torch.stack([loss.reshape(()).float() for loss in self.losses])
-        return losses.sum() if self._summed or self.takes_shares else losses.mean()
+        losses = torch.stack([loss.reshape(()).float() for loss in kept])
+        return losses.sum() if shares or self._summed or self.takes_shares else losses.mean()
 
     def end_step(self, step: int) -> Taken:
         """End a step."""
@@ -451,11 +503,11 @@ class Instruments:
             self._updates.after_step(self.optimizers)  # if one of the optimizers left the step out
         squares, self._current = self._current, None
         norm = None if squares is None else squares.sum().sqrt()
-        stepped = bool(self._began)
+        stepped = self.stepped
         rate = self._rate if stepped else largest_rate(self.optimizers)
         taken = Taken(loss=self.step_loss(), norm=norm, stepped=stepped, measured=self._moved, rate=rate)
         self._moved = self._measured = False
-        self._began, self._ended, self.losses = set(), set(), []
+        self._began, self._ended, self.losses, self._differentiated, self._passed = set(), set(), [], [], False
         if squares is not None:
             self._squares.append((step, squares, stepped))
         return taken

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,7 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged
-from lamina.training.monitor.monitor import Monitor, WatchedRecords
+from lamina.training.monitor.monitor import Monitor, OnAlarm, WatchedRecords
 from lamina.training.monitor.training_hooks import Instruments
 from lamina.training.monitor.writers import WatchSettings
 
@@ -50,6 +51,15 @@ class Watch:
     def __enter__(self) -> Self:
         self.monitor, self._open = self._begin(), True
         return self
+
+    def start(self) -> Self:
+        """Open the context until the process ends, for a loop that one line is added to."""
+        atexit.register(self._at_exit)
+        return self.__enter__()
+
+    def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # that ends the process
+        self.__exit__(type(error), error, None)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step: call it once after each ``optimizer.step()``, with the step's loss.
@@ -93,6 +103,7 @@ def watch(
     resume: Resume = False,
     overwrite: bool = False,
     step: int = 0,
+    on_alarm: OnAlarm | None = None,
     **settings: object,
 ) -> Watch:
     """Watch a training loop layer by layer.
@@ -104,6 +115,10 @@ def watch(
     ...         optimizer.step()
     ...         optimizer.zero_grad()
     ...         monitor.step(loss)
+
+    Without ``monitor.step``, a step ends where the next forward pass begins, so that one line before a loop watches it
+    until the process ends: ``lamina.watch(model, optimizer, output="runs/mine").start()``. A step's loss is then the
+    ``loss`` of the model's output, or else what the loop calls ``backward`` on.
 
     Works with any model whose layers the probes can follow, with gradient accumulation, clipping, DDP and FSDP2 (call
     it in every process, after the model is wrapped). `lamina report OUTPUT` draws the records, `lamina diagnose
@@ -117,6 +132,9 @@ def watch(
             after a step does so without records then, where they cannot be continued (another version's).
         overwrite: replace them.
         step: the steps that were done before.
+        on_alarm: called in the first process with the first alarm of each event, which has ``step``, ``layer``,
+            ``sublayer``, ``metric`` and ``value``, and is a sentence as a text. An error that it raises ends the
+            training.
         settings: see ``WatchSettings``: every, layers, attention, on_divergence, divergence_margin,
             divergence_patience, skip_outliers, report_to.
 
@@ -127,7 +145,7 @@ def watch(
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UserError(f"step: {step!r} (allowed: a whole number, 0 or more)")
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    modes: Json = {"resume": resume, "overwrite": overwrite, "step": step}
+    modes: Json = {"resume": resume, "overwrite": overwrite, "step": step, "on_alarm": on_alarm}
     return Watch(functools.partial(open_monitor, model, optimizers, record, **modes))
 
 
@@ -139,6 +157,7 @@ def open_monitor(
     resume: Resume = False,
     overwrite: bool = False,
     step: int = 0,
+    on_alarm: OnAlarm | None = None,
 ) -> Monitor | None:
     """Begin a monitor; all processes of a run call it.
 
@@ -167,7 +186,7 @@ def open_monitor(
         if processes.first:
             logger.warning("lamina.watch: %s; training goes on without records", error)
         return None
-    monitor = Monitor(instruments, records[0] if records else None, processes, step=step)
+    monitor = Monitor(instruments, records[0] if records else None, processes, step=step, on_alarm=on_alarm)
     monitor.begin()
     return monitor
 
@@ -184,15 +203,15 @@ class LayerMonitor(TrainerCallback):
     Args:
         output: the folder of the records.
         overwrite: replace what it holds.
-        settings: those of ``lamina.watch``.
+        on_alarm, settings: those of ``lamina.watch``.
 
     Raises:
         UserError: for invalid settings; when training begins, for an output folder in use.
     """
 
-    def __init__(self, output: str, *, overwrite: bool = False, **settings: object):
+    def __init__(self, output: str, *, overwrite: bool = False, on_alarm: OnAlarm | None = None, **settings: object):
         self.settings = WatchSettings.from_dict({"output": output, **settings})
-        self.overwrite = overwrite
+        self.overwrite, self.on_alarm = overwrite, on_alarm
         self.monitor: Monitor | None = None
         self._release: Callable[[], None] | None = None
 
@@ -216,9 +235,8 @@ class LayerMonitor(TrainerCallback):
             stale._end(Status.INTERRUPTED)  # its training failed, else it would have ended it
         resume: Resume = "auto" if state.global_step else False
         overwrite = self.overwrite and not resume
-        self.monitor = open_monitor(
-            model, [optimizer], self.settings, resume=resume, overwrite=overwrite, step=state.global_step
-        )
+        modes: Json = {"resume": resume, "overwrite": overwrite, "step": state.global_step}
+        self.monitor = open_monitor(model, [optimizer], self.settings, on_alarm=self.on_alarm, **modes)
         if self.monitor is None:
             return
         self.monitor.instruments.half |= bool(args.fp16)

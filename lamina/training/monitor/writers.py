@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from lamina.core.extras import missing_extra
 from lamina.core.json_types import Json, RunState
 from lamina.core.values import path
 from lamina.errors import UserError, one_line
@@ -121,18 +123,9 @@ def spike_columns(folder: Path) -> Json:
 
     Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge; surges for an empty one.
     """
-    import pyarrow.parquet as pq
-
     series: dict[str, dict[int, float]] = {LOSS: {}, NORM: {}}
-    for part in sorted((folder / "layers").glob("part-*.parquet")):
-        try:
-            wanted = [("metric", "in", [LOSS, NORM])]
-            table = pq.read_table(part.absolute(), columns=["step", "metric", "value"], filters=wanted)
-        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-            logger.warning("%s: left out of the spike score (%s)", part, error)
-            continue
-        for row in table.to_pylist():
-            series[row["metric"]][row["step"]] = row["value"]
+    for step, *_, metric, value in read_rows(folder, [LOSS, NORM]):
+        series[metric][step] = value
     values_by_column: Json = dict.fromkeys(SPIKES)
     for name, column in ((LOSS, "loss"), (NORM, "gradient")):
         values = [series[name][step] for step in sorted(series[name])]
@@ -146,6 +139,48 @@ def spike_columns(folder: Path) -> Json:
 
 
 LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value")
+
+
+def layer_parts(folder: Path) -> list[Path]:
+    """Return the parts of a run's layers/, in their order: Parquet, or .npz where pyarrow was not installed."""
+    return sorted(part for part in (folder / "layers").glob("part-*") if part.suffix in (".parquet", ".npz"))
+
+
+def read_part(part: Path, metrics: Sequence[str] | None = None) -> dict[str, list[Any]]:
+    """Return a part's columns, of some metrics or of all. Raises OSError, ValueError, KeyError."""
+    if part.suffix == ".npz":
+        import numpy as np
+
+        try:
+            with np.load(part, allow_pickle=False) as file:
+                columns = {name: file[name] for name in LAYER_COLUMNS}
+        except (zipfile.BadZipFile, EOFError) as error:
+            raise ValueError(str(error)) from error
+        chosen = slice(None) if metrics is None else np.isin(columns["metric"], list(metrics))
+        return {name: values[chosen].tolist() for name, values in columns.items()}
+    import pyarrow.parquet as pq
+
+    wanted = None if metrics is None else [("metric", "in", list(metrics))]
+    return pq.read_table(part.absolute(), columns=list(LAYER_COLUMNS), filters=wanted).to_pydict()
+
+
+def read_rows(folder: Path, metrics: Sequence[str] | None = None) -> list[Row]:
+    """Read a run's rows by layer, of some metrics or of all; a part that is not readable is left out, with a warning.
+
+    Raises UserError for parts in Parquet without pyarrow.
+    """
+    rows: list[Row] = []
+    for part in layer_parts(folder):
+        try:
+            columns = read_part(part, metrics)
+        except (OSError, ValueError, KeyError) as error:  # ArrowInvalid is a ValueError
+            logger.warning("%s: left out (%s)", part, error)
+        except ModuleNotFoundError as error:
+            raise missing_extra(str(part), error) or error from None
+        else:
+            columns["value"] = [math.nan if value is None else value for value in columns["value"]]
+            rows += zip(*columns.values(), strict=True)
+    return rows
 
 
 class MetricsWriter:
@@ -230,7 +265,7 @@ class NoWriter:
 
     def load_state_dict(self, state: RunState) -> None: ...
 
-    def add(self, rows: Iterable[tuple[Any, ...]]) -> None: ...
+    def add(self, rows: Iterable[Row]) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -241,15 +276,21 @@ def _number(part: Path) -> int:
 
 
 class LayersWriter:
-    """layers/part-*.parquet: rows are collected and written in parts, so that a kill loses at most the last part."""
+    """layers/part-*: rows are collected and written in parts, so that a kill loses at most the last part.
+
+    A part is a Parquet table, or an .npz of NumPy's (a column each, no pickle) where pyarrow is not installed.
+    """
 
     rows_per_part = 20_000
 
     def __init__(self, folder: Path):
         self.folder = folder / "layers"
         self.folder.mkdir(exist_ok=True)
-        self.rows: list[tuple[Any, ...]] = []
-        self.next = 1 + max(map(_number, self.folder.glob("part-*.parquet")), default=-1)
+        self.rows: list[Row] = []
+        self.next = self._after_last()
+
+    def _after_last(self) -> int:
+        return 1 + max(map(_number, layer_parts(self.folder.parent)), default=-1)
 
     def parts(self) -> Json:
         """Return the part of a checkpoint that says how many parts are on disk."""
@@ -259,28 +300,23 @@ class LayersWriter:
         """Resume: drop rows later than the checkpoint."""
         if "step" not in state:
             return
-        for part in sorted(self.folder.glob("part-*.parquet")):
+        for part in layer_parts(self.folder.parent):
             if "layer_parts" not in state:
                 self._trim(part, state["step"])
             elif _number(part) >= state["layer_parts"]:
                 part.unlink()
-        if missing := state.get("layer_parts", 0) - len(list(self.folder.glob("part-*.parquet"))):
+        if missing := state.get("layer_parts", 0) - len(layer_parts(self.folder.parent)):
             logger.warning("%s: %d of its parts are missing: what they held is left out", self.folder, missing)
-        self.next = state.get("layer_parts", 1 + max(map(_number, self.folder.glob("part-*.parquet")), default=-1))
+        self.next = state.get("layer_parts", self._after_last())
 
     def _trim(self, part: Path, step: int) -> None:
-        import pyarrow.dataset as ds
-        import pyarrow.parquet as pq
-
-        with part.open("rb") as file:  # a path with a colon would be read as a URI
-            table = pq.read_table(file)
-        rows = table.filter(ds.field("step") <= step)
-        if rows.num_rows == 0:
+        rows = list(zip(*read_part(part).values(), strict=True))
+        kept = [row for row in rows if row[0] <= step]
+        if len(kept) < len(rows):
             part.unlink()
-        elif rows.num_rows < table.num_rows:
-            self._write(part, rows)
+            self._write(_number(part), kept)
 
-    def add(self, rows: Iterable[tuple[Any, ...]]) -> None:
+    def add(self, rows: Iterable[Row]) -> None:
         """Add rows of (step, layer, sublayer, role, index, metric, value)."""
         self.rows += rows
         if len(self.rows) >= self.rows_per_part:
@@ -288,21 +324,28 @@ class LayersWriter:
 
     def flush(self) -> None:
         """Write the collected rows as one part."""
-        import pyarrow as pa
+        self._write(self.next, self.rows)
+        self.rows, self.next = [], self.next + bool(self.rows)
 
-        if not self.rows:
+    def _write(self, number: int, rows: Sequence[Row]) -> None:
+        if not rows:
             return
-        types = (pa.int64(), pa.int32(), pa.string(), pa.string(), pa.int32(), pa.string(), pa.float64())
-        columns = [pa.array(c, t) for c, t in zip(zip(*self.rows, strict=True), types, strict=True)]
-        self._write(self.folder / f"part-{self.next:05d}.parquet", pa.table(columns, names=list(LAYER_COLUMNS)))
-        self.rows, self.next = [], self.next + 1
+        types = ("int64", "int32", "string", "string", "int32", "string", "float64")
+        columns = dict(zip(LAYER_COLUMNS, zip(*rows, strict=True), strict=True))
+        path = self.folder / f"part-{number:05d}"
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ModuleNotFoundError:
+            import numpy as np
 
-    @staticmethod
-    def _write(path: Path, table: Any) -> None:
-        import pyarrow.parquet as pq
-
-        with writing(path) as temporary, temporary.open("wb") as file:
-            pq.write_table(table, file)
+            kinds = {name: str if kind == "string" else kind for name, kind in zip(columns, types, strict=True)}
+            with writing(path.with_suffix(".npz")) as temporary, temporary.open("wb") as file:
+                np.savez_compressed(file, **{name: np.array(c, kinds[name]) for name, c in columns.items()})
+            return
+        arrays = [pa.array(column, kind) for column, kind in zip(columns.values(), types, strict=True)]
+        with writing(path.with_suffix(".parquet")) as temporary, temporary.open("wb") as file:
+            pq.write_table(pa.table(arrays, names=list(LAYER_COLUMNS)), file)
 
 
 OnDivergence = Literal["note", "stop"]

@@ -12,6 +12,7 @@ from lamina.data.blocks import ItemSource, shuffled
 if TYPE_CHECKING:
     from lamina.training.settings import PretrainSettings
 
+STRETCH = 50  # micro-batches that are sorted by length together, as in Trainer
 Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is ahead after it)
 
 
@@ -32,6 +33,8 @@ class TrainOrder(Sampler[list[int]]):
             the last pair before it counts.
         done: steps already trained: the first micro-batch is the one after them.
         rank: of this process, among ``size``.
+        lengths: of the blocks, in tokens: a pass is shuffled, and then each ``STRETCH`` micro-batches of it sorted by
+            length, so that a micro-batch holds blocks of about the same length.
         shuffled: False for blocks that come in their own endless order (a mix, which keeps its shares).
     """
 
@@ -47,13 +50,14 @@ class TrainOrder(Sampler[list[int]]):
         done: int = 0,
         rank: int = 0,
         size: int = 1,
+        lengths: Sequence[int] | None = None,
         shuffled: bool = True,
     ):
         assert blocks > 0
         assert batch_size % size == 0
         self.blocks, self.steps, self.done, self.seed, self.skips = blocks, steps, done, seed, tuple(skips)
         self.batch_size, self.gradient_accumulation = batch_size, gradient_accumulation
-        self.shuffled = shuffled
+        self.lengths, self.shuffled = lengths, shuffled
         self.share = slice(rank * (batch_size // size), (rank + 1) * (batch_size // size))
 
     def __len__(self) -> int:
@@ -92,9 +96,24 @@ class TrainOrder(Sampler[list[int]]):
             return list(range(start, end))
         while start < end:
             turn, place = divmod(start, self.blocks)
-            indices += shuffled(self.blocks, self.seed + turn)[place : place + end - start].tolist()
+            indices += self.turn(turn)[place : place + end - start]
             start = min(end, (turn + 1) * self.blocks)
         return indices
+
+    def turn(self, turn: int) -> list[int]:
+        """The order of one pass over the blocks, from 0; with ``lengths``, the shuffled micro-batches of stretches."""
+        mixed, size = shuffled(self.blocks, self.seed + turn).tolist(), self.batch_size
+        if self.lengths is None:
+            return mixed
+        begun = -turn * self.blocks % size  # the items that fill the micro-batch which the pass before began
+        ordered = mixed[:begun]
+        for first in range(begun, len(mixed), size * STRETCH):
+            stretch = sorted(mixed[first : first + size * STRETCH], key=self.lengths.__getitem__)
+            whole = len(stretch) // size
+            for batch in shuffled(whole, self.seed + turn).tolist():
+                ordered += stretch[batch * size : (batch + 1) * size]
+            ordered += stretch[whole * size :]
+        return ordered
 
 
 def ahead(skips: Sequence[Skip], step: int) -> int:

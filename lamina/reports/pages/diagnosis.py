@@ -1,0 +1,87 @@
+"""The page of a diagnosis."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+
+from lamina.reports import charts
+from lamina.reports.charts import Line
+from lamina.reports.diagnosis import Cause, Evidence, sentences
+from lamina.reports.metrics import METRICS
+from lamina.reports.page import Section, figure, sentence, write_page
+from lamina.reports.style import polish
+from lamina.training.monitor.alarms import Alarm, describe, events
+
+PAGE = "diagnosis.html"
+_SHOWN = 12  # alarms
+_COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
+
+
+def write_diagnosis(path: Path, evidence: Evidence, cause: Cause | None, source: Path) -> Path:
+    """Write the page to ``path``; ``source`` is the run."""
+    texts = "".join(f"<p>{escape(text)}</p>" for text in sentences(evidence, cause))
+    losses, steps = evidence.losses, sorted(evidence.losses)
+    course = _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
+    html = figure(
+        course if losses else None, "Training loss of every step. Red: where the loss rose; orange: the first alarm."
+    )
+    if (first := evidence.first) is not None:
+        quantity = sentence(METRICS[first.metric].quantity)
+        caption = f"{quantity} of the sub-layer that left first, and of the same sub-layers of the other layers (gray)."
+        html += figure(_series_figure(evidence, first), escape(caption))
+    groups = events(evidence.alarms)
+    listed = "".join(
+        f"<li>{escape(describe(group[0]))}{f' (and {len(group) - 1} more series)' * (len(group) > 1)}</li>"
+        for group in groups[:_SHOWN]
+    )
+    more = len(groups) - _SHOWN
+    listed += f"<li>and {more} more</li>" if more > 0 else ""
+    return write_page(
+        path,
+        title=f"Diagnosis of {source.resolve().name}",
+        facts=[f"status: {evidence.status}", f"{len(groups)} alarm{'s' * (len(groups) != 1)}"],
+        command=f"lamina diagnose {source}",
+        sections=[
+            Section(name="Diagnosis", title="What happened, and what to change", html=texts),
+            Section(name="Figures", title="What shows it", html=html),
+            Section(name="Alarms", title="Alarms by step", html=f"<ol>{listed}</ol>" if listed else ""),
+        ],
+    )
+
+
+def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:
+    layers: dict[int, dict[int, float]] = {}
+    for step, layer, sublayer, role, index, _, value in evidence.rows([first.metric]):
+        if (sublayer, role, index) == (first.sublayer, first.role, 0):
+            layers.setdefault(layer, {})[step] = value
+    lines = []
+    for layer, values in sorted(layers.items(), key=lambda pair: (pair[0] == first.layer, pair[0])):
+        color = _COLORS[0] if layer == first.layer else "#b9bcc2"
+        lines.append((f"layer {layer}", color, sorted(values), [values[step] for step in sorted(values)]))
+    if not lines:
+        return None
+    picture = _drawn(evidence, lines, METRICS[first.metric].quantity)
+    picture.update_layout(showlegend=False)  # the caption says which is which, a layer's name stands at its points
+    return charts.log_axis(picture)
+
+
+def _drawn(evidence: Evidence, lines: list[tuple[str, str, list[int], list[float]]], quantity: str) -> go.Figure:
+    """A figure of ``lines``, each a name, a color, steps and values, and marks at the rise and the alarm."""
+    picture = go.Figure()
+    for name, color, steps, values in lines:
+        Line(
+            x=np.asarray(steps),
+            y=np.asarray(values, dtype=np.float32),
+            color=color,
+            width=1.6,
+            name=name,
+            hover=f"{name}, step %{{x}}: %{{y:.4g}}",
+        ).draw(picture)
+    for step, color in ((evidence.rose, _COLORS[0]), (evidence.first.step if evidence.first else None, _COLORS[1])):
+        if step is not None:
+            picture.add_vline(x=step, line={"color": color, "width": 1.2, "dash": "dash"})
+    return polish(picture.update_xaxes(title="step").update_yaxes(title=quantity), 340)

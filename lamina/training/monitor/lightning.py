@@ -1,0 +1,104 @@
+"""`lamina.LightningMonitor`: the monitor as a callback of Lightning's Trainer."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.status import Status
+from lamina.training.monitor.guard import Diverged
+from lamina.training.monitor.monitor import Monitor, OnAlarm
+from lamina.training.monitor.watch import open_monitor
+from lamina.training.monitor.writers import WatchSettings
+
+Lightning = Any
+"""An object of Lightning, which may be installed under either of two names."""
+
+
+def _callback() -> Lightning:
+    names = ("lightning.pytorch", "pytorch_lightning")
+    for name in sorted(names, key=lambda name: name not in sys.modules):  # the one that the training uses
+        try:
+            return importlib.import_module(name).Callback
+        except ModuleNotFoundError as error:
+            if error.name != name.partition(".")[0]:
+                raise
+    raise UserError("lamina.LightningMonitor: needs lightning (to install it: pip install lightning)")
+
+
+class LightningMonitor(_callback()):
+    """Watches a training of Lightning's Trainer layer by layer.
+
+    >>> trainer = lightning.Trainer(callbacks=[lamina.LightningMonitor("runs/mine")])
+    >>> trainer.fit(module, data)
+
+    Its model is the module's only child that holds all parameters, or else the module. With ``on_divergence="stop"``,
+    training ends after the step at which the guard finds a divergence. A run that Lightning resumes from a checkpoint
+    continues its records.
+
+    Args:
+        output: the folder of the records.
+        overwrite: replace what it holds.
+        on_alarm, settings: those of ``lamina.watch``.
+
+    Raises:
+        UserError: for invalid settings; when training begins, for an output folder in use.
+    """
+
+    def __init__(self, output: str, *, overwrite: bool = False, on_alarm: OnAlarm | None = None, **settings: object):
+        super().__init__()
+        self.settings = WatchSettings.from_dict({"output": output, **settings})
+        self.overwrite, self.on_alarm = overwrite, on_alarm
+        self.monitor: Monitor | None = None
+        self._steps = 0
+        self._shares: list[torch.Tensor] = []
+
+    @property
+    def diverged(self) -> Diverged | None:
+        """Why and where the run diverged; None if it did not."""
+        return None if self.monitor is None else self.monitor.diverged
+
+    def on_train_start(self, trainer: Lightning, pl_module: nn.Module) -> None:
+        self._steps, count = trainer.global_step, sum(1 for _ in pl_module.parameters())
+        inner = [child for child in pl_module.children() if sum(1 for _ in child.parameters()) == count]
+        modes: Json = {"resume": "auto" if self._steps else False, "overwrite": self.overwrite and not self._steps}
+        self.monitor = open_monitor(
+            inner[0] if len(inner) == 1 else pl_module,
+            trainer.optimizers,
+            self.settings,
+            step=self._steps,
+            on_alarm=self.on_alarm,
+            **modes,
+        )
+
+    def on_train_batch_end(
+        self, trainer: Lightning, pl_module: nn.Module, outputs: Lightning, batch: object, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):
+            self._shares.append(loss.detach())  # divided by the number of micro-batches
+        if self.monitor is None or trainer.global_step == self._steps:
+            return
+        self._steps, shares, self._shares = trainer.global_step, self._shares, []
+        try:
+            self.monitor.end_step(torch.stack(shares).sum() if shares else None)
+        except Diverged:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Lightning, pl_module: nn.Module) -> None:
+        self._close(Status.FINISHED)
+
+    def on_exception(self, trainer: Lightning, pl_module: nn.Module, exception: BaseException) -> None:
+        self._close(Status.INTERRUPTED if isinstance(exception, KeyboardInterrupt) else Status.FAILED)
+
+    def _close(self, status: Status) -> None:
+        if self.monitor is not None:
+            reason = "" if status is Status.FINISHED else f"ended at step {self.monitor.step}"
+            self.monitor.close(status, reason)

@@ -1,0 +1,214 @@
+"""What other tools recorded is placed in layers, judged by the same rules, and says what it could not use."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+from training.watching.loops import NanoGpt, Tokens, loop
+
+import lamina
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.reports.diagnosis import gather
+from lamina.reports.histories import import_history, owner_of, read_history
+from lamina.training.monitor.writers import read_rows
+
+LAST, BREAKS = 40, 31
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A watched run whose second feed-forward's gradient grows at step 31, and what a user logged in it."""
+    folder = tmp_path_factory.mktemp("runs") / "own"
+    model, lines, norms = NanoGpt(layers=3), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def spoil(step, model):
+        if step >= BREAKS:
+            for parameter in model.h[1].mlp.parameters():
+                parameter.grad.mul_(1000.0)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        norms.append({name: gradient.norm().item() for name, gradient in gradients.items()})
+        lines.append({name: gradient.clone() for name, gradient in gradients.items()})
+
+    loop(model, folder, optimizer=optimizer, spoil=spoil, batches=[Tokens(items=4).ids] * LAST, every=1)
+    losses = {row[0]: row[6] for row in read_rows(folder, ["step_loss"])}
+    return folder, lines, [{"loss": losses[step], **each} for step, each in enumerate(norms, start=1)]
+
+
+def tensorboard(path, run, *, histograms):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    _, gradients, lines = run
+    with SummaryWriter(str(path)) as writer:
+        for step, (tensors, numbers) in enumerate(zip(gradients, lines, strict=True), start=1):
+            writer.add_scalar("train/loss", numbers["loss"], step)
+            writer.add_scalar("eval/loss", 9.0, step)
+            for name, tensor in tensors.items():
+                if histograms:
+                    writer.add_histogram(f"gradients/{name}", tensor, step)
+                else:
+                    writer.add_scalar(f"grad_2.0_norm/{name}", tensor.norm(), step)
+    return path
+
+
+def wandb_export(path, run):
+    """W&B's export of a panel: the run's name before each, and columns of extremes."""
+    lines = [
+        {"Step": step, **{f"brave-sun-1 - grad_norm/{name}": value for name, value in line.items() if name != "loss"}}
+        | {"brave-sun-1 - train/loss": line["loss"], "brave-sun-1 - train/loss__MIN": 0.0}
+        for step, line in enumerate(run[2], start=1)
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def json_history(path, run):
+    lines = [
+        {"_step": step, "_runtime": 1.5}
+        | {name if name == "loss" else f"{name}/grad_norm": value for name, value in line.items()}
+        for step, line in enumerate(run[2], start=1)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def state(path, run):
+    lines = [
+        {"step": step} | {f"gradients/{name}" if "." in name else name: value for name, value in line.items()}
+        for step, line in enumerate(run[2], start=1)
+    ]
+    path.write_text(json.dumps({"log_history": lines}))
+    return path
+
+
+WRITE = {
+    "scalars": lambda folder, run: tensorboard(folder / "tb", run, histograms=False),
+    "histograms": lambda folder, run: tensorboard(folder / "tb", run, histograms=True),
+    "csv": lambda folder, run: wandb_export(folder / "history.csv", run),
+    "jsonl": lambda folder, run: json_history(folder / "history.jsonl", run),
+    "json": lambda folder, run: state(folder / "trainer_state.json", run),
+}
+
+
+@pytest.mark.parametrize("kind", WRITE)
+def test_the_norms_are_those_of_the_layer_monitor(tmp_path, run, kind):
+    history = read_history(WRITE[kind](tmp_path, run))
+    own = {row[:6]: row[6] for row in read_rows(run[0], ["gradient_norm", "step_gradient_norm", "step_loss"])}
+    read = {row[:6]: row[6] for row in history.rows}
+    assert read.keys() == own.keys()
+    assert max(abs(read[key] / own[key] - 1) for key in own if own[key]) < 1e-5
+    assert history.notes == [
+        "not recorded: the learning rate",
+        "the model's gradient norm is that of all parameters with a series",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["scalars", "csv"])
+def test_it_is_judged_by_the_same_rules(tmp_path, run, kind, capsys):
+    path = WRITE[kind](tmp_path, run)
+    found = lamina.diagnose(path)
+    folder = tmp_path / f"{path.name}-lamina"
+    first, own = gather(folder).first, gather(run[0]).first
+    assert (first.layer, first.sublayer, first.metric) == (1, "feed_forward", "gradient_norm")
+    assert first.step == BREAKS
+    assert own.layer == 1
+    read = "gradient norms of 41 parameters in 3 layers, 40 records from step 1 to 40"
+    assert found.sentences[0].startswith(f"Read from {path}: {read}")
+    assert found.page.parent == folder
+    assert lamina.report(folder).is_file()
+    assert main(["diagnose", str(path)]) == 0  # once more: the earlier import is replaced
+    assert "layer 1 (feed-forward)" in capsys.readouterr().out
+
+
+def test_where_a_history_has_gaps_the_rules_count_its_records(tmp_path, run):
+    path = tmp_path / "history.jsonl"
+    lines = [
+        {"step": 50 * step, **{f"gradients/{name}": value for name, value in line.items() if name != "loss"}}
+        for step, line in enumerate(run[2], start=1)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    import_history(path, tmp_path / "read")
+    first = gather(tmp_path / "read").first
+    assert (first.step, first.layer, first.sublayer) == (50 * BREAKS, 1, "feed_forward")
+
+
+def test_wandbs_histograms_are_nearly_the_norm(tmp_path):
+    values = torch.randn(4000, generator=torch.Generator().manual_seed(0))
+    counts, edges = torch.histogram(values, 64)
+    whole = {"_type": "histogram", "values": counts.tolist(), "bins": edges.tolist()}
+    size = (edges[1] - edges[0]).item()
+    packed = {"values": counts.tolist(), "packedBins": {"min": edges[0].item(), "size": size, "count": 64}}
+    for histogram in (whole, packed):
+        path = tmp_path / "history.jsonl"
+        path.write_text(json.dumps({"_step": 3, "gradients/transformer.h.0.mlp.c_fc.weight": histogram}))
+        (row,) = (row for row in read_history(path).rows if row[2] == "feed_forward")
+        assert row[6] == pytest.approx(values.norm().item(), rel=2e-3)
+
+
+def test_an_offline_run_of_wandb(tmp_path, run, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracked = wandb.init(project="any", dir=str(tmp_path))
+    for step, line in enumerate(run[2], start=1):
+        named = {f"grad_norm/{name}" if "." in name else f"train/{name}": value for name, value in line.items()}
+        tracked.log(named, step=step)
+    tracked.finish()
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    lamina.diagnose(folder)
+    first = gather(folder.with_name(f"{folder.name}-lamina")).first
+    assert (first.step, first.layer, first.sublayer) == (BREAKS, 1, "feed_forward")
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "owner"),
+    [
+        ("transformer.h.3.attn.c_attn.weight", "transformer.h", (3, "attention", "all")),
+        ("_orig_mod.module.model.layers.11.mlp.experts.4.up_proj.weight", "model.layers", (11, "feed_forward", "all")),
+        ("model/layers/2/post_attention_layernorm/weight", "model.layers", (2, "feed_forward", "all")),
+        ("gpt_neox.layers.0.mlp.dense_h_to_4h.bias", "gpt_neox.layers", (0, "feed_forward", "all")),
+        ("backbone.layers.7.mixer.in_proj.weight", "backbone.layers", (7, "attention", "all")),
+        ("model.layers.1.something.weight", "model.layers", (1, "block", "other")),
+        ("transformer.wte.weight", "", (-1, "block", "embedding")),
+        ("lm_head.weight", "", (-1, "block", "readout")),
+        ("model.norm.weight", "", (-1, "block", "readout")),
+    ],
+)
+def test_a_parameters_place_is_read_from_its_name(name, stack, owner):
+    assert owner_of(name) == (stack, owner)
+
+
+def test_what_is_not_used_is_said(tmp_path):
+    stacks = ("encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.block.1.layer.0.SelfAttention.q.weight")
+    line = {f"gradients/{name}": 1.0 for name in (*stacks, "decoder.block.0.layer.0.SelfAttention.q.weight")}
+    line |= {"train/loss": 2.0, "train/accuracy": 0.5, "note": "text", "lr": 0.1, "epoch": 0.1}
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in (1, 2)))
+    history = read_history(path)
+    assert "counted as 'other': the parameters of decoder.block" in history.notes
+    assert "not used: 1 series (train/accuracy)" in history.notes
+    places = {row[1:4] for row in history.rows if row[5] == "gradient_norm"}
+    kinds = {(layer, kind, "all") for layer in (0, 1) for kind in ("attention", "block")}
+    assert places == {*kinds, (-1, "block", "other")}
+    assert math.isclose(next(row[6] for row in history.rows if row[5] == "step_gradient_norm"), 3**0.5)
+
+
+def test_what_is_no_history_is_one_line(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("nothing")
+    (tmp_path / "cut.json").write_text('{"log_history": [')
+    (tmp_path / "loss.csv").write_text("Step,train/loss\n1,2.0\n")
+    cases = {"notes.txt": "is not a history", "cut.json": "is not readable", "loss.csv": "no gradient norms"}
+    for name, said in cases.items():
+        assert main(["diagnose", str(tmp_path / name)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert said in line
+        assert not (tmp_path / f"{name}-lamina").exists()
+    with pytest.raises(UserError, match="is not a folder"):
+        lamina.diagnose(tmp_path / "missing")

@@ -1,0 +1,113 @@
+"""What `pip install 'lamina[watch]'` brings is enough to record and to diagnose; the rest says which extra it needs."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lamina.core.extras import EXTRAS
+
+ROOT = Path(__file__).parents[3]
+LIGHT = """
+import sys
+for name in "pandas pyarrow plotly scipy jinja2 datasets matplotlib trl peft tensorboard wandb trackio".split():
+    sys.modules[name] = None
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+import lamina
+from lamina.cli import main
+
+folder = sys.argv[1]
+torch.manual_seed(0)
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+"""
+LOOP = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+ids = torch.randint(0, 64, (4, 16))
+for part in (0, 1):  # the second one resumes, and goes on where records were cut back
+    with lamina.watch(model, optimizer, output=folder, every=5, resume=bool(part), step=30 * part) as monitor:
+        for step in range(40 - 10 * part):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            if part == 1 and step == 5:
+                for parameter in model.model.layers[1].mlp.parameters():
+                    parameter.grad *= 1e4
+                    parameter.data *= 50
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
+"""
+TRAINER = """
+data = [{"input_ids": (ids := torch.arange(16) % 7), "labels": ids}] * 64
+arguments = TrainingArguments(folder + "-model", max_steps=12, report_to="none", save_strategy="no", use_cpu=True)
+Trainer(model, arguments, train_dataset=data, callbacks=[lamina.LayerMonitor(folder, every=4)]).train()
+"""
+SAID = """
+found = lamina.diagnose(folder)
+print("\\n".join(found.sentences))
+assert found.page is None
+print("codes", [main(words) for words in (["diagnose", folder], ["report", folder], ["compare"], ["sft"])])
+"""
+
+
+NEEDED = "needs pandas, pyarrow, plotly, jinja2 (to install them: pip install 'lamina[report]')"
+
+
+def light(script, folder):
+    words = [sys.executable, "-c", LIGHT + script + SAID, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("script", [LOOP, TRAINER], ids=["a loop", "Trainer"])
+def test_recording_and_diagnosing_need_no_heavy_package(tmp_path, script):
+    done = light(script, tmp_path / "run")
+    assert f"the page: {NEEDED}." in done.stdout
+    assert "codes [0, 2, 2, 2]" in done.stdout
+    said = [line for line in done.stderr.splitlines() if line.startswith("lamina: ")]
+    assert [re.findall(r"lamina\[\w+\]", line) for line in said] == [
+        ["lamina[report]"],
+        ["lamina[train]"],
+        ["lamina[posttrain]"],
+    ]
+    assert not list(tmp_path.glob("*/layers/*.parquet"))
+    if script is LOOP:
+        assert "layer 1 (feed-forward)" in done.stdout
+
+    # where everything is installed, the same records make the same diagnosis and a page
+    import lamina
+    from lamina.reports.records import read_run
+    from lamina.training.monitor.writers import read_rows
+
+    found = lamina.diagnose(tmp_path / "run")
+    assert "\n".join(found.sentences) in done.stdout
+    assert "plotly" in found.page.read_text(encoding="utf-8")
+    assert "plotly" in lamina.report(tmp_path / "run").read_text(encoding="utf-8")
+    rows = read_rows(tmp_path / "run")
+    table = read_run(tmp_path / "run").trials[0].layers
+    assert [tuple(row) for row in table.itertuples(index=False)] == rows
+    steps = [row[0] for row in rows if row[5] == "step_loss"]
+    assert steps == list(range(1, 1 + json.loads((tmp_path / "run" / "result.json").read_text())["steps"]))
+
+
+def test_the_extras_that_commands_name_are_those_of_the_package():
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = given["optional-dependencies"]
+
+    def modules(extra):
+        for line in extras[extra]:
+            inner = re.fullmatch(r"lamina\[(\w+)\]", line)
+            yield from modules(inner[1]) if inner else [re.split(r"[>=\[]", line)[0].lower()]
+
+    for extra, wanted in EXTRAS.items():
+        assert set(modules(extra)) == set(wanted)
+    assert not set(EXTRAS["posttrain"]) & {re.split(">=", line)[0].lower() for line in given["dependencies"]}
+    for place in (ROOT / "lamina").rglob("*.py"):
+        for extra in re.findall(r"lamina\[([\w,]+)\]", place.read_text(encoding="utf-8")):
+            assert set(extra.split(",")) <= set(extras), place

@@ -1,0 +1,232 @@
+"""The one line that docs/watch.md gives for each kind of loop, in that loop, with every step's loss and gradient."""
+
+import atexit
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from training.watching.loops import NanoGpt, Tokens, llama, rows_of
+
+import lamina
+
+PAGE = (Path(__file__).parents[3] / "docs" / "watch.md").read_text(encoding="utf-8")
+LINES = {row[0].partition(",")[0]: row[1] for row in re.findall(r"^\| ([^|]+) \| `(.+)` \|$", PAGE, re.MULTILINE)}
+IDS = Tokens(items=24).ids
+
+
+def run_line(loop, names):
+    """Run the line of a loop; the process ends where ``end`` is called."""
+    ends = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(atexit, "register", ends.append)
+        exec(LINES[loop], {"lamina": lamina, **names})
+    (end,) = ends
+    return end
+
+
+def gradient(model):
+    return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+
+
+def check(folder, losses, norms, layers=2):
+    """Every step has its loss and its gradient's norm before clipping, and the last one its update."""
+    rows = rows_of(folder)
+    for metric, values in (("step_loss", losses), ("step_gradient_norm", norms)):
+        seen = rows[rows["metric"] == metric].sort_values("step")
+        assert seen["step"].tolist() == list(range(1, len(values) + 1))
+        assert seen["value"].tolist() == pytest.approx(values, rel=1e-5)
+    assert set(rows.query("metric == 'update_norm' and layer >= 0")["layer"]) == set(range(layers))
+    assert set(rows.query("metric == 'hidden_variance'")["step"]) == {1, 20}
+
+
+def test_nanogpt(tmp_path, monkeypatch):
+    """Micro-batches whose loss is divided, evaluations in between, a scaler that is off, as in nanoGPT's train.py."""
+    monkeypatch.chdir(tmp_path)
+    model = NanoGpt()
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", enabled=False)
+    end = run_line("nanoGPT", {"model": model, "optimizer": optimizer})
+    losses, norms, step = [], [], 0
+    while True:
+        if step % 8 == 0:
+            model.eval()
+            with torch.no_grad():
+                model(IDS[:2, :-1], IDS[:2, 1:])
+            model.train()
+        shares = []
+        for micro in range(2):
+            batch = IDS[4 * (step % 5) + 2 * micro :][:2]
+            _, loss = model(batch[:, :-1], batch[:, 1:])
+            loss = loss / 2
+            shares.append(loss.item())
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norms.append(gradient(model))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(sum(shares))
+        step += 1
+        if step == 22:
+            break
+    end()
+    check(Path("runs/nanogpt"), losses, norms)
+
+
+class Titan:
+    """torchtitan's trainer: model parts, a container of optimizers, a loss function outside the model, clipping."""
+
+    class Optimizers(torch.optim.Optimizer):
+        def __init__(self, parts):
+            self.optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]
+            super().__init__([p for part in parts for p in part.parameters()], {})
+
+        def __iter__(self):
+            return iter(self.optimizers)
+
+        def step(self, *args, **kwargs):
+            for optimizer in self.optimizers:
+                optimizer.step(*args, **kwargs)
+
+        def zero_grad(self, *args, **kwargs):
+            super().zero_grad(*args, **kwargs)
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(*args, **kwargs)
+
+    class Model(NanoGpt):
+        def forward(self, tokens, eos_id=None):
+            return super().forward(tokens)[0]
+
+    def __init__(self):
+        self.model_parts = [self.Model()]
+        self.optimizers = self.Optimizers(self.model_parts)
+        self.losses, self.norms = [], []
+
+    def train_step(self, step):
+        self.optimizers.zero_grad()
+        accumulated = []
+        for micro in range(2):
+            batch = IDS[4 * (step % 5) + 2 * micro :][:2]
+            predicted = self.model_parts[0](batch[:, :-1], 0)
+            loss = functional.cross_entropy(predicted.flatten(0, 1).float(), batch[:, 1:].flatten()) / 2
+            del predicted
+            loss.backward()
+            accumulated.append(loss.detach())
+        self.norms.append(gradient(self.model_parts[0]))
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters], 2.0, False, True)
+        torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, total, True)
+        self.optimizers.step()
+        self.losses.append(torch.stack(accumulated).sum().item())
+
+    def train(self):
+        for step in range(22):
+            self.train_step(step)
+
+
+def test_torchtitan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Titan()
+    end = run_line("torchtitan", {"trainer": trainer})
+    trainer.train()
+    end()
+    check(Path("runs/titan"), trainer.losses, trainer.norms)
+
+
+def test_accelerate(tmp_path, monkeypatch):
+    accelerate = pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    end = run_line("accelerate", {"model": model, "optimizer": optimizer})
+    losses, norms, shares = [], [], []
+    for micro in range(44):
+        batch = IDS[2 * (micro % 10) :][:2]
+        with accelerator.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            shares.append(loss.item() / 2)
+            if accelerator.sync_gradients:
+                norms.append(gradient(model))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                losses.append(sum(shares))
+                shares = []
+            optimizer.step()
+            optimizer.zero_grad()
+    end()
+    check(Path("runs/accelerate"), losses, norms)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_lightning(tmp_path, monkeypatch, accumulated):
+    lightning = pytest.importorskip("lightning")
+    monkeypatch.chdir(tmp_path)
+    losses, norms = [], []
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = NanoGpt()
+
+        def training_step(self, batch, index):
+            loss = self.model(batch[:, :-1], batch[:, 1:])[1]
+            losses.append(loss.item() / accumulated)
+            return loss
+
+        def on_before_optimizer_step(self, optimizer):
+            norms.append(gradient(self.model))
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(
+        max_steps=22,
+        accelerator="cpu",
+        accumulate_grad_batches=accumulated,
+        gradient_clip_val=0.5,
+        enable_model_summary=False,
+        **eval(f"dict({LINES['Lightning']})"),
+        **quiet,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(IDS, batch_size=2))
+    sums = [sum(losses[i : i + accumulated]) for i in range(0, len(losses), accumulated)]
+    check(Path("runs/lightning"), sums, norms)
+
+
+def test_without_lightning_it_is_one_line():
+    try:
+        import lightning  # noqa: F401
+    except ModuleNotFoundError:
+        with pytest.raises(lamina.errors.UserError, match="pip install lightning"):
+            lamina.LightningMonitor  # noqa: B018
+
+
+def test_the_page_has_no_other_lines():
+    assert LINES.keys() == {"Trainer", "Lightning", "accelerate", "torchtitan", "nanoGPT"}  # Trainer: test_watching.py
+
+
+def test_a_head_that_returns_its_loss_alone_is_seen_too(tmp_path):
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gpt = NanoGpt()
+
+        def forward(self, idx):
+            return self.gpt(idx[:, :-1], idx[:, 1:])[1]
+
+    model, losses = Loss(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run")):
+        for step in range(5):
+            loss = model(IDS[step : step + 2])
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = rows_of(tmp_path / "run")
+    assert rows.query("metric == 'step_loss'")["value"].tolist() == pytest.approx(losses, rel=1e-6)
