@@ -9,6 +9,7 @@ import csv
 import json
 import math
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -82,9 +83,9 @@ def read_points(path: Path) -> Iterator[Point]:
         )
     try:
         yield from reader(path)
-    except ModuleNotFoundError as error:
-        extra = reader.__name__.strip("_")
-        raise UserError(f"run: needs {error.name} (to install it: pip install 'lamina[{extra}]')") from None
+    except ModuleNotFoundError:
+        name = reader.__name__.strip("_")
+        raise UserError(f"run: {str(path)!r} needs {name} (to install it: pip install 'lamina[{name}]')") from None
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"run: {str(path)!r} is not readable ({one_line(error)})") from None
 
@@ -137,12 +138,9 @@ def _norm_of_bins(histogram: Mapping[str, Proto]) -> float | None:
 
 def _wandb(path: Path) -> Iterator[Point]:
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store = DataStore()
-    store.open_for_scan(str(path))
     lines: list[Json] = []
-    while (data := store.scan_data()) is not None:
+    for data in _records_of(path.read_bytes()):
         record: Proto = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
@@ -150,6 +148,32 @@ def _wandb(path: Path) -> Iterator[Point]:
             values = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in items}
             lines.append({"_step": record.history.step.num, **values})
     yield from _of_lines(lines)
+
+
+_BLOCK, _HEAD = 32_768, 7
+_WHOLE_RECORD, _LAST_PART = 1, 4
+
+
+def _records_of(data: bytes) -> Iterator[bytes]:
+    """Yield the records of W&B's file, LevelDB's log format: parts of a checksum, a length, a kind, and the bytes.
+
+    A part never crosses a block. What a run that has not ended has not written whole is left out.
+    """
+    if not data.startswith(b":W&B"):
+        raise ValueError("no file of W&B's")
+    at, record = _HEAD, b""
+    while at + _HEAD <= len(data):
+        if (left := _BLOCK - at % _BLOCK) < _HEAD:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        at += _HEAD + length
+        if at > len(data):
+            return
+        record += data[at - length : at]
+        if kind in (_WHOLE_RECORD, _LAST_PART):
+            yield record
+            record = b""
 
 
 def _tensorboard(path: Path) -> Iterator[Point]:

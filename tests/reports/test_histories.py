@@ -162,7 +162,8 @@ def test_an_offline_run_of_wandb(tmp_path, run, monkeypatch):
         tracked.log(named, step=step)
     tracked.finish()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    lamina.diagnose(folder)
+    found = lamina.diagnose(folder)
+    assert "41 parameters in 3 layers, 40 records from step 1 to 40; not recorded: the l" in found.sentences[0]
     first = gather(folder.with_name(f"{folder.name}-lamina")).first
     assert (first.step, first.layer, first.sublayer) == (BREAKS, 1, "feed_forward")
 

@@ -1,9 +1,12 @@
 """Where the layers' numbers stand in a tracker: in sections of eight layers, in the run that is open or a new one."""
 
+import logging
 import sys
 import types
 
 import pytest
+import torch
+from training.watching.loops import NanoGpt, Tokens, loop
 
 from lamina.errors import UserError
 from lamina.training.monitor import trackers
@@ -33,6 +36,9 @@ class Library(types.ModuleType):
 
     def log(self, values):
         self.calls.append(("log", values))
+
+    def alert(self, **given):
+        self.calls.append(("alert", given))
 
     def finish(self):
         self.calls.append(("finish", None))
@@ -78,3 +84,40 @@ def test_an_open_run_is_used_and_left_open(wandb, tmp_path):
 def test_a_tracker_that_is_not_installed_is_one_line(wandb, tmp_path):
     with pytest.raises(UserError, match="report_to: 'trackio' is not installed"):
         Trackers("wandb,trackio", tmp_path)
+
+
+def test_an_alarm_goes_to_the_log_to_trackers_and_to_the_users_function(wandb, tmp_path, caplog, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: True)
+    model, told = NanoGpt(), []
+
+    def spoil(step, model):
+        if step >= 31:
+            for parameter in model.h[1].mlp.parameters():
+                parameter.grad.mul_(1000.0)
+
+    more = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.05), "batches": [Tokens(items=4).ids] * 40}
+    with caplog.at_level(logging.WARNING):
+        loop(model, tmp_path, spoil=spoil, every=1, report_to="wandb,tensorboard", on_alarm=told.append, **more)
+    assert [alarm.layer for alarm in told][:1] == [1]
+    texts = [f"{alarm}" for alarm in told]
+    assert all(text.startswith(f"step {alarm.step}, layer") for text, alarm in zip(texts, told, strict=True))
+    assert [line.partition("lamina.watch: ")[2] for line in caplog.messages if "lamina.watch: step" in line] == texts
+    assert [given["text"] for kind, given in wandb.calls if kind == "alert"] == texts
+    written = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("alarms/text_summary")
+    assert [each.tensor_proto.string_val[0].decode() for each in written] == texts
+    assert [each.step for each in written] == [alarm.step for alarm in told]
+
+
+def test_an_error_of_the_users_function_ends_the_training(tmp_path):
+    def stop(alarm):
+        raise RuntimeError(f"enough: {alarm.rule}")
+
+    model = NanoGpt()
+
+    def spoil(step, model):
+        if step == 5:
+            next(model.h[0].mlp.parameters()).grad.fill_(float("nan"))
+
+    with pytest.raises(RuntimeError, match="enough"):
+        loop(model, tmp_path / "run", spoil=spoil, batches=[Tokens(items=4).ids] * 9, every=1, on_alarm=stop)

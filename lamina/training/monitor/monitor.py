@@ -64,6 +64,7 @@ class WatchedRecords:
         if resume and in_use(self.folder):
             read_about(self.folder)  # refuses records of another version
             RunFolder(self.folder).require_records()
+        self.trackers = Trackers(settings.report_to, self.folder)  # refuses one that is not installed
         with ExitStack() as held:
             held.enter_context(hold(self.folder, resume=resume, overwrite=overwrite))
             write_json(self.folder / ENVIRONMENT, environment(0, Kind.WATCHED))
@@ -72,7 +73,6 @@ class WatchedRecords:
             self.alarms = Alarms(folder=self.folder)
             for part in (self.metrics, self.layers, self.alarms):
                 part.load_state_dict({"step": step})
-            self.trackers = Trackers(settings.report_to, self.folder)
             self._held = held.pop_all()
         self.last_loss: float | None = None
 

@@ -84,7 +84,9 @@ class Trackers:
         if (writer := self.writer()) is not None:
             writer.add_text("alarms", text, step)
         for library in self._libraries():
-            library.alert(title="lamina", text=text)
+            levels = getattr(library, "AlertLevel", None)
+            more = {} if levels is None else {"level": levels.WARN}
+            library.alert(title=f"lamina: step {step}", text=text, **more)  # W&B drops a title within a minute
 
     def _libraries(self) -> list[Library]:
         if self._runs is None:
@@ -93,8 +95,8 @@ class Trackers:
 
     def _open(self, name: str) -> Library:
         library: Library = importlib.import_module(name)
-        trackios = getattr(getattr(library, "context_vars", None), "current_run", None)  # which has no ``run``
-        if getattr(library, "run", None) is None and (trackios is None or trackios.get() is None):
+        trackios = getattr(getattr(library, "context_vars", None), "current_run", None)  # whose ``run`` is a module
+        if (getattr(library, "run", None) if trackios is None else trackios.get()) is None:
             library.init(project=os.environ.get("WANDB_PROJECT", "lamina"), name=self._folder.resolve().name)
             self._own.append(library)
             if hasattr(library, "define_metric"):
