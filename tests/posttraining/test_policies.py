@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from accelerate import Accelerator
 from posttraining.tiny import common, preferences, same_weights, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -13,6 +14,7 @@ from lamina.errors import UserError
 from lamina.posttraining.pairs import dpo, reward
 from lamina.posttraining.rlhf import ReMaxTrainer, rlhf
 from lamina.reports import report
+from lamina.training.monitor.writers import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,24 @@ def test_another_reward_is_named_and_leaves_no_folder(policy, judge, tmp_path, m
     file.write_text(file.read_text().replace("-float", "float"))
     with pytest.raises(UserError, match=r"^reward_function: .* is not what it was when the run"):
         policy("run", resume=True)
+
+
+@pytest.mark.parametrize("algorithm", ["remax", "rloo", "grpo"])
+def test_every_steps_recorded_loss_is_the_one_whose_gradient_is_taken(policy, algorithm, monkeypatch):
+    shares, backward = [], Accelerator.backward
+
+    def seen(self, loss, **kwargs):
+        shares.append(loss.item())
+        backward(self, loss, **kwargs)
+
+    monkeypatch.setattr(Accelerator, "backward", seen)
+    folder, _ = policy(algorithm=algorithm, batch_size=2, gradient_accumulation=2, learning_rate=0.03)
+    losses = {row[0]: row[6] for row in read_rows(folder, ["step_loss"])}
+    assert losses == pytest.approx(
+        {step: sum(shares[2 * step - 2 : 2 * step]) for step in (1, 2, 3, 4)}, rel=1e-5, abs=1e-9
+    )
+    assert {r["step"]: r["loss"] for r in records(folder) if "loss" in r} == pytest.approx(losses, rel=1e-5, abs=1e-9)
+    assert algorithm == "rloo" or max(map(abs, losses.values())) > 1e-4  # its first pass over answers has a loss of 0
 
 
 @pytest.mark.parametrize("algorithm", ["remax", "rloo", "grpo"])
