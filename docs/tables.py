@@ -32,17 +32,20 @@ PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
 
 
+_STAR = "\\*"
+_LAST = "logits = W LN(x_N)"  # said once for the table
+
+
 def placements_table() -> str:
     """One row per placement: name, equation, source."""
     rows = ["| placement | equation | source |", "|---|---|---|"]
     for name in names():
         placement = get(name)
-        equation = "<br>".join(f"`{re.sub(r'  +', ' ', line)}`" for line in placement.equation)
-        rows.append(f"| `{name}` {placement.title} | {equation} | {placement.source} |")
+        lines = [line for line in placement.equation if line != _LAST]
+        equation = "<br>".join(f"`{re.sub(r'  +', ' ', line)}`" for line in lines)
+        title = f"{placement.title}{'†' * (len(lines) < len(placement.equation))}"
+        rows.append(f"| `{name}` {title} | {equation} | {placement.source} |")
     return "\n".join(rows)
-
-
-_STAR = "\\*"
 
 
 def columns_table() -> str:

@@ -7,6 +7,7 @@ holds the six positions as callables (None where the model has no norm), index c
 A new placement needs one row here, `@formula(...)` above its block or `alike(...)`: all tests of placements read it.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ class Expected:
 
     `norms` are the positions (A on the input, B on the output, C on the sum; - for none) of the attention and the
     feed-forward, "AC C | C C" where the first layer differs from the others, None where the border is an option.
-    `stream` is what silent branches leave of the stream: it "stays", or is "normed" by every block or by "some".
+    `stream` is what silent branches leave of the stream: it "stays", is "normed" by every block or "some", or "scaled".
     `parameters` counts those of the norms (and learned scales) of n layers, without a final or embedding norm.
     `heads` are the norms on q and k, and on v: off | head | full.
     """
@@ -61,6 +62,8 @@ def four_norms(n):
 def every_block(block):
     def states(x0, attention, feed_forward, norms, num_layers, **options):
         stream = [x0]
+        if "residuals" not in inspect.signature(block).parameters:
+            options.pop("residuals", None)
         for index in range(num_layers):
             stream.append(
                 block(stream[-1], attention[index], feed_forward[index], norms[index], index, num_layers, **options)
@@ -187,9 +190,9 @@ alike("group_ln", "pre_ln")  # Group-LN's norms are group norms
 
 
 @formula("C C", final_norm=False, stream="normed", parameters=four_norms)  # two of them are omegas
-def naive_admin(x, attention, feed_forward, norms, index, num_layers, omegas):
-    y = norms.attention.post(omegas[index][0] * x + attention(x))
-    return norms.feed_forward.post(omegas[index][1] * y + feed_forward(y))
+def naive_admin(x, attention, feed_forward, norms, index, num_layers, residuals):
+    y = norms.attention.post(residuals[index].attention.skip_scale * x + attention(x))
+    return norms.feed_forward.post(residuals[index].feed_forward.skip_scale * y + feed_forward(y))
 
 
 @formula("C C", final_norm=False, stream="normed")
@@ -202,6 +205,61 @@ def naive_b2t(x, attention, feed_forward, norms, index, num_layers):
 def naive_pre_post_ln(x, attention, feed_forward, norms, index, num_layers):
     y = norms.attention.post(x + attention(norms.attention.pre(x)))
     return norms.feed_forward.post(y + feed_forward(norms.feed_forward.pre(y)))
+
+
+@formula("A A", final_norm=True, stream="stays")
+def naive_granite(x, attention, feed_forward, norms, index, num_layers, multiplier=0.22):
+    y = x + multiplier * attention(norms.attention.pre(x))
+    return y + multiplier * feed_forward(norms.feed_forward.pre(y))
+
+
+@formula("A A", final_norm=True, stream="stays")
+def naive_minicpm(x, attention, feed_forward, norms, index, num_layers, scale_depth=1.4):
+    y = x + scale_depth / num_layers**0.5 * attention(norms.attention.pre(x))
+    return y + scale_depth / num_layers**0.5 * feed_forward(norms.feed_forward.pre(y))
+
+
+@formula("A A", final_norm=True, stream="stays", parameters=four_norms)  # two of them are lambdas
+def naive_layerscale(x, attention, feed_forward, norms, index, num_layers, residuals):
+    y = x + residuals[index].attention.out_scale * attention(norms.attention.pre(x))
+    return y + residuals[index].feed_forward.out_scale * feed_forward(norms.feed_forward.pre(y))
+
+
+@formula("- -", final_norm=False, stream="stays", parameters=lambda n: 2 * n)
+def naive_rezero(x, attention, feed_forward, norms, index, num_layers, residuals):
+    y = x + residuals[index].attention.out_scale * attention(x)
+    return y + residuals[index].feed_forward.out_scale * feed_forward(y)
+
+
+alike("skipinit", "rezero")
+
+
+@formula("AB AB", final_norm=True, stream="scaled", parameters=four_norms)  # two are gates, two norms have no gain
+def naive_muse_spark(x, attention, feed_forward, norms, index, num_layers, residuals):
+    def add(skip, branch, gate):
+        b = torch.sigmoid(gate / 0.3)
+        return torch.sqrt(1 - b**2) * skip + b * branch
+
+    y = add(x, norms.attention.out(attention(norms.attention.pre(x))), residuals[index].attention.gate)
+    branch = norms.feed_forward.out(feed_forward(norms.feed_forward.pre(y)))
+    return add(y, branch, residuals[index].feed_forward.gate)
+
+
+alike("gemma2", "peri_ln")  # their embedding is scaled, their gains are 1 + w
+alike("gemma3", "peri_ln", heads=("head", "off"), parameters=lambda n: four_norms(n) + 2 * HEAD_DIM * n)
+alike("sandwich_depth_scaled", "peri_ln")
+
+
+alike("minimax_01", "deepnorm")  # the embedding's norm tells them apart
+
+
+@formula("A A", final_norm=True, stream="scaled", parameters=four_norms)  # two of them are the skips'
+def naive_doge(x, attention, feed_forward, norms, index, num_layers, residuals):
+    y = residuals[index].attention.skip_scale * x + attention(norms.attention.pre(x))
+    return residuals[index].feed_forward.skip_scale * y + feed_forward(norms.feed_forward.pre(y))
+
+
+alike("subln", "pre_ln", parameters=lambda n: two_norms(n) + (WIDTH + 48) * n)  # the inner norms are the modules'
 
 
 def rms_norm(x, weight, eps):
@@ -225,6 +283,7 @@ def naive_norm(module, kind="rms", groups=None, eps=EPS):
     if module is None or isinstance(module, nn.Identity):
         return None
     weight = torch.ones(()) if getattr(module, "weight", None) is None else module.weight.detach()
+    weight = 1 + weight if getattr(module, "zero_centered", False) else weight
     if kind == "layer":
         return lambda x: layer_norm(x, weight, getattr(module, "bias", None), eps)
     if kind == "group":

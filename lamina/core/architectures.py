@@ -22,6 +22,7 @@ class Conversion:
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
         norms: transformers' name of each norm of a layer, and its position in Lamina's block.
+        options: the placement's options that are fields of the checkpoint's configuration.
         gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
         gain_in_float32: its norms multiply by the gain before they round to the model's dtype; Lamina's round first, as
             Llama's do. In float32 the two agree, in half precision they do not.
@@ -30,6 +31,7 @@ class Conversion:
 
     placement: str
     norms: Mapping[str, str]
+    options: Mapping[str, str] = field(default_factory=dict)
     gain_offset: float = 0.0
     gain_in_float32: bool = False
     note: str = ""
@@ -74,6 +76,13 @@ _GEMMA = Conversion(
     gain_in_float32=True,
     note="the stored gain w means 1 + w",
 )
+_GRANITE = Conversion(placement="granite", norms=_PRE_LN.norms, options={"multiplier": "residual_multiplier"})
+_HYPERCLOVA = Conversion(
+    placement="granite",
+    norms={**_PRE_LN.norms, "post_norm1": "attention.out_norm", "post_norm2": "feed_forward.out_norm"},
+    options={"multiplier": "residual_multiplier", "out_norm": "use_post_norm"},
+)
+_MINICPM = Conversion(placement="minicpm", norms=_PRE_LN.norms, options={"scale_depth": "scale_depth"})
 # The usual names in decoders, in those that are not in the table, too.
 _DECODER = {
     "q_proj": "query",
@@ -119,6 +128,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3_text": Architecture(title="Gemma 3 text", roles=_DECODER, conversion=_GEMMA),
     "deepseek_v2": Architecture(title="DeepSeek-V2", roles=_LATENT),
     "deepseek_v3": Architecture(title="DeepSeek-V3", roles=_LATENT),
+    "olmo3": Architecture(title="OLMo 3", roles=_DECODER, conversion=_OLMO2),
+    "smollm3": Architecture(title="SmolLM 3", roles=_DECODER, conversion=_PRE_LN),
+    "granite": Architecture(title="Granite", roles=_DECODER, conversion=_GRANITE),
+    "hyperclovax": Architecture(title="HyperCLOVA X", roles=_DECODER, conversion=_HYPERCLOVA),
+    "minicpm3": Architecture(title="MiniCPM 3", roles=_LATENT, conversion=_MINICPM),
     "modernbert": Architecture(title="ModernBERT", roles=_MODERNBERT),
     "vit": Architecture(title="ViT", roles=_VIT),
 }

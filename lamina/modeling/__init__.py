@@ -5,14 +5,13 @@ import transformers
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import (
     HEADS,
-    Block,
     LaminaForCausalLM,
     LaminaForImageClassification,
     LaminaForMaskedLM,
     LaminaForSequenceClassification,
     LaminaModel,
-    Residual,
 )
+from lamina.modeling.wiring_lamina import Block, LaminaNorm, Residual
 
 transformers.AutoConfig.register("lamina", LaminaConfig, exist_ok=True)
 LaminaConfig.register_for_auto_class()
@@ -28,5 +27,6 @@ __all__ = [
     "LaminaForMaskedLM",
     "LaminaForSequenceClassification",
     "LaminaModel",
+    "LaminaNorm",
     "Residual",
 ]

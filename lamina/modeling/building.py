@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -18,17 +18,11 @@ from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.modeling.backbones.loading import check_adapter
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
-from lamina.modeling.modeling_lamina import (
-    ADAPTERS,
-    HEADS,
-    Block,
-    LaminaForCausalLM,
-    NormStyle,
-    Residual,
-    adapter_of,
-)
+from lamina.modeling.modeling_lamina import ADAPTERS, HEADS, NO_QKV, LaminaForCausalLM, adapter_of
 from lamina.modeling.scaling import Scaling, scaled_weights
+from lamina.modeling.wiring_lamina import NORMS, Block, LaminaNorm, NormStyle, Residual, norm_projections
 from lamina.placements import Layer, Plan, resolve
+from lamina.placements.plan import OWN_KINDS
 
 _CGROUP = Path("/sys/fs/cgroup")  # a container's own limit
 
@@ -206,10 +200,37 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
     whole_number("hidden_size", hidden_size)
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
     style = NormStyle()
+    try:
+        for name, module in (("attention", attention), ("feed_forward", feed_forward)):
+            norm_projections(module, NO_QKV, style, inner=wiring[name].get("inner_norm"))
+    except ValueError as error:
+        raise UserError(str(error)) from None
     return Block(
         Residual(attention, wiring["attention"], hidden_size, style),
         Residual(feed_forward, wiring["feed_forward"], hidden_size, style),
     )
+
+
+N = TypeVar("N", bound=type[LaminaNorm])
+
+
+def norm(kind: str) -> Callable[[N], N]:
+    """Register a subclass of LaminaNorm as a kind of norm, for plans and for the option ``norm`` of every placement.
+
+    Raises UserError for a name that is taken, or that is no name.
+    """
+    taken = [known for known in NORMS if known not in OWN_KINDS]
+    if not kind.isidentifier() or kind in (*taken, "backbone"):
+        raise UserError(f"norm: {kind!r} (allowed: a name other than {', '.join(taken)}, backbone)")
+
+    def register(cls: N) -> N:
+        if not issubclass(cls, LaminaNorm):
+            raise UserError(f"norm: {cls.__name__} is no LaminaNorm (allowed: a subclass of it)")
+        NORMS[kind] = cls
+        OWN_KINDS.add(kind)
+        return cls
+
+    return register
 
 
 def available_memory(device: str = "cpu") -> int:

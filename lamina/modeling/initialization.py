@@ -17,8 +17,9 @@ from lamina.core.architectures import HIDDEN, ROLES
 from lamina.core.initializers import BRANCH_OUT, INITIALIZERS, WITH_GAIN, Facts, check
 from lamina.errors import UserError
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.modeling.modeling_lamina import LaminaNorm, Residual, Terms, adapter_of
+from lamina.modeling.modeling_lamina import adapter_of
 from lamina.modeling.parts import body_of, sublayers, temporary_hooks
+from lamina.modeling.wiring_lamina import LaminaNorm, Residual, Terms
 
 logger = logging.getLogger(__name__)
 

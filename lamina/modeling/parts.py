@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.models.convnext.modeling_convnext import ConvNextDropPath
 
 from lamina.errors import UserError
-from lamina.modeling.modeling_lamina import LaminaModel, Residual
+from lamina.modeling.modeling_lamina import LaminaModel
+from lamina.modeling.wiring_lamina import Residual
 
 SUBLAYERS = ("attention", "feed_forward")
 

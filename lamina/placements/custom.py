@@ -22,7 +22,7 @@ from lamina.errors import UserError, shortened, unknown
 from lamina.placements.plan import SUBLAYERS, Plan
 from lamina.placements.registry import PLACEMENTS, Placement, as_written
 
-PLAN_FIELDS = ("final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm")  # beside the rules
+PLAN_FIELDS = ("final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm", "qkv_norm")  # beside the rules
 LONGEST_FORMULA = 200  # characters
 MOST_RULED_LAYERS = 200_000  # rules times layers: a second's work
 _RULE_FIELDS = ("layers", *SUBLAYERS)

@@ -18,6 +18,7 @@ from lamina.placements.registry import get
 
 MOST_KINDS = 4  # of layers that are shown one by one
 KIND_NAMES = {"backbone": "LN", "rms": "RMSNorm", "layer": "LayerNorm", "group": "GroupNorm{}"}
+KIND_NAMES |= {"l2": "L2", "dyt": "DyT", "derf": "Derf"}  # one's own has its kind's name
 _LINE = "#3b4754"  # the color of lines
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 _MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
@@ -68,14 +69,15 @@ def block_label(indices: list[int]) -> str:
 
 def norm_label(norms: list[Norm]) -> str:
     detail, kind = norm_detail(norms), norms[0].kind
-    name = "Norm" if kind == "backbone" else KIND_NAMES[kind].format(f" {norms[0].groups}")
+    name = "Norm" if kind == "backbone" else KIND_NAMES.get(kind, kind).format(f" {norms[0].groups}")
     return f"{name}, {detail}" if detail else name
 
 
 def norm_detail(norms: list[Norm]) -> str:
     gain = scale_label([norm.initial_gain for norm in norms], "no")
     if norms[0].learnable_gain:
-        return f"gain from {gain}" if gain else ""
+        gain = f"gain from {gain}" if gain else ""
+        return f"1 + {gain or 'gain'}" if norms[0].zero_centered else gain
     return f"gain {gain}" if gain else "no gain"
 
 
@@ -108,7 +110,7 @@ def head_norms(plan: Plan) -> list[str]:
     widths = {"off": "", "head": "per head", "full": "over the full width"}
     norms = [("queries and keys", plan.qk_norm), ("values", plan.v_norm)]
     kind = plan.qkv_norm.kind
-    norm = "norm" if kind in ("rms", "backbone") else KIND_NAMES[kind].format(f" {plan.qkv_norm.groups}")
+    norm = "norm" if kind in ("rms", "backbone") else KIND_NAMES.get(kind, kind).format(f" {plan.qkv_norm.groups}")
     return [f"{norm} on {name} {widths[scope]}" for name, scope in norms if scope != "off"]
 
 
@@ -234,6 +236,9 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
         if getattr(sub, position):
             parts.append(_box(b, middle, box, _NORM, norm_label([s.norms[position] for s in subs]), _FILL["norm"]))
     parts.append(_box(b, module, box + 4, _MODULE, _NAMES[name], _FILL[name]))
+    if sub.inner_norm:
+        label = norm_label([s.norms["inner_norm"] for s in subs])
+        parts.append(_box(b, module - _MODULE / 2, box - 14, 12, label, _FILL["norm"]))
     if pre_scale := scale_label([s.pre_scale for s in subs], sub.pre_scale_learned):
         label = f"×{pre_scale}".removesuffix(" per channel")
         parts.append(_text(b, module + 25.5, label, size=10.5, weight=600, anchor="middle", halo=_PANEL))
@@ -292,7 +297,8 @@ def _expression(subs: list[Sublayer], module: str, x: str) -> str:
     sub = subs[0]
     pre, out, post = (_ln([s.norms[p] for s in subs]) if getattr(sub, p) else "" for p in POSITIONS)
     factor = _factor([s.pre_scale for s in subs], sub.pre_scale_learned)
-    branch = f"{module}( {factor}{pre + ' ' if pre else ''}{x} )"
+    inside = f"[{_ln([s.norms['inner_norm'] for s in subs])} inside]" if sub.inner_norm else ""
+    branch = f"{module}{inside}( {factor}{pre + ' ' if pre else ''}{x} )"
     branch = f"{out}( {branch} )" if out else branch
     branch = (
         _factor([s.out_scale for s in subs], sub.out_scale_learned, "b = " if sub.coupling != "none" else "") + branch
@@ -311,7 +317,7 @@ def _expression(subs: list[Sublayer], module: str, x: str) -> str:
 
 def _ln(norms: list[Norm]) -> str:
     detail = norm_detail(norms)
-    return KIND_NAMES[norms[0].kind].format(norms[0].groups) + (f"[{detail}]" if detail else "")
+    return KIND_NAMES.get(norms[0].kind, norms[0].kind).format(norms[0].groups) + (f"[{detail}]" if detail else "")
 
 
 def _factor(values: Iterable[float], learned: Learned, name: str = "") -> str:

@@ -20,7 +20,8 @@ from lamina.core.json_types import Json
 from lamina.core.values import is_finite
 from lamina.errors import UserError, unknown
 
-NormKind = Literal["backbone", "rms", "layer", "group"]
+NormKind = Literal["backbone", "rms", "layer", "group", "l2", "dyt", "derf"]
+OWN_KINDS: set[str] = set()  # of the user's own norms (lamina.modeling.norm)
 Skip = Literal["stream", "block_input", "both"]
 Learned = Literal["no", "scalar", "vector"]
 Coupling = Literal["none", "lerp", "variance"]
@@ -30,12 +31,19 @@ POSITIONS = ("pre_norm", "out_norm", "post_norm")
 SCALES = ("skip_scale", "pre_scale", "out_scale")
 SUBLAYERS = ("attention", "feed_forward")
 # Fields younger than the first plans that were saved: left out at their default, so that those plans stay the same.
-YOUNGER = frozenset(("out_scale", "out_scale_learned", "coupling", "gate_temperature", "qkv_norm"))
+YOUNGER = frozenset(
+    (
+        *("out_scale", "out_scale_learned", "coupling", "gate_temperature", "inner_norm"),
+        "qkv_norm",
+        "zero_centered",
+        "alpha",
+    )
+)
 _Record = TypeVar("_Record", bound="Norm | Sublayer | Layer | Plan")
 
 
 def _one_of(field_name: str, value: object, literal: object) -> None:
-    allowed = get_args(literal)
+    allowed = (*get_args(literal), *(sorted(OWN_KINDS) if literal is NormKind else ()))
     if value not in allowed:
         raise UserError(f"{field_name}: {value!r} is not one of {', '.join(map(repr, allowed))}")
 
@@ -50,20 +58,26 @@ class Norm:
     """A norm at one position.
 
     ``kind`` "backbone" is the family that the backbone uses itself (RMSNorm in Llama, LayerNorm in ViT); "group"
-    normalizes ``groups`` equal parts of each token's channels on their own, so it is causal.
+    normalizes ``groups`` equal parts of each token's channels on their own, so it is causal; "l2" divides by the
+    length; "dyt" and "derf" have no statistics: tanh or erf of ``alpha`` (learned, here its start) times the input.
+    ``zero_centered``: the parameter is the gain's difference from 1, as in Gemma.
     """
 
     kind: NormKind = "backbone"
     learnable_gain: bool = True
     initial_gain: float = 1.0
     groups: int = 1
+    zero_centered: bool = False
+    alpha: float = 0.5
 
     def __post_init__(self) -> None:
         """Raise UserError for a kind, gain or number of groups that is invalid."""
         _one_of("kind", self.kind, NormKind)
-        if not isinstance(self.learnable_gain, bool):
-            raise UserError(f"learnable_gain: {self.learnable_gain!r} is not true or false")
-        _finite("initial_gain", self.initial_gain)
+        for name in ("learnable_gain", "zero_centered"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}: {getattr(self, name)!r} is not true or false")
+        for name in ("initial_gain", "alpha"):
+            _finite(name, getattr(self, name))
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise UserError(f"groups: {self.groups!r} is not a whole number of at least 1")
         if self.groups > 1 and self.kind != "group":
@@ -87,7 +101,8 @@ class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
     ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes it 1 - b, "variance" sqrt(1 - b^2). A learned
-    b is then the sigmoid of a parameter over ``gate_temperature``.
+    b is then the sigmoid of a parameter over ``gate_temperature``. ``inner_norm`` stands inside the module, before its
+    last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
     output projections; ``gate_gain`` is the same for a gated feed-forward's gate. They do not act in the forward pass.
@@ -105,12 +120,13 @@ class Sublayer:
     out_scale_learned: Learned = "no"
     coupling: Coupling = "none"
     gate_temperature: float = 1.0
+    inner_norm: Norm | None = None
     weight_gain: float = 1.0
     gate_gain: float = 1.0
 
     def __post_init__(self) -> None:
         """Accept True / False for a norm of the default kind / none; raise UserError for anything invalid."""
-        for position in POSITIONS:
+        for position in (*POSITIONS, "inner_norm"):
             object.__setattr__(self, position, _as_norm(position, getattr(self, position)))
         _one_of("skip", self.skip, Skip)
         for name in SCALES:
@@ -136,7 +152,7 @@ class Sublayer:
     @property
     def norms(self) -> dict[str, Norm]:
         """The norms of the sub-layer, by position."""
-        return {p: n for p in POSITIONS if (n := getattr(self, p)) is not None}
+        return {p: n for p in (*POSITIONS, "inner_norm") if (n := getattr(self, p)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

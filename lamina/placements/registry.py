@@ -17,7 +17,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 from lamina.core.registry import Registry
 from lamina.core.scaling_schemes import DepthScheme
 from lamina.errors import UserError
-from lamina.placements.plan import HeadNorm, NormKind, Plan
+from lamina.placements.plan import OWN_KINDS, HeadNorm, NormKind, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def _alternatives(hint: object) -> tuple[object, ...]:
 
 def _fits(value: object, kind: object) -> bool:
     if get_origin(kind) is Literal:
-        return value in get_args(kind)
+        return value in get_args(kind) or (kind is NormKind and value in OWN_KINDS)
     assert isinstance(kind, type)
     if kind in (int, float) and isinstance(value, bool):
         return False
@@ -129,7 +129,13 @@ def _schemes() -> Iterator[str]:
 
 
 PLACEMENTS: Registry[Placement] = Registry("placement", modules=_schemes, plugins="lamina.placements")
-names, get = PLACEMENTS.names, PLACEMENTS.get
+names = PLACEMENTS.names
+OTHER_NAMES: dict[str, str] = {"spannorm": "fusenorm", "olmo3": "olmo2"}  # under which papers and models have them
+
+
+def get(name: str) -> Placement:
+    """Return the placement of this name, also of another name of its. Raises UserError that suggests the nearest."""
+    return PLACEMENTS.get(OTHER_NAMES.get(name, name), other_names=OTHER_NAMES)
 
 
 def placement(

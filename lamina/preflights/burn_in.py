@@ -18,9 +18,10 @@ from lamina.data.blocks import Blocks
 from lamina.errors import UserError
 from lamina.modeling.backbones import count_parameters
 from lamina.modeling.building import build
-from lamina.modeling.modeling_lamina import LaminaModel, Residual, Terms
+from lamina.modeling.modeling_lamina import LaminaModel
 from lamina.modeling.parts import body_of, sublayers, temporary_hooks
 from lamina.modeling.scaling import Scaling
+from lamina.modeling.wiring_lamina import Residual, Terms
 from lamina.placements import Plan
 from lamina.probes.structure.hooks import evaluating, watch
 from lamina.probes.structure.sites import Point

@@ -30,6 +30,7 @@ from lamina.probes.engine.layer_calls import LayerCall, ShortProbe, frozen, reco
 from lamina.probes.engine.registry import COLUMNS, probe
 from lamina.probes.engine.statistics import mean_and_error
 from lamina.probes.structure.hooks import eager_attention
+from lamina.probes.structure.sites import LayerSite
 
 _PATHS = {
     "jacobian": "whole blocks",
@@ -137,9 +138,14 @@ class JacobianProbe(ShortProbe):
             bare = [block.site.index for block in blocks if not block.site.sublayers]
             if bare:
                 context.note(f"Jacobians: no residual path, the sub-layers of layer {ranges(bare)} were not found.")
+            odd = [block.site.index for block in blocks if not _all_divide(block.site)]
+            if odd:
+                context.note(
+                    f"Jacobians: no closed formulas, norms of layer {ranges(odd)} divide by no such statistic."
+                )
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
                 norms = self._block(block, path=not bare)
-                if not bare:
+                if not bare and not odd:
                     norms["keel"] = block_factor(wiring, sigmas).reshape(1)
                     norms["fusenorm"] = self._measured_sigmas(block, wiring)
                 for role, norm in norms.items():
@@ -293,3 +299,7 @@ def log10_total_norm(
 def _length(x: torch.Tensor) -> torch.Tensor:
     length = torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True, dtype=torch.float64)
     return length.to(x.dtype)
+
+
+def _all_divide(site: LayerSite) -> bool:
+    return all(getattr(norm.module, "divides", True) for sublayer in site.sublayers for norm in sublayer.norms)

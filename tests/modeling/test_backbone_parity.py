@@ -35,6 +35,20 @@ def pre_ln():
     return resolve("pre_ln", NUM_LAYERS)
 
 
+def scaled():
+    return resolve("granite", NUM_LAYERS, multiplier=0.3)
+
+
+def scaled_and_normed():
+    return resolve("granite", NUM_LAYERS, multiplier=0.3, out_norm=True)
+
+
+def scaled_by_depth():
+    return resolve("minicpm", NUM_LAYERS)
+
+
+HYPERCLOVA = {**PRE_LN, "post_norm1": "attention.out_norm", "post_norm2": "feed_forward.out_norm"}
+MUP = {"embedding_multiplier": 3.0, "logits_scaling": 0.7, "attention_multiplier": 0.2}
 MLA = {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "head_dim": 8}
 GEMMA3 = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
 GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -48,6 +62,15 @@ BACKBONES = {
     "gemma3_text": (peri_ln, PERI_LN, GEMMA3),
     "gemma2": (peri_ln, PERI_LN, {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
     "olmo2": (out_ln, OUT_LN, {}),
+    "olmo3": (
+        out_ln,
+        OUT_LN,
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "smollm3": (pre_ln, PRE_LN, {"no_rope_layers": [1, 0, 1]}),
+    "granite": (scaled, PRE_LN, {**MUP, "residual_multiplier": 0.3}),
+    "hyperclovax": (scaled_and_normed, HYPERCLOVA, {**MUP, "residual_multiplier": 0.3, "use_post_norm": True}),
+    "minicpm3": (scaled_by_depth, PRE_LN, {**MLA, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 8}),
 }
 
 
@@ -55,6 +78,8 @@ PLUS_ONE = {"gemma2", "gemma3_text"}
 NO_MORE_NORMS = {
     "qwen3",
     "olmo2",
+    "olmo3",
+    "minicpm3",
     "deepseek_v2",
     "deepseek_v3",
     "gemma3_text",
@@ -130,7 +155,8 @@ def test_reloaded_logits_are_the_same(pair, tmp_path):
 @pytest.mark.parametrize("model_type", BACKBONES)
 def test_every_placement_trains_on_every_backbone(model_type, name):
     config = configuration(model_type)
-    if resolve(name, NUM_LAYERS).qk_norm != "off" and model_type in NO_MORE_NORMS:
+    no_last = name == "subln" and model_type in ("deepseek_v2", "deepseek_v3")  # experts
+    if no_last or (resolve(name, NUM_LAYERS).qk_norm != "off" and model_type in NO_MORE_NORMS):
         with pytest.raises(UserError, match="_norm"):
             lamina.build(config, name)
         return
@@ -168,7 +194,7 @@ def test_a_backbone_that_cannot_be_wired_is_refused_by_name(model_type):
 
 
 def test_a_backbone_whose_layer_does_more_than_a_placement_says_is_refused():
-    """Granite multiplies each branch, Cohere runs both branches side by side: silently another model otherwise."""
-    for model_type, more in (("granite", {"residual_multiplier": 0.22}), ("cohere", {})):
+    """Some scale each branch, Cohere runs both branches side by side: silently another model otherwise."""
+    for model_type, more in (("granitemoe", {"residual_multiplier": 0.22}), ("cohere", {})):
         with pytest.raises(UserError, match=model_type):
             lamina.build(AutoConfig.for_model(model_type, **OF_TEXT, **TOKENS, **more), "pre_ln")

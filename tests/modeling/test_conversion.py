@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny import OF_TEXT, TOKENS, VOCABULARY, built, llama
+from tiny import LATENT, OF_TEXT, TOKENS, VOCABULARY, built, llama
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaModel
 
 from lamina.core.architectures import conversions
@@ -13,10 +13,17 @@ from lamina.modeling import LaminaForCausalLM
 from lamina.modeling.backbones.conversion import from_transformers, largest_difference, load, to_transformers
 
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "attn_logit_softcapping": None}
+MUP = {"embedding_multiplier": 3.0, "logits_scaling": 0.7, "attention_multiplier": 0.2}
+MLA = {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "head_dim": 8, "dim_model_base": 8}
 MORE = {
     "mistral": {"sliding_window": 4},
     "qwen3": {"head_dim": 16},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "granite": {"residual_multiplier": 0.3, **MUP},
+    "hyperclovax": {"residual_multiplier": 0.3, "use_post_norm": True, **MUP},
+    "minicpm3": {**MLA, "scale_emb": 3.0, "scale_depth": 1.4},
+    "olmo3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {"no_rope_layers": [1, 0]},
     "gemma3_text": {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
 }
 ROUNDING = {name for name, architecture in conversions().items() if architecture.gain_in_float32}

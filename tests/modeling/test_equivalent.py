@@ -38,6 +38,8 @@ ON_A_LLAMA = {
     "olmo2": "olmo2",
     "sandwich_ln": "glm4",
     "peri_ln": "glm4",
+    **dict.fromkeys(("granite", "minicpm", "layerscale"), "llama"),
+    **dict.fromkeys(("gemma2", "sandwich_depth_scaled"), "glm4"),
 }
 CASES = {
     **{name: (name, llama(4), {}) for name in ON_A_LLAMA},
@@ -55,7 +57,7 @@ CASES = {
     "exaone4": ("out_ln", llama(4), {"qk_norm": "head"}),
     "qwen2": ("pre_ln", Qwen2Config(**SIZES), {}),
     "mistral": ("pre_ln", MistralConfig(**SIZES, sliding_window=None), {}),
-    "gemma2": ("peri_ln", Gemma2Config(**SIZES, head_dim=256, sliding_window=8), {"embedding_norm": False}),
+    "on a Gemma 2": ("peri_ln", Gemma2Config(**SIZES, head_dim=256, sliding_window=8), {"embedding_norm": False}),
 }
 # A factor that goes into a gain is rounded once more; Glm4 and Gemma 2 order their sums in another way.
 TOLERANCE = 2e-5

@@ -11,7 +11,7 @@ from tiny import built, llama, shake, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, QuantoConfig, TorchAoConfig
 
-from lamina.modeling.modeling_lamina import LaminaNorm
+from lamina.modeling.wiring_lamina import LaminaNorm
 from lamina.placements import names
 
 TIMES = 5.0

@@ -1,8 +1,10 @@
 """Every registered placement, as built and run, against its equation written out in naive.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from naive import EXPECTED, FORMULAS, HEAD_DIM, VOCABULARY, built, naive_norm, naive_norms, observe, token_ids
+from naive import EXPECTED, FORMULAS, HEAD_DIM, VOCABULARY, WIDTH, built, naive_norm, naive_norms, observe, token_ids
 
 import lamina
 
@@ -40,7 +42,10 @@ def attention_with_norms(module, position_embeddings, scopes, kind="rms"):
         scores = q @ k.transpose(-1, -2) / HEAD_DIM**0.5
         future = torch.ones(h.shape[1], h.shape[1]).triu(1).bool()
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-        return (weights @ v).transpose(1, 2).flatten(-2) @ module.o_proj.weight.T
+        inner = (weights @ v).transpose(1, 2).flatten(-2)
+        if hasattr(module, "inner_norm"):
+            inner = naive_norm(module.inner_norm, kind)(inner)
+        return inner @ module.o_proj.weight.T
 
     return attend
 
@@ -68,11 +73,12 @@ def assert_follows_the_formula(name, num_layers, *, formula=None, formula_option
     seen = observe(model, ids)
 
     formula_options = {k: v(model) if callable(v) else v for k, v in (formula_options or {}).items()}
-    if name == "admin":
-        formula_options["omegas"] = [(b.attention.skip_scale, b.feed_forward.skip_scale) for b in model.model.layers]
-    x0 = options.get("embedding_scale", 1.0) * model.get_input_embeddings()(ids)
+    formula_options["residuals"] = model.model.layers
+    x0 = options.get("embedding_scale", WIDTH**0.5 if name.startswith("gemma") else 1.0) * model.get_input_embeddings()(
+        ids
+    )
     embedding_norm = naive_norm(model.model.embedding_norm, **norm)
-    assert (embedding_norm is not None) == options.get("embedding_norm", name == "peri_ln")
+    assert (embedding_norm is not None) == options.get("embedding_norm", name in ("peri_ln", "minimax_01"))
     x0 = x0 if embedding_norm is None else embedding_norm(x0)
     feed_forwards = [block.feed_forward.module for block in model.model.layers]
     inside = "layer" if options.get("norm") == "layer" else "rms"
@@ -129,6 +135,9 @@ def test_the_attention_written_out_here_is_the_backbones_when_nothing_in_it_is_n
         ("mix_ln", {"alpha": 1}, {"alpha": "1"}),
         ("mix_ln", {"num_post_layers": 3}, {"num_post_layers": 3}),
         ("keel", {"alpha": 1.5}, {"alpha": 1.5}),
+        ("granite", {"multiplier": -0.7}, {"multiplier": -0.7}),
+        ("minicpm", {"scale_depth": 0.3}, {"scale_depth": 0.3}),
+        ("minimax_01", {"alpha": 1.5}, {"alpha": 1.5}),
         ("keel", {"learnable_alpha": True}, {}),
         ("deepnorm", {"alpha": 1.5}, {"alpha": 1.5}),
         ("peri_ln", {"learnable_gain": False}, {}),
@@ -150,11 +159,15 @@ def test_every_formula_has_states_of_its_own():
             residual.pre_norm = residual.out_norm = residual.post_norm = torch.nn.LayerNorm(32).double()
     seen = observe(model, token_ids())
     arguments = (attentions(model, seen, {}), [b.feed_forward.module for b in model.model.layers], naive_norms(model))
-    omegas = {"omegas": [(1.1, 1.2), (1.3, 1.4)]}
-    options = {"admin": omegas, "mix_ln": {"num_post_layers": 1}}
+    learned = SimpleNamespace(skip_scale=1.1, out_scale=1.2, gate=torch.tensor(0.1))
+    residuals = [SimpleNamespace(attention=learned, feed_forward=learned)] * 2
+    options = {"mix_ln": {"num_post_layers": 1}}
     distinct = {id(f): name for name, f in FORMULAS.items()}.values()
     with torch.no_grad():
-        last = {n: FORMULAS[n](seen.states[0], *arguments, 2, **options.get(n, {}))[-1] for n in distinct}
+        last = {
+            n: FORMULAS[n](seen.states[0], *arguments, 2, residuals=residuals, **options.get(n, {}))[-1]
+            for n in distinct
+        }
     for name in distinct:
         same = [other for other in distinct if torch.allclose(last[name], last[other], rtol=1e-3, atol=1e-3)]
         assert same == [name]

@@ -36,9 +36,9 @@ def registry_as_before():
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """The page's two files in an empty folder that is the current one."""
-    (source,), (module,) = blocks("yaml"), blocks("python")
+    (source,), (module, norm) = blocks("yaml"), blocks("python")
     (tmp_path / "mine.yaml").write_text(source, encoding="utf-8")
-    (tmp_path / "mine.py").write_text(module, encoding="utf-8")
+    (tmp_path / "mine.py").write_text(f"{module}\n{norm}", encoding="utf-8")
     words = "the norm sits before, after and between\n" * 400
     (tmp_path / "words.txt").write_text(words, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -65,6 +65,14 @@ def test_lamina_placements_shows_the_yaml_file_and_draws_it(folder, capsys):
     assert "y = x + LN(A(LN x))" in out
     assert "Initialization: scaled" in out
     assert (folder / "mine.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_the_norm_of_the_page_is_a_kind_of_every_placement():
+    model = lamina.build(llama(), "mine.py", norm="clipped")
+    assert type(model.model.layers[0].attention.out_norm).__name__ == "ClippedNorm"
+    assert model.model.norm(torch.full((1, 1, 16), 9.0)).max().item() == 2.0
+    plan = lamina.placements.resolve("mine.py(norm=clipped)", 5)
+    assert {norm.kind for norm in plan.layers[0].attention.norms.values()} == {"clipped"}
 
 
 def test_the_yaml_file_means_what_the_page_says():

@@ -119,7 +119,7 @@ def test_the_norm_option_changes_every_norm_of_the_plan_and_nothing_else(name, k
 
 @pytest.mark.parametrize("name", names())
 def test_groups_are_those_that_were_asked_for(name):
-    assert {n.groups for n in norms_of(resolve(name, 3, norm="group", groups=4))} == {4}
+    assert {n.groups for n in norms_of(resolve(name, 3, norm="group", groups=4, final_norm=True))} == {4}
 
 
 @pytest.mark.parametrize(

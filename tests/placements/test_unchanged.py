@@ -7,7 +7,7 @@ import pytest
 from naive import llama
 
 import lamina
-from lamina.modeling.modeling_lamina import YOUNGER as LEFT_OUT
+from lamina.modeling.wiring_lamina import YOUNGER as LEFT_OUT
 from lamina.papers.trials import trial
 from lamina.placements import Plan, Sublayer, get, resolve
 from lamina.placements.plan import YOUNGER

@@ -11,6 +11,7 @@ from training.test_distributed import curve, torchrun, train
 from training.tiny_runs import SMALL, cut_at, result, settings
 from transformers import AutoModelForCausalLM
 
+from lamina.placements.plan import SCALES
 from lamina.placements.registry import PLACEMENTS
 from lamina.placements.resolution import resolve
 from lamina.training import pretrain as pretraining
@@ -43,7 +44,7 @@ def with_learned_scales():
 def learned(name):
     plan = resolve(name, 3)
     sublayers = [sublayer for layer in plan.layers for sublayer in (layer.attention, layer.feed_forward)]
-    return {s.skip_scale_learned for s in sublayers} | {s.pre_scale_learned for s in sublayers} != {"no"}
+    return {getattr(s, f"{name}_learned") for s in sublayers for name in SCALES} != {"no"}
 
 
 PLACEMENTS_THAT_LEARN = with_learned_scales()
@@ -94,7 +95,7 @@ def test_two_processes_train_learned_scales_as_one_does(runs, number, way):
     assert {name: tensor.shape for name, tensor in tensors.items()} == {
         name: tensor.shape for name, tensor in expected.items()
     }
-    scales = [name for name in expected if name.endswith(("skip_scale", "pre_scale"))]
+    scales = [name for name in expected if name.endswith((*SCALES, "gate"))]
     assert scales
     for name in scales:
         assert torch.allclose(tensors[name], expected[name], atol=1e-4)
@@ -143,5 +144,5 @@ def test_a_learned_scale_leaves_the_rest_of_its_block_gathered_in_bf16(tmp_path)
         in_blocks = {name: kind for name, kind in types.items() if ".layers." in name}
         matrices = {name for name, kind in in_blocks.items() if kind == "torch.bfloat16"}
         assert matrices == {name for name in in_blocks if name.endswith("_proj.weight")}, placement
-        scales = {name for name in in_blocks if name.endswith(("skip_scale", "pre_scale"))}
+        scales = {name for name in in_blocks if name.endswith((*SCALES, "gate"))}
         assert bool(scales) == (placement != "keel")

@@ -12,7 +12,7 @@ import lamina.modeling  # noqa: F401
 from lamina import build
 from lamina.data.packed import prepare_blocks
 from lamina.errors import UserError
-from lamina.modeling.modeling_lamina import LaminaNorm
+from lamina.modeling.wiring_lamina import LaminaNorm
 from lamina.training import pretrain as pretraining
 from lamina.training.monitor.parameter_measures import GradientNorms, gain_rows
 from lamina.training.monitor.stream_measures import hidden_state_rows, largest_magnitudes

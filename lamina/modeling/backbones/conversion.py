@@ -42,7 +42,8 @@ from lamina.modeling.backbones import loading
 from lamina.modeling.backbones.loading import load_weights, refuse_tensors, stored_shapes
 from lamina.modeling.backbones.presets import head_dim_of
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
-from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM, LaminaNorm, LogitsStyle, Residual
+from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM, LogitsStyle
+from lamina.modeling.wiring_lamina import LaminaNorm, Residual
 from lamina.placements import Norm, Plan, Sublayer, resolve
 from lamina.placements.resolution import map_norms
 
@@ -190,7 +191,7 @@ def from_transformers(
             f"rounds first: in {_short(dtype)} the logits differ by rounding (dtype float32 converts without a "
             "difference)"
         )
-    plan = resolve(conversion.placement, config.num_hidden_layers)
+    plan = _own_plan(conversion, config)
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
     outer._attn_implementation = config._attn_implementation  # the outer one decides for both
     with init.no_init_weights():
@@ -232,11 +233,17 @@ def to_transformers(
     return converted.eval()
 
 
+def _own_plan(conversion: Conversion, config: PreTrainedConfig) -> Plan:
+    """Return the placement of a model type at its configuration's depth, with the options that it has fields for."""
+    options = {option: getattr(config, name) for option, name in conversion.options.items()}
+    return resolve(conversion.placement, config.num_hidden_layers, **options)
+
+
 def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
     """Return the configuration of transformers' model, and how its tensors are stored."""
     backbone, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     own = conversions().get(backbone.model_type)
-    if own is not None and computed(plan) == computed(resolve(own.placement, plan.num_layers)):
+    if own is not None and computed(plan) == computed(_own_plan(own, backbone)):
         fields = backbone.to_dict()
         for name in ("transformers_version", "tie_last_hidden_states"):  # the second is Lamina's own switch
             fields.pop(name, None)
@@ -263,6 +270,8 @@ def _as_stored(model: LaminaForCausalLM, row: Equivalent, keys: Iterable[str]) -
     for name, norm in norms.items():
         if norm.weight is None:
             ours[f"{name}.weight"] = torch.full((norm.hidden_size,), norm.initial_gain, device=model.device)
+        elif norm.zero_centered:
+            ours[f"{name}.weight"] = _shifted(norm.weight, 1.0)
     embedding = "model.backbone.embed_tokens.weight"
     ours[embedding] = model.model._scaled_and_normed(ours[embedding])
     used, tensors = {"model.embedding_norm.weight"}, {}

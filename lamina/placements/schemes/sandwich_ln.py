@@ -17,3 +17,20 @@ def sandwich_ln(num_layers: int) -> Plan:
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm())
     layer = Layer.of(sublayer)
     return Plan(layers=(layer,) * num_layers, final_norm=Norm())
+
+
+@placement(
+    "sandwich_depth_scaled",
+    title="depth-scaled Sandwich-LN",
+    equation=("y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "outer gains start at c / sqrt(N)", "logits = W LN(x_N)"),
+    source="Pangu Ultra (arXiv 2504.07866); Arcee Trinity (arXiv 2602.17004)",
+    advice="Trinity has c = 1 and reports no loss spike in 17 trillion tokens at 400B",
+)
+def sandwich_depth_scaled(num_layers: int, *, c: float = 1.0) -> Plan:
+    """Sandwich-LN whose branches start small, so that the stream's variance does not grow with the depth.
+
+    Args:
+        c: the outer gains' start times the square root of the depth.
+    """
+    sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm(initial_gain=c * num_layers**-0.5))
+    return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

@@ -12,7 +12,7 @@ from torch import nn
 
 from lamina.core.values import number, whole_number
 from lamina.errors import UserError
-from lamina.modeling.modeling_lamina import skip_source
+from lamina.modeling.wiring_lamina import skip_source
 from lamina.probes.structure.sites import LayerSite, NormSite, SublayerSite
 
 
@@ -296,6 +296,8 @@ def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     The root mean square, or the standard deviation if the norm subtracts the mean; of a norm over groups of channels
     the smallest group's, which has the largest Jacobian.
     """
+    if not getattr(module, "divides", True):  # Lamina's l2, DyT, Derf
+        raise UserError(f"bounds: {type(module).__name__} divides by no root mean square (allowed: norms that do)")
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     groups = int(getattr(module, "groups", 1))
     x = x.unflatten(-1, (groups, -1))

@@ -160,21 +160,27 @@ def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
     if output.numel() != x.numel():
         return False
     precision = torch.finfo(tensors[site.index].dtype).eps
-    skip, added = x, torch.zeros_like(x)
-    pending = False
+    skip, parts = x, list[torch.Tensor]()
     for number in range(len(site.sublayers)):
         contribution = tensors.get(("contribution", site.index, number))
         if contribution is None or contribution.numel() != x.numel():
             return False
-        added = added + contribution.double().reshape_as(x)
-        pending = True
+        parts.append(contribution.double().reshape_as(x))
         if ("sum", site.index, number) in tensors:
             total, normed = (tensors[name, site.index, number] for name in ("sum", "normed"))
-            if total.numel() != x.numel() or not _is_sum(total.double().reshape_as(x), added, (skip, x), precision):
+            if total.numel() != x.numel() or not _is_made_of(total.double().reshape_as(x), parts, (skip, x), precision):
                 return False
-            skip, added, pending = normed.double().reshape_as(x), torch.zeros_like(x), False
-    candidates = (skip, x) if pending else (skip,)
-    return _is_sum(output.reshape_as(x), added, candidates, precision)
+            skip, parts = normed.double().reshape_as(x), []
+    return _is_made_of(output.reshape_as(x), parts, (skip, x) if parts else (skip,), precision)
+
+
+def _is_made_of(
+    total: torch.Tensor, parts: Sequence[torch.Tensor], skips: Sequence[torch.Tensor], precision: float
+) -> bool:
+    """Return whether a sum is skips and contributions; those before the last may be scaled, as the later skip is."""
+    if _is_sum(total, sum(parts, torch.zeros_like(total)), skips, precision):
+        return True
+    return len(parts) > 1 and _is_sum(total, parts[-1], (*skips, *parts[:-1]), precision)
 
 
 def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[int, int]]:

@@ -191,7 +191,7 @@ class TracedLayer:
         if isinstance(factor, torch.Tensor):
             if factor.numel() not in (1, self.shape[-1]):
                 return  # a gate: another tensor of the stream's shape
-            factor = float(factor) if factor.numel() == 1 else factor.detach()
+            factor = float(factor.detach()) if factor.numel() == 1 else factor.detach()
         parts = tuple(
             _Part(p.source, factor if p.factor is None else p.factor * factor if factor is not None else p.factor)
             for p in tag.parts

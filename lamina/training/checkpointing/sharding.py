@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.modeling.modeling_lamina import LaminaNorm, Residual
 from lamina.modeling.parts import body_of
+from lamina.modeling.wiring_lamina import LaminaNorm, Residual
 from lamina.training.execution.processes import Processes
 
 STATES = "states.safetensors"
@@ -44,10 +44,12 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     _scalars_to_vectors(model)
     for block in body_of(model, "parallel").layers:
-        norms: list[nn.Module] = [m for m in block.modules() if isinstance(m, LaminaNorm) and m.weight is not None]
+        norms: list[nn.Module] = [
+            m for m in block.modules() if isinstance(m, LaminaNorm) and any(True for _ in m.parameters())
+        ]
         sublayers = [m for m in block.modules() if isinstance(m, Residual)]
         scales = {id(p) for sublayer in sublayers for p in sublayer.parameters(recurse=False)}
-        small = scales | {id(norm.weight) for norm in norms}
+        small = scales | {id(parameter) for norm in norms for parameter in norm.parameters()}
         if bf16 and all(p.ndim >= 2 or id(p) in small for p in block.parameters()):
             if norms:  # one unit, so that one all-gather serves all of them
                 fully_shard(norms, mesh=mesh, mp_policy=float32)

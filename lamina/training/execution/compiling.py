@@ -18,7 +18,7 @@ import torch._functorch.config
 from torch import nn
 
 from lamina.modeling.linear_cross_entropy import LinearLoss
-from lamina.modeling.modeling_lamina import Block, Residual
+from lamina.modeling.wiring_lamina import Block, Residual
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 

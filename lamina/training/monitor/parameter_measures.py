@@ -22,8 +22,8 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 
 from lamina.modeling.initialization import weights
-from lamina.modeling.modeling_lamina import SCALES, LaminaNorm
 from lamina.modeling.parts import body_of, sublayers
+from lamina.modeling.wiring_lamina import SCALES, LaminaNorm
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Structure, effective_gain
 from lamina.training.monitor.writers import Row
@@ -291,8 +291,9 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
     parts += [(-1, "block", "embedding_norm", base.embedding_norm), (-1, "block", "final_norm", base.norm)]
     gains: list[Gain] = []
     for layer, sublayer, role, part in parts:
-        weight = part.weight if isinstance(part, LaminaNorm) else part
-        gains += [(layer, sublayer, role, 0, 0.0, weight)] if isinstance(weight, nn.Parameter) else []
+        norm = isinstance(part, LaminaNorm)
+        weight, offset = (part.weight, float(part.zero_centered)) if norm else (part, 0.0)
+        gains += [(layer, sublayer, role, 0, offset, weight)] if isinstance(weight, nn.Parameter) else []
     return rows_of_gains(gains, step)
 
 

@@ -1,0 +1,511 @@
+"""The wiring of a plan: norms, sub-layers and blocks around a backbone's attention and feed-forward modules.
+
+    y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
+
+Copied beside a checkpoint by transformers, so it imports only torch and transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, SupportsIndex, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+class Record(dict):
+    """A part of a plan: a dict whose fields are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The field of this name."""
+        try:
+            value = self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        return Record(value) if isinstance(value, dict) else value
+
+
+class LaminaNorm(nn.Module):
+    """The base of all norms: a gain [hidden_size], None if it is not learned, and the epsilon of the statistics.
+
+    With ``zero_centered`` the weight is the gain's difference from 1. A norm of one's own is a subclass with a
+    ``forward``; the parameters in ``more`` are there, too, and start at ``starts``.
+    """
+
+    divides = True  # whether it is x over the root mean square, or the deviation, of a token's channels
+    more: tuple[str, ...] = ()  # learned numbers
+    biased = False  # whether it has a bias [hidden_size]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float,
+        gain: float = 1.0,
+        learnable: bool = True,
+        zero_centered: bool = False,
+        groups: int = 1,
+        alpha: float = 0.5,
+    ):
+        super().__init__()
+        if hidden_size % groups:
+            raise ValueError(f"groups: {groups} does not divide the hidden size {hidden_size}")
+        self.hidden_size, self.eps, self.groups, self.initial_gain = hidden_size, eps, groups, float(gain)
+        self.zero_centered, self.alpha_start = zero_centered and learnable, alpha
+        start = torch.full((hidden_size,), self.starts()["weight"])
+        self.weight: nn.Parameter | None = nn.Parameter(start) if learnable else None
+        self._has_constant_gain = not learnable and self.initial_gain != 1.0
+        for name in self.more:
+            self.register_parameter(name, nn.Parameter(torch.full((1,), self.starts()[name])))
+        if self.biased:
+            self.register_parameter("bias", nn.Parameter(torch.zeros(hidden_size)))
+
+    def starts(self) -> dict[str, float]:
+        """The values of its parameters at the start."""
+        return {"weight": self.initial_gain - self.zero_centered, "bias": 0.0}
+
+    def gain(self) -> torch.Tensor | None:
+        """The learned gain [hidden_size]."""
+        return 1 + self.weight if self.zero_centered and self.weight is not None else self.weight
+
+    def apply_gain(self, x: torch.Tensor) -> torch.Tensor:
+        gain = self.gain()
+        if gain is not None:
+            return gain * x
+        return self.initial_gain * x if self._has_constant_gain else x
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}"
+
+
+class LaminaRMSNorm(LaminaNorm):
+    """x / sqrt(mean(x^2) + eps) * gain over the last axis, statistics in float32 (bit for bit as LlamaRMSNorm).
+
+    With ``groups``, over each of as many equal parts of a token's channels on their own, hence causal.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.float32)
+        if self.groups > 1:
+            y = y.unflatten(-1, (self.groups, -1))
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.apply_gain((y.flatten(-2) if self.groups > 1 else y).to(x.dtype))
+
+
+class LaminaLayerNorm(LaminaNorm):
+    """(x - mean) / sqrt(var + eps) * gain + bias over the last axis; no bias where ``bias`` is False (ModernBERT's)."""
+
+    def __init__(self, hidden_size: int, *, bias: bool = True, **options: Any):
+        super().__init__(hidden_size, **options)
+        biased = bias and self.weight is not None
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(hidden_size)) if biased else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.layer_norm(x, (self.hidden_size,), self.gain(), self.bias, self.eps)
+        return y if self.weight is not None else self.apply_gain(y)
+
+
+class LaminaL2Norm(LaminaNorm):
+    """x / ||x|| * gain over the last axis: a token's state of length 1 (nGPT), statistics in float32."""
+
+    divides = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.apply_gain(nn.functional.normalize(x.float(), dim=-1, eps=self.eps).to(x.dtype))
+
+
+class LaminaTanhNorm(LaminaNorm):
+    """gain * tanh(alpha * x) + bias: DyT (arXiv 2503.10622), alpha one learned number; it has no statistics."""
+
+    divides, biased = False, True
+    more = ("alpha",)
+
+    def starts(self) -> dict[str, float]:
+        """The values of its parameters at the start."""
+        return {**super().starts(), "alpha": self.alpha_start, "shift": 0.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.apply_gain(torch.tanh(self.alpha * x)) + self.bias
+
+
+class LaminaErfNorm(LaminaTanhNorm):
+    """gain * erf(alpha * x + shift) + bias: Derf (arXiv 2512.10938), alpha and shift one learned number each."""
+
+    more = ("alpha", "shift")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.apply_gain(torch.erf(self.alpha * x + self.shift)) + self.bias
+
+
+# By their kinds; lamina.modeling.norm adds one's own.
+NORMS: dict[str, type[LaminaNorm]] = {
+    "rms": LaminaRMSNorm,
+    "group": LaminaRMSNorm,
+    "layer": LaminaLayerNorm,
+    "l2": LaminaL2Norm,
+    "dyt": LaminaTanhNorm,
+    "derf": LaminaErfNorm,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormStyle:
+    """The style of the backbone's own norms, for the plan's norms of kind "backbone".
+
+    ``kind`` is "rms" or "layer"; ``eps`` is the epsilon of every norm; ``bias``: whether a LayerNorm has one.
+    """
+
+    kind: str = "rms"
+    eps: float = 1e-6
+    bias: bool = True
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> NormStyle:
+        """The style of one of the backbone's norms."""
+        return cls(
+            kind="layer" if isinstance(norm, nn.LayerNorm) or "LayerNorm" in type(norm).__name__ else "rms",
+            eps=float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or cls.eps),
+            bias=norm.bias is not None if isinstance(norm, nn.LayerNorm) else True,
+        )
+
+
+def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
+    """The norm of a plan's record; None for None."""
+    if spec is None:
+        return None
+    kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
+    if kind not in NORMS:
+        raise ValueError(f"norm: kind {kind!r} is not registered here (allowed: {', '.join(NORMS)})")
+    options = {"eps": style.eps, "gain": spec["initial_gain"], "learnable": spec["learnable_gain"]}
+    options |= {"bias": style.bias} if NORMS[kind] is LaminaLayerNorm else {}
+    younger = {name: spec[name] for name in ("zero_centered", "alpha") if name in spec}
+    return NORMS[kind](hidden_size, groups=spec["groups"], **options, **younger)
+
+
+class NormedProjections(nn.Module):
+    """A backbone's module with norms on its queries, keys or values, or before its last projection.
+
+    ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each stands beside its projection, which stays the linear
+    layer of transformers: code that wraps, swaps or merges linear layers (LoRA, quantization, serving engines) leaves
+    the norms alone. ``norm_projections`` mixes this class into the module's; its ``forward`` then calls the methods
+    here instead of the projections.
+    """
+
+    backbone_class: type[nn.Module]
+    normed: tuple[str, ...]  # of "q", "k" and "v", and the name of the last projection
+    stacked: str | None  # the one projection to all three, where there is one
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    q_norm: LaminaNorm
+    k_norm: LaminaNorm
+    v_norm: LaminaNorm
+    inner_norm: LaminaNorm
+
+    def normed_queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[batch, tokens, hidden_size] to [batch, tokens, heads * head_dim]; keys and values likewise."""
+        return _in_parts(self.q_norm, self.q_proj(hidden))
+
+    def normed_keys(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _in_parts(self.k_norm, self.k_proj(hidden))
+
+    def normed_values(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _in_parts(self.v_norm, self.v_proj(hidden))
+
+    def projected_norm(self, inner: torch.Tensor) -> torch.Tensor:
+        """The last projection of the normed [batch, tokens, channels]."""
+        return getattr(self, self.normed[-1])(self.inner_norm(inner))
+
+    def normed_stack(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values stacked in the last axis."""
+        parts = list(getattr(self, str(self.stacked))(hidden).chunk(3, dim=-1))
+        for index, name in enumerate("qkv"):
+            if name in self.normed:
+                parts[index] = _in_parts(getattr(self, f"{name}_norm"), parts[index])
+        return torch.cat(parts, dim=-1)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        """Copy and pickle by the backbone's class: this one may not exist yet in the process that reads it."""
+        return _empty_normed_projections, (self.backbone_class, self.normed, self.stacked), self.__getstate__()
+
+
+def _in_parts(norm: LaminaNorm, y: torch.Tensor) -> torch.Tensor:
+    """Norm each part of ``norm.hidden_size`` channels on its own: a head, or the full width."""
+    return norm(y.unflatten(-1, (-1, norm.hidden_size))).flatten(-2)
+
+
+def normed_class(base: type[nn.Module], normed: tuple[str, ...], stacked: str | None = None) -> type[NormedProjections]:
+    """The subclass of a backbone's module that norms what ``normed`` names ("q", "k", "v", a last projection).
+
+    Its forward is the backbone's own, with the names of the projections that it calls replaced by the names of
+    NormedProjections' methods. Raises ValueError where the backbone's forward doesn't call them itself.
+    """
+    key = (base, normed, stacked)
+    if key not in _NORMED_CLASSES:
+        calls = {f"{name}_proj": f"normed_{_PARTS[name]}" for name in normed if name in _PARTS}
+        calls = {stacked: "normed_stack"} if stacked and calls else calls
+        calls |= {name: "projected_norm" for name in normed if name not in _PARTS}
+        forward = base.forward
+        called = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+        absent = [name for name in calls if name not in called]
+        if absent or not isinstance(forward, FunctionType):
+            raise ValueError(f"{base.__name__}.forward does not call {absent[0]!r} itself")
+        code = forward.__code__.replace(co_names=tuple(calls.get(name, name) for name in called))
+        method = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+        method.__kwdefaults__, method.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+        method.__doc__, method.__qualname__ = forward.__doc__, forward.__qualname__
+        attributes = {"backbone_class": base, "normed": normed, "stacked": stacked, "forward": method}
+        name = f"Normed{base.__name__}"
+        _NORMED_CLASSES[key] = type(name, (NormedProjections, base), {**attributes, "__module__": __name__})
+    return _NORMED_CLASSES[key]
+
+
+_PARTS = {"q": "queries", "k": "keys", "v": "values"}
+LAST_PROJECTIONS = ("o_proj", "down_proj", "Wo", "fc2", "c_proj")  # of attentions and feed-forwards
+_NORMED_CLASSES: dict[tuple, type[NormedProjections]] = {}
+
+
+def _empty_normed_projections(base: type[nn.Module], normed: tuple[str, ...], stacked: str | None) -> NormedProjections:
+    normed_attention = normed_class(base, normed, stacked)
+    return normed_attention.__new__(normed_attention)
+
+
+T = TypeVar("T", torch.Tensor, float)
+
+
+def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
+    """Return the s of a sub-layer: its input x ("stream"), its block's input ("block_input") or both's sum ("both").
+
+    Without a block's input, as in attention, x is the block's input and s is x.
+    """
+    if block_input is None or skip == "stream":
+        return x
+    return block_input if skip == "block_input" else x + block_input
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The terms of one sub-layer's equation in one forward pass, each [batch, tokens, hidden_size].
+
+    ``output`` is the module's, ``branch`` is out_scale * B(output), ``source`` is s, ``skip`` is skip_scale * s and
+    ``sum`` is skip + branch, the input of C.
+    """
+
+    output: torch.Tensor
+    branch: torch.Tensor
+    source: torch.Tensor
+    skip: torch.Tensor
+    sum: torch.Tensor
+
+
+SCALES = ("skip_scale", "pre_scale", "out_scale")
+# A sub-layer's fields that its record leaves out at their default.
+YOUNGER = {"out_scale": 1.0, "out_scale_learned": "no", "coupling": "none", "gate_temperature": 1.0, "inner_norm": None}
+_LEAST_VARIANCE = 1e-3  # of the skip under "variance", as in Muse Spark
+
+
+class Residual(nn.Module):
+    """One sub-layer as the plan's record says: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
+
+    Constant scales are floats (a buffer would come back as garbage from the meta device), learned ones Parameters.
+    ``scaled`` names the scales that are applied even where they are 1: those that other layers of the plan have. Layers
+    that differ in a scale's value alone then have one graph, compiled once.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sublayer: dict,
+        hidden_size: int,
+        style: NormStyle,
+        dropout: float = 0.0,
+        scaled: Collection[str] = (),
+    ):
+        super().__init__()
+        self.sublayer = Record({**YOUNGER, **sublayer})
+        self.module = module
+        self.pre_norm = make_norm(sublayer["pre_norm"], hidden_size, style)
+        self.out_norm = make_norm(sublayer["out_norm"], hidden_size, style)
+        self.post_norm = make_norm(sublayer["post_norm"], hidden_size, style)
+        self.dropout: nn.Module | None = nn.Dropout(dropout) if dropout else None
+        self.skip: str = sublayer["skip"]
+        self.coupling: str = self.sublayer["coupling"]
+        self.skip_scale = self._scale("skip_scale", hidden_size)
+        self.pre_scale = self._scale("pre_scale", hidden_size)
+        self.out_scale = self._scale("out_scale", hidden_size)
+        self.gate = self._scale("gate", hidden_size) if "gate" in self.starts() else None
+        # Decided once: comparing the floats in forward would make torch.compile guard on each layer's value.
+        self._applied = {name: name in scaled or self._is_scaled(name) for name in SCALES}
+        self._terms_hooks: OrderedDict[int, Callable[[Terms], None]] = OrderedDict()
+
+    def _is_scaled(self, name: str) -> bool:
+        scale = getattr(self, name)
+        coupled = self.coupling != "none" and name != "pre_scale"
+        return coupled or isinstance(scale, nn.Parameter) or scale != 1.0
+
+    def _scale(self, name: str, hidden_size: int) -> float | nn.Parameter:
+        learned, starts = self.sublayer[f"{'out_scale' if name == 'gate' else name}_learned"], self.starts()
+        if learned == "no" or (name == "out_scale" and "gate" in starts):
+            return starts[name]
+        scalar = (1,) if name in ("out_scale", "gate") else ()  # FSDP2 shards no 0-d tensor; older checkpoints have it
+        return nn.Parameter(torch.full((hidden_size,) if learned == "vector" else scalar, starts[name]))
+
+    def starts(self) -> dict[str, float]:
+        """The scales at the start, and the gate's logit where out_scale is learned under a coupling."""
+        values = {name: float(self.sublayer[name]) for name in SCALES}
+        if self.coupling != "none" and self.sublayer["out_scale_learned"] != "no":
+            b = values["out_scale"]
+            values["gate"] = float(self.sublayer["gate_temperature"]) * math.log(b / (1 - b))
+        return values
+
+    def forward(self, x: torch.Tensor, block_input: torch.Tensor | None = None, **kwargs: object) -> torch.Tensor:
+        """``x`` and ``block_input``: [batch, tokens, hidden_size]; the block's input is x by default."""
+        hidden = x if self.pre_norm is None else self.pre_norm(x)
+        if self._applied["pre_scale"]:
+            hidden = hidden * self.pre_scale
+        output = self.module(hidden, **kwargs)
+        if isinstance(output, tuple):  # attention also returns its weights
+            output = output[0]
+        branch = output if self.out_norm is None else self.out_norm(output)
+        if self.dropout is not None:
+            branch = self.dropout(branch)
+        if self._applied["out_scale"]:
+            branch = branch * self.branch_factor()
+        source = skip_source(self.skip, x, block_input)
+        skip = self.scale_skip(source)
+        total = skip + branch
+        if self._terms_hooks:
+            terms = Terms(output=output, branch=branch, source=source, skip=skip, sum=total)
+            for hook in tuple(self._terms_hooks.values()):
+                hook(terms)
+        return total if self.post_norm is None else self.post_norm(total)
+
+    def branch_factor(self) -> float | torch.Tensor:
+        """What multiplies B(module(...)): a number, [1] or [hidden_size]."""
+        return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
+
+    def skip_factor(self) -> float | torch.Tensor:
+        """What multiplies s: skip_scale, or by the coupling 1 - b or sqrt(1 - b^2) of the branch's factor b."""
+        if self.coupling == "none":
+            return self.skip_scale
+        b = self.branch_factor()
+        if self.coupling == "lerp":
+            return 1 - b
+        if self.gate is None:
+            return (1 - b * b) ** 0.5
+        rest = torch.sigmoid(-self.gate / self.sublayer["gate_temperature"])  # 1 - b, without cancellation
+        return (rest * (1 + b)).clamp(min=_LEAST_VARIANCE).sqrt()
+
+    def scale_skip(self, source: torch.Tensor) -> torch.Tensor:
+        """skip_scale * s, in the precision of ``source`` at least."""
+        return source * self.skip_factor() if self._applied["skip_scale"] else source
+
+    def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
+        """Call ``hook`` with the terms of every forward pass until the handle is removed.
+
+        A compiled block calls it only where it is run uncompiled, as for torch's own hooks inside it.
+        """
+        handle = RemovableHandle(self._terms_hooks)
+        self._terms_hooks[handle.id] = hook
+        return handle
+
+    @property
+    def graph_key(self) -> tuple[object, ...]:
+        """What decides the compiled graph: the skip's source, the coupling, and which scales are applied."""
+        return self.skip, self.coupling, *self._applied.values()
+
+
+class Block(GradientCheckpointingLayer):
+    """A layer of the model: the attention's residual, then the feed-forward's."""
+
+    def __init__(self, attention: Residual, feed_forward: Residual):
+        super().__init__()
+        self.attention = attention
+        self.feed_forward = feed_forward
+        takes = inspect.signature(attention.module.forward).parameters.values()
+        self._takes_mask = any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in takes)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: object
+    ) -> torch.Tensor:
+        """``hidden_states`` (the stream x^i) and the result: [batch, tokens, hidden_size]; attention gets the rest."""
+        if self._takes_mask:  # a module of the user's own may not know of masks
+            kwargs["attention_mask"] = attention_mask
+        y = self.attention(hidden_states, **kwargs)
+        return self.feed_forward(y, hidden_states)
+
+
+class InitializesPlan:
+    """Gives Lamina's own modules the values that the plan states; transformers does the rest."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Residual):
+            for name, start in module.starts().items():
+                if isinstance(parameter := getattr(module, name), nn.Parameter):
+                    init.constant_(parameter, start)
+        elif isinstance(module, LaminaNorm):
+            starts = module.starts()
+            for name, parameter in module.named_parameters(recurse=False):
+                init.constant_(parameter, starts[name])
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+
+def norm_projections(
+    attention: nn.Module, plan: dict, style: NormStyle, stacked: str | None = None, inner: dict | None = None
+) -> None:
+    """Put the plan's norms on an attention's queries, keys and values, and ``inner`` before its last projection.
+
+    ``stacked`` names the one projection to all three, where there is one. Raises ValueError, having changed nothing,
+    where the attention has no such projections, or norms of its own on them.
+    """
+    last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), nn.Linear)), None)
+    if inner and (last is None or hasattr(attention, "inner_norm")):
+        raise ValueError(f"inner_norm: does not apply, {type(attention).__name__} has no last projection of its own")
+    scopes = {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}
+    scopes = {part: scope for part, scope in scopes.items() if scope != "off"}
+    module: Any = attention
+    dims = {}
+    for part, scope in scopes.items():
+        name, why = stacked or f"{part}_proj", None
+        if hasattr(module, f"{part}_norm"):
+            why = f"has a norm of its own on {name!r}"
+        elif not isinstance(getattr(module, name, None), nn.Linear):
+            why = f"has no projection {name!r}"
+        elif scope == "head" and not hasattr(module, "head_dim"):
+            why = "has no one width of a head"
+        if why is None:
+            width = getattr(module, name).out_features // (3 if stacked else 1)
+            dims[part] = int(module.head_dim) if scope == "head" else width
+            if width % dims[part]:
+                why = f"has {name!r} of {width} channels, which heads of {dims[part]} do not divide"
+        if why:
+            option = "v_norm" if part == "v" else "qk_norm"
+            raise ValueError(f"{option}: {scope!r} does not apply, {type(module).__name__} {why}")
+    if not dims and not inner:
+        return
+    try:
+        normed_attention = normed_class(type(module), (*dims, *([last] if inner and last else [])), stacked)
+    except ValueError as error:
+        raise ValueError(f"{'qk_norm' if 'q' in dims else 'v_norm' if dims else 'inner_norm'}: {error}") from None
+    spec = plan.get("qkv_norm") or QKV_NORM
+    in_head = {**spec, "kind": "rms", "groups": 1} if spec["kind"] == "group" else spec  # a head is a group
+    norms = {p: make_norm(in_head if scopes[p] == "head" else spec, dim, style) for p, dim in dims.items()}
+    module.__class__ = normed_attention
+    for part, norm in norms.items():
+        setattr(module, f"{part}_norm", norm)
+    if inner and last:
+        module.inner_norm = make_norm(inner, getattr(module, last).in_features, style)
+
+
+# The default of a plan without ``qkv_norm``: RMSNorm, as in HybridNorm's code, OLMo 2 and Qwen 3.
+QKV_NORM = {"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}

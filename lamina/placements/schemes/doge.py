@@ -1,0 +1,17 @@
+"""Doge: Pre-LN with a learned vector on every skip."""
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "doge",
+    title="Doge",
+    equation=("y = w_1 * x + A(LN x)", "x' = w_2 * y + F(LN y)", "w = 1 at the start, learned", "logits = W LN(x_N)"),
+    source="transformers' doge (input_residual, post_attention_residual)",
+    advice="its wiring alone: the attention with a dynamic mask is the backbone's",
+)
+def doge(num_layers: int) -> Plan:
+    """Each channel of the stream learns how much of itself a block keeps."""
+    sublayer = Sublayer(pre_norm=Norm(), skip_scale_learned="vector")
+    return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

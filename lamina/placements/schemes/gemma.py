@@ -1,0 +1,36 @@
+"""Gemma 2 and 3: Peri-LN with a scaled embedding in place of a normed one, and gains of 1 + w."""
+
+from lamina.placements.plan import HeadNorm, Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+_EQUATION = ("x_0 = sqrt(d) E", "y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "LN: gain 1 + w", "logits = W LN(x_N)")
+_ADVICE = "on a Gemma backbone, whose embedding is scaled already, with embedding_scale=1"
+
+
+def _plan(num_layers: int, qk_norm: HeadNorm) -> Plan:
+    norm = Norm(zero_centered=True)
+    return Plan(
+        layers=(Layer.of(Sublayer(pre_norm=norm, out_norm=norm)),) * num_layers,
+        final_norm=norm,
+        embedding_scale="sqrt_hidden_size",
+        qk_norm=qk_norm,
+        qkv_norm=Norm(kind="rms") if qk_norm == "off" else Norm(kind="rms", zero_centered=True),
+    )
+
+
+@placement("gemma2", title="Gemma 2", equation=_EQUATION, source="Gemma 2 (arXiv 2408.00118)", advice=_ADVICE)
+def gemma2(num_layers: int) -> Plan:
+    """Norms on both sides of each module; the embedding is multiplied by the square root of the width."""
+    return _plan(num_layers, "off")
+
+
+@placement(
+    "gemma3",
+    title="Gemma 3",
+    equation=(*_EQUATION[:-1], "A: norms on q and k, per head", _EQUATION[-1]),
+    source="Gemma 3 (arXiv 2503.19786)",
+    advice=_ADVICE,
+)
+def gemma3(num_layers: int) -> Plan:
+    """Gemma 2's, with norms on queries and keys instead of the soft cap on attention's scores."""
+    return _plan(num_layers, "head")

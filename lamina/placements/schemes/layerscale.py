@@ -1,0 +1,25 @@
+"""LayerScale: a learned vector on every branch, small at the start."""
+
+from __future__ import annotations
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "layerscale",
+    title="LayerScale",
+    equation=("y = x + lambda_1 * A(LN x)", "x' = y + lambda_2 * F(LN y)", "logits = W LN(x_N)"),
+    source="CaiT (arXiv 2103.17239) Sec 2; DINOv2, ConvNeXt, BEiT",
+    advice="a start of 0.1 to 18 blocks, 1e-5 to 24, 1e-6 beyond (CaiT); DINOv2 has 1e-5, BEiT 0.1",
+)
+def layerscale(num_layers: int, *, start: float | None = None) -> Plan:
+    """Each channel of a branch has a learned factor, so that a deep network starts near the identity.
+
+    Args:
+        start: where the vectors start (default: CaiT's, by the depth).
+    """
+    if start is None:
+        start = 0.1 if num_layers <= 18 else 1e-5 if num_layers <= 24 else 1e-6
+    sublayer = Sublayer(pre_norm=Norm(), out_scale=start, out_scale_learned="vector")
+    return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

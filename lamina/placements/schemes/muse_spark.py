@@ -1,0 +1,37 @@
+"""Muse Spark's gate: a learned share of the branch by channel, the skip's share such that variances add up."""
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "muse_spark",
+    title="Muse Spark",
+    equation=(
+        "y = sqrt(1 - b_1^2) * x + b_1 * LN(A(LN x))",
+        "x' = sqrt(1 - b_2^2) * y + b_2 * LN(F(LN y))",
+        "b = sigmoid(g / 0.3), a learned vector g per sub-layer",
+        "logits = W LN(x_N)",
+    ),
+    source="transformers' muse_spark (MuseSparkResidualGate)",
+    advice="Meta's model draws g from N(0, 0.02^2); here it starts at the logit of start",
+)
+def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3) -> Plan:
+    """The stream keeps its variance where skip and branch are uncorrelated, so no depth makes it grow.
+
+    The inner norms' gains are 1 + w; the output norms are without a gain, which would be another factor on the branch
+    (Meta's feed-forward has one on the norm's input).
+
+    Args:
+        start: b at the start.
+        temperature: by which g is divided: it acts as a factor on g's learning rate.
+    """
+    sublayer = Sublayer(
+        pre_norm=Norm(zero_centered=True),
+        out_norm=Norm(learnable_gain=False),
+        out_scale=start,
+        out_scale_learned="vector",
+        coupling="variance",
+        gate_temperature=temperature,
+    )
+    return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

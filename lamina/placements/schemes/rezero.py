@@ -1,0 +1,38 @@
+"""ReZero and SkipInit: one learned number on every branch, and no norms."""
+
+from typing import Literal
+
+from lamina.placements.plan import Layer, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+def _plan(num_layers: int, start: float) -> Plan:
+    return Plan(layers=(Layer.of(Sublayer(out_scale=start, out_scale_learned="scalar")),) * num_layers)
+
+
+@placement(
+    "rezero",
+    title="ReZero",
+    equation=("y = x + a_1 A(x)", "x' = y + a_2 F(y)", "a = 0 at the start, learned"),
+    source="ReZero (arXiv 2003.04887) Sec 5",
+    advice="no warm-up in the paper; nothing bounds the logits (final_norm=true adds a norm)",
+)
+def rezero(num_layers: int) -> Plan:
+    """Every block starts as the identity; the gates open as they learn. The paper shares one number in a block."""
+    return _plan(num_layers, 0.0)
+
+
+@placement(
+    "skipinit",
+    title="SkipInit",
+    equation=("y = x + a_1 A(x)", "x' = y + a_2 F(y)", "a = (2 N)^(-1/2) at the start, learned"),
+    source="De & Smith 2020 (arXiv 2002.10444) Sec 3",
+    advice="found for residual networks without batch norm; nothing bounds the logits (final_norm=true adds a norm)",
+)
+def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> Plan:
+    """ReZero's wiring, from the observation that batch norm scales a branch down by the square root of its depth.
+
+    Args:
+        start: "depth": the paper's 1 / sqrt(number of branches); "zero": its other choice, which is ReZero.
+    """
+    return _plan(num_layers, (2 * num_layers) ** -0.5 if start == "depth" else 0.0)

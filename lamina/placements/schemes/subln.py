@@ -1,0 +1,22 @@
+"""SubLN: Pre-LN with a second norm inside each module, before its last projection."""
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "subln",
+    title="SubLN",
+    equation=(
+        "y = x + A'(LN x)",
+        "x' = y + F'(LN y)",
+        "A', F': a norm before the last projection",
+        "logits = W LN(x_N)",
+    ),
+    source="Magneto (arXiv 2210.06423) Sec 3; transformers' bitnet",
+    advice="Magneto scales its initial weights by sqrt(log 2 N), which no initializer here does",
+)
+def subln(num_layers: int) -> Plan:
+    """The last projection reads normed channels, so its output's scale is its own weights'."""
+    sublayer = Sublayer(pre_norm=Norm(), inner_norm=Norm())
+    return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

@@ -1,0 +1,166 @@
+"""Norms beyond the backbone's: each kind against its formula, inside modules, and one of the user's own."""
+
+import pytest
+import torch
+from tiny import LATENT, OF_TEXT, TOKENS, built, llama, token_ids
+from torch import nn
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers.models.bitnet import BitNetConfig, BitNetForCausalLM
+
+import lamina
+from lamina.errors import UserError
+from lamina.modeling.building import norm
+from lamina.modeling.initialization import weights
+from lamina.modeling.wiring_lamina import NORMS, LaminaNorm, NormStyle, make_norm
+from lamina.placements import Norm, Plan, Sublayer, names, resolve
+from lamina.placements.plan import OWN_KINDS, Layer
+from lamina.training.monitor.parameter_measures import gain_rows
+
+FORMULAS = {
+    "rms": lambda x, p: x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt(),
+    "l2": lambda x, p: x / x.norm(dim=-1, keepdim=True),
+    "dyt": lambda x, p: torch.tanh(p["alpha"] * x),
+    "derf": lambda x, p: torch.erf(p["alpha"] * x + p["shift"]),
+}
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_a_kind_follows_its_formula(kind, zero_centered):
+    spec = Plan(placement="x", layers=(Layer(),), final_norm=Norm(kind=kind, zero_centered=zero_centered, alpha=0.8))
+    made = make_norm(spec.to_dict()["final_norm"], 12, NormStyle())
+    if "alpha" in (parameters := dict(made.named_parameters())):
+        assert parameters["alpha"].item() == pytest.approx(0.8)
+    assert (made.weight == (0.0 if zero_centered else 1.0)).all()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    x = 3 * torch.randn(2, 5, 12)
+    expected = FORMULAS[kind](x, parameters) * (made.weight + zero_centered) + parameters.get("bias", 0.0)
+    torch.testing.assert_close(made(x), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["l2", "dyt", "derf"])
+def test_a_model_with_such_norms_is_saved_and_read_again(kind, tmp_path):
+    model = built("peri_ln", norm=kind)
+    assert {type(m) for m in model.modules() if isinstance(m, LaminaNorm)} == {NORMS[kind]}
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(model(token_ids()).logits, again(token_ids()).logits)
+
+
+def test_zero_centered_gains_are_the_same_function_from_weights_of_zero():
+    torch.manual_seed(0)
+    ours = lamina.build(llama(), "gemma2").eval()
+    torch.manual_seed(0)
+    plain = lamina.build(llama(), "peri_ln", embedding_norm=False, embedding_scale="sqrt_hidden_size").eval()
+    norms = [m for m in ours.modules() if isinstance(m, LaminaNorm)]
+    assert norms
+    assert all(not m.weight.any() for m in norms)
+    assert torch.equal(ours(token_ids()).logits, plain(token_ids()).logits)
+    assert {row[-1] for row in gain_rows(ours, 0) if "mean" in row[5]} == {1.0}
+
+
+def test_queries_and_keys_can_be_normed_without_a_gain(tmp_path):
+    file = tmp_path / "glimmer.yaml"
+    norms = "qk_norm: head\nqkv_norm: {kind: rms, learnable_gain: false}\n"
+    file.write_text(f"{norms}rules: [{{attention: {{pre_norm: true}}}}]\n")
+    model = lamina.build(llama(), str(file))
+    assert model.model.layers[0].attention.module.q_norm.weight is None
+
+
+@torch.no_grad()
+def test_subln_is_bitnets_placement():
+    config = BitNetConfig(**OF_TEXT, **TOKENS)
+    theirs = BitNetForCausalLM(config).eval()
+    for parameter in theirs.parameters():
+        parameter.add_(0.2 * torch.randn_like(parameter))
+    ours = lamina.build(
+        llama(hidden_act="relu2", **{n: getattr(config, n) for n in ("rms_norm_eps", "rope_parameters")}), "subln"
+    ).eval()
+    renamed = {
+        "self_attn.attn_sub_norm": "attention.module.inner_norm",
+        "mlp.ffn_sub_norm": "feed_forward.module.inner_norm",
+        "self_attn": "attention.module",
+        "mlp.": "feed_forward.module.",
+        "input_layernorm": "attention.pre_norm",
+        "post_attention_layernorm": "feed_forward.pre_norm",
+        "model.": "model.backbone.",
+    }
+    state = {}
+    for key, tensor in theirs.state_dict().items():
+        for theirs_name, name in renamed.items():
+            key = key.replace(theirs_name, name, 1) if name not in key else key
+        state[key] = tensor
+    ours.load_state_dict(state)
+    ids = token_ids()
+    assert torch.equal(ours(ids).logits, theirs(ids).logits)
+
+
+def test_a_norm_inside_a_module_that_has_no_last_projection_is_refused():
+    plan = Plan(placement="mine", layers=(Layer.of(Sublayer(pre_norm=Norm(), inner_norm=Norm())),) * 2)
+    with pytest.raises(UserError, match="inner_norm: does not apply"):
+        lamina.wire(nn.Identity(), nn.Linear(4, 4), plan.layers[0], 4)
+    sizes = {**OF_TEXT, **TOKENS, **LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "head_dim": 8}
+    with pytest.raises(UserError, match="inner_norm: does not apply"):
+        lamina.build(DeepseekV3Config(**sizes), plan)
+
+
+@pytest.fixture
+def clipped():
+    @norm("clipped")
+    class ClippedNorm(LaminaNorm):
+        """x cut off at a learned height, times the gain."""
+
+        more = ("height",)
+
+        def starts(self):
+            return {**super().starts(), "height": 2.0}
+
+        def forward(self, x):
+            return self.apply_gain(torch.minimum(torch.maximum(x, -self.height), self.height))
+
+    yield ClippedNorm
+    del NORMS["clipped"]
+    OWN_KINDS.discard("clipped")
+
+
+def test_a_norm_of_ones_own_is_an_option_a_plans_kind_and_in_the_checkpoint(clipped, tmp_path):
+    model = lamina.build(llama(), "keel", norm="clipped").eval()
+    assert {type(m) for m in model.modules() if isinstance(m, LaminaNorm)} == {clipped}
+    assert all(m.height.item() == 2.0 for m in model.modules() if isinstance(m, clipped))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(model(token_ids()).logits, again(token_ids()).logits)
+    assert Sublayer(pre_norm="clipped").pre_norm.kind == "clipped"
+
+
+def test_a_kind_that_nothing_registers_and_a_name_that_is_taken_are_refused():
+    with pytest.raises(UserError, match=r"'clipped' is not one of .*'derf'"):
+        Norm(kind="clipped")
+    with pytest.raises(UserError, match=r"'rms'.*other than"):
+        norm("rms")
+    with pytest.raises(UserError, match="no LaminaNorm"):
+        norm("mine")(nn.Identity)
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_the_wiring_learns_has_a_role_of_its_own(name):
+    """It is not drawn, does not decay, and is float32 in one process; FSDP2: test_learned_scales.py."""
+    model = lamina.build(llama(3), name, init="normal" if name != "admin" else "admin")
+    residuals = [r for block in model.model.layers for r in (block.attention, block.feed_forward)]
+    own = {id(p) for r in residuals for p in r.parameters(recurse=False)}
+    found = [weight for weight in weights(model) if weight.role == "wiring"]
+    assert {id(weight.parameter) for weight in found} == own
+    learned = {
+        s
+        for layer in resolve(name, 3).layers
+        for sub in (layer.attention, layer.feed_forward)
+        for s in ("skip_scale", "pre_scale", "out_scale")
+        if getattr(sub, f"{s}_learned") != "no"
+    }
+    assert {weight.name.rpartition(".")[2].replace("gate", "out_scale") for weight in found} == learned
+    starts = {id(getattr(r, n)): v for r in residuals for n, v in r.starts().items() if getattr(r, n, None) is not None}
+    for weight in found if name != "admin" else ():
+        assert torch.equal(weight.parameter, torch.full_like(weight.parameter, starts[id(weight.parameter)]))
+    assert all(weight.parameter.dtype == torch.float32 for weight in found)
