@@ -214,6 +214,25 @@ def test_the_rate_that_width_scaling_carries_over():
     assert judged("fuse-ws", claim, trials_of("fuse-ws", "paper", scaled(0.0))).verdict == Verdict.NEEDS_SCALE
 
 
+@pytest.mark.parametrize("scale", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("claim", "scaling"),
+    [("depth-rates", "completep"), ("depth-rates/depth-mup", "depth-mup"), ("depth-rates/none", "none")],
+)
+def test_the_rate_that_holds_at_eight_times_the_depth(scale, claim, scaling):
+    def verdict(places):
+        def outcome(arm):
+            moved = places if arm["scaling"] == scaling and arm["num_layers"] == 64 else 0
+            return 2.0 + 0.01 * (arm["place"] - 3 + moved) ** 2
+
+        return judged("depth-rates", claim, trials_of("depth-rates", scale, outcome, spread=1e-3)).verdict
+
+    stays, moves = verdict(0), verdict(2)
+    assert (moves if scaling == "none" else stays) == Verdict.HOLDS
+    assert (stays if scaling == "none" else moves).failed
+    assert verdict(3) == Verdict.INCONCLUSIVE  # the sweep's edge
+
+
 def test_a_sweep_without_a_border_decides_nothing_about_stability():
     assert judged("fuse-width", "fuse-width", trials_of("fuse-width", "cpu")).verdict == Verdict.INCONCLUSIVE
 
