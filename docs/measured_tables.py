@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from lamina.core.architectures import conversions
 
 BROKEN = {
     "rate": "the learning rate grows a hundredfold in 20 steps",
@@ -34,6 +37,46 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
         f"{record['false_alarms']} false alarms in {record['healthy_steps']:,} healthy steps."
     )
     return "\n".join([*lines, "", summary, "", where])
+
+
+def census_table(record: dict[str, Any] | None, where: str) -> str:
+    """A row per layout, the commonest first, with the model types that have it; then those that are not known."""
+    if record is None:
+        return _unmeasured("census")
+    layouts: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
+    for row in record["families"]:
+        name = f"**{row['family']}**" if row["family"] in conversions() else row["family"]
+        found = reasons if row["match"] is None else layouts
+        found.setdefault(_reason(row["unknown"]) if row["match"] is None else _layout(row["match"]), []).append(name)
+    lines = ["| layout | count | model types |", "|---|---|---|"]
+    for layout, names in sorted(layouts.items(), key=lambda one: -len(one[1])):
+        lines.append(f"| {layout} | {len(names)} | {', '.join(names)} |")
+    untold = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items())
+    return "\n".join([*lines, "", f"Not known: {untold}.", "", where])
+
+
+def _layout(match: dict[str, Any]) -> str:
+    """The placement without what stands around its layers, and in what the layers differ, without numbers."""
+    name, _, options = match["placement"].partition("(")
+    ends = ("final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm")
+    kept = [o.partition("=")[0] for o in options.rstrip(")").split(", ") if o and not o.startswith(ends)]
+    shown = f"`{name}`" + (f" with another {' and '.join(kept)}" if kept else "")
+    differs = [
+        re.sub(r" is [\d.]+ instead of .*| instead of .*| in layer [\d, -]*\d", "", d) for d in match["differences"]
+    ]
+    return f"{shown}, but {'; '.join(dict.fromkeys(differs))}" if differs else shown
+
+
+def _reason(text: str) -> str:
+    """Why a model type is not known, in few words."""
+    words = {
+        "streams": "several streams",
+        "can't be built": "can't be built so small",
+        "alone": "does not run so small, or on tokens alone",
+        "none found": "no chain of layers found",
+    }
+    return next((reason for part, reason in words.items() if part in text), "the layers' sums are not followed")
 
 
 def watching_sentence(record: dict[str, Any] | None, where: str) -> str:

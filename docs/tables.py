@@ -12,6 +12,7 @@ import pandas as pd
 from measured_tables import (
     after_pretraining_table,
     alarms_table,
+    census_table,
     evaluation_table,
     mnist_table,
     studies_sentence,
@@ -28,7 +29,7 @@ from lamina.placements import get, names
 ROOT = Path(__file__).resolve().parent.parent
 _OF_DOCS = (
     *("benchmarks", "command-line", "convert", "placements", "probes", "reliability", "run-folder", "vision", "watch"),
-    *("evaluate", "loss-spiked", "studies", "posttraining"),
+    *("evaluate", "loss-spiked", "studies", "posttraining", "census"),
 )
 PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
@@ -327,6 +328,7 @@ def tables() -> dict[str, str]:
     made = {
         "after_pretraining": after_pretraining_table,
         "alarms": alarms_table,
+        "census": census_table,
         "watching": watching_sentence,
         "mnist": mnist_table,
         "evaluation": evaluation_table,

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, get_args
 from lamina.api.results import Diagnosis
 from lamina.core.architectures import Target
 from lamina.core.extras import require
-from lamina.core.values import number, one_of, path, seed_number, whole_number
+from lamina.core.values import number, one_of, path, seed_number, text, whole_number
 from lamina.errors import UserError, shortened
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import nn
+    from transformers import PreTrainedConfig
 
     from lamina.modeling.backbones.conversion import ConversionRecord
     from lamina.modeling.generation import Speaker
+    from lamina.probes.census.census import Census
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -118,6 +121,32 @@ def convert(
 
     with local_when_unreachable():
         return run(place, Path(folder), to=to, dtype=dtype, overwrite=overwrite, verify=verify)
+
+
+def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, layers: str | None = None) -> Census:
+    """Name a model's placement by measuring it, as `lamina placements --of MODEL` does.
+
+    Args:
+        model: a transformers or Lamina model; a folder (of a run, or with config.json, whose weights are read if there
+            are any); a configuration or the name of a model type of transformers, of which a model with random weights
+            is made. Nothing is fetched, and no code beside a checkpoint runs.
+        layers: the path of the list of layers, where others are meant than those that are found.
+
+    Returns:
+        The placement as ``lamina.placements.resolve`` reads it (``placement``), what it differs in (``match``) or why
+        it is not known (``unknown``), with the evidence; ``text()`` is what the command prints.
+
+    Raises:
+        UserError: (a ValueError) for a path that holds no model, or a configuration that no model can be made of.
+    """
+    from lamina.probes.census.census import census
+
+    if layers is not None:
+        text("layers", layers)
+    return census(
+        model if hasattr(model, "named_parameters") or hasattr(model, "model_type") else path("model", model),
+        layers=layers,
+    )
 
 
 def diagnose(run: str | PathLike[str]) -> Diagnosis:

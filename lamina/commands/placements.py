@@ -1,10 +1,12 @@
-"""`lamina placements [NAME]`: the catalog."""
+"""`lamina placements [NAME]`: the catalog; `lamina placements --of MODEL`: which of them a model has."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 
+from lamina.api.models import placement_of
 from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
 from lamina.core.values import path, whole_number, writable_folder
@@ -18,22 +20,40 @@ EXAMPLES = """
   lamina placements "mix_ln(alpha=0.5)" --num-layers 24 --svg mix_ln.svg
   lamina placements pre_ln,peri_ln,keel --svg three.svg
   lamina placements --svg placements.svg
+  lamina placements --of models/smollm2
+  lamina placements --of gemma2 --json
 """
 
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = Parser("placements", "List the placements, or show one in full.", EXAMPLES, "[NAME] ")
+    flags = Parser(
+        "placements",
+        "List the placements, show one in full, or measure which one a model has (nothing is fetched, no code beside\n"
+        "a checkpoint runs).",
+        EXAMPLES,
+        "[NAME] ",
+    )
     about = "a placement, name(option=value, ...), a file (a .py file runs as code), or several, comma-separated"
     flags.add_argument("name", nargs="?", default=None, help=about)
     flags.add_flag("--num-layers", "number of layers of the plan to show", 4)
     flags.add_flag("--svg", "draw the diagram as an SVG file", metavar="FILE")
+    about = "name this model's placement, with the evidence: a folder, or a model type of transformers"
+    flags.add_flag("--of", about, metavar="MODEL")
+    flags.add_flag("--layers", "with --of, the path of the list of layers that is meant", metavar="PATH")
+    flags.add_flag("--json", "with --of, print it as JSON", False)
     return flags
 
 
 def run(argv: list[str]) -> int:
     """Print the list, or one placement."""
     options = parser().parse(argv)
+    if options.of is not None:
+        if options.name is not None:
+            raise UserError(f"--of: {options.of!r} beside the placement {options.name!r} (allowed: one of them)")
+        found = placement_of(options.of, layers=options.layers)
+        show(json.dumps(found.to_dict(), indent=1) if options.json else found.text())
+        return 0
     whole_number("num_layers", options.num_layers)
     if options.svg is not None:
         path("svg", options.svg)

@@ -85,7 +85,7 @@ OPTIONS = {
 }
 SETTINGS = {name: row.record for name, row in JOBS.items()}
 EXPORTED = {"__version__", "build", "evaluate", "placements", "probe", "probe_folder", "LayerMonitor", "watch", "wire"}
-EXPORTED |= {name.replace("-", "_") for name in COMMANDS} - {"placements", "probe"}
+EXPORTED |= {name.replace("-", "_") for name in COMMANDS} - {"placements", "probe"} | {"placement_of"}
 
 
 def test_the_package_exports_these_names():

@@ -221,6 +221,7 @@ def _site(index: int, layer: TracedLayer) -> LayerSite:
                     norms=tuple(NormSite(role, norm.module, norm.path, norm.number) for role, norm in branch.norms),
                     feed_forward=feed_forward,
                     modules=tuple((c.path, c.module) for c in branch.modules),
+                    entry=layer.entry_of(branch),
                 )
             )
     call = layer.call

@@ -34,10 +34,10 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     Raises:
         UserError: if one of these does not hold: the measurements would not be of the stream.
     """
-    few = _few(inputs, structure.hidden_size)
+    few = few_inputs(inputs, structure.hidden_size)
     states: dict[Hashable, Point] = {**structure.states()}
     try:
-        tensors = _watched(root, {**states, **_parts(structure)}, few)
+        tensors = watched(root, {**states, **_parts(structure)}, few)
     except Exception:  # it does not run on its main input alone: an encoder with its decoder
         ids, length = next(iter(inputs.values())), next(iter(few.values())).shape[1]
         rest = {name: tensor[:1] for name, tensor in inputs.items() if name not in few and tensor.ndim}
@@ -45,12 +45,12 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
             name: t[:, :length] if t.shape == ids[:1].shape else t for name, t in rest.items()
         }  # masks as the tokens
         few |= {name: torch.cat([tensor] * SEQUENCES) for name, tensor in cut.items()}
-        tensors = _watched(root, {**states, **_parts(structure)}, few)
+        tensors = watched(root, {**states, **_parts(structure)}, few)
     _check_axes(structure, tensors, next(iter(few.values())))
-    again = _watched(root, states, few)
+    again = watched(root, states, few)
     _check_same(structure, tensors, again, "two passes over the same input differ at {}: " + _RANDOM)
     first = {state: tensors[state][:1] for state in states}
-    alone = _watched(root, states, {name: tensor[:1] for name, tensor in few.items()})
+    alone = watched(root, states, {name: tensor[:1] for name, tensor in few.items()})
     _check_same(structure, first, alone, "a sequence's stream at {} depends on the other sequences of its " + _BATCH)
     if "input_ids" in few and few["input_ids"].shape[1] > 1:
         _check_tokens(structure, tensors, root, few)
@@ -67,7 +67,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     return replace(structure, layers=layers, notes=[*structure.notes, note])
 
 
-def _few(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
+def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
     """Three different inputs made of the first: rolled tokens, mirrored and rolled images."""
     if "input_ids" not in inputs:
         (name,) = list(inputs)[:1]
@@ -98,7 +98,7 @@ def _parts(structure: Structure) -> dict[Hashable, Point]:
     return points
 
 
-def _watched(root: nn.Module, points: Mapping[Key, Point], inputs: Batch) -> dict[Key, torch.Tensor]:
+def watched(root: nn.Module, points: Mapping[Key, Point], inputs: Batch) -> dict[Key, torch.Tensor]:
     tensors: dict[Key, torch.Tensor] = {}
     with torch.no_grad(), watch(points, lambda key, value: tensors.update({key: value.detach().clone()}), root=root):
         forward(root, inputs)
@@ -141,7 +141,7 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
     if not bool(other.any()):
         return
     ids[0, 0] = ids[0, other][0]
-    changed = _watched(root, {0: structure.states()[0]}, {**inputs, "input_ids": ids})
+    changed = watched(root, {0: structure.states()[0]}, {**inputs, "input_ids": ids})
     if torch.equal(changed[0][0, 0], tensors[0][0, 0]):
         raise UserError(
             f"model: the first token's stream at {_path(structure, 0)} does not depend on the first token (allowed: "

@@ -137,6 +137,7 @@ class SublayerSite:
     norms: tuple[NormSite, ...] = ()
     feed_forward: FeedForward | None = None
     modules: tuple[tuple[str, nn.Module], ...] = ()  # what computes it, outermost first: owns its parameters
+    entry: Point | None = None  # what goes into the first of them
 
 
 @dataclass(frozen=True, eq=False)

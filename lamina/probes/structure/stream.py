@@ -237,7 +237,7 @@ class TracedLayer:
         units = [c for c in units if id(c.parent) not in ids]
         branches = [b for a in self.additions for b in a.branches]
         claimed = {id(c): b for b in branches for c in units if b.source.within(c)}
-        for number, addition in enumerate(self.additions):
+        for addition in self.additions:
             end = addition.op.time
             begin = max((m for m in marks if m < end), default=self.call.began)
             for branch in addition.branches:
@@ -247,8 +247,9 @@ class TracedLayer:
                 calls = calls or [branch.source]
                 others = [c for c in units if id(c) in claimed and claimed[id(c)] is not branch]
                 self._fill(branch, calls, [o for o in self.ops if _mine(o, calls, others, begin, end)])
+        for number, addition in enumerate(self.additions):  # once all modules are known: two may read one norm (Cohere)
             addition.after = self._after(addition.op.outputs[0])
-            self._give_norms(number, addition, begin)
+            self._give_norms(number, addition, max((m for m in marks if m < addition.op.time), default=self.call.began))
         end = self.additions[-1].op.time if self.additions else 0
         for norm in (c for c in self.calls if c.is_norm and c.began > end and id(c) in self.post):
             self.additions[-1].branches[-1].norms.append(("post_norm", norm))
@@ -290,6 +291,12 @@ class TracedLayer:
                 source = next((c for c in leaves if c.output == op.inputs[0]), None)
                 return Point(source.module, source.path, "output", source.number) if source is not None else None
         return None
+
+    def entry_of(self, branch: Branch) -> Point | None:
+        """Return what goes into the branch's first module: its first input of the stream's shape."""
+        first = next(iter(branch.modules), branch.source)
+        key = next((key for key, value in first.inputs.items() if self._fits(value)), None)
+        return None if key is None else Point(first.module, first.path, "input", first.number, None, key)
 
     def _after(self, value: int) -> Point | None:
         """Return where the stream after an addition can be watched: after its post_norm if it has one."""

@@ -1,0 +1,225 @@
+"""Which registered placement computes a measured wiring. Plans are compared; nothing asks for a name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias, get_args, get_origin
+
+from lamina.core.text import ranges
+from lamina.errors import UserError
+from lamina.placements.plan import SUBLAYERS, Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import get, names
+from lamina.placements.resolution import resolve
+
+Facts: TypeAlias = Mapping[str, object]  # of a layer: "attention.pre_norm" -> "norm"; of the ends: "final_norm" -> ...
+_UNMEASURED = ("weight_gain", "gate_gain", "gate_temperature")  # of the weights: no part of what is computed
+SEQUENTIAL, PARALLEL = "attention, then feed-forward", "attention and feed-forward side by side"
+_ENDS = ("embedding_norm", "embedding_scale", "final_norm", "qk_norm", "v_norm")
+_MOST_VALUES = 4
+_DEEPER = 8
+_CLOSE = 1e-4  # of two scales, relative
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """The registered placement that is nearest to a wiring.
+
+    Attributes:
+        placement: with its options, as ``resolve`` reads it.
+        differences: in what the wiring differs from it, a phrase each; empty where it is the same.
+        others: further placements that are the same.
+    """
+
+    placement: str
+    differences: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+def norm_fact(norm: Norm | None) -> str:
+    """Return a norm as a fact: "none", "norm" (of the backbone's kind), "layer norm" or "norm over G groups"."""
+    if norm is None:
+        return "none"
+    if norm.kind == "group":
+        return f"norm over {norm.groups} groups"
+    return "norm" if norm.kind in ("backbone", "rms") else f"{norm.kind} norm"
+
+
+def learned_fact(shape: str) -> str:
+    """Return what stands for the value of a scale that training changes: its shape."""
+    return f"a learned {shape}"
+
+
+def layer_facts(layer: Layer) -> dict[str, object]:
+    """Return what a layer of a plan computes, by field."""
+    found: dict[str, object] = {"order": SEQUENTIAL}
+    for part in SUBLAYERS:
+        sublayer: Sublayer = getattr(layer, part)
+        for entry in fields(sublayer):
+            value = getattr(sublayer, entry.name)
+            if (learned := getattr(sublayer, f"{entry.name}_learned", "no")) != "no":
+                value = learned_fact(learned)
+            if entry.name not in _UNMEASURED and not entry.name.endswith("_learned"):
+                is_norm = value is None or isinstance(value, Norm)
+                found[f"{part}.{entry.name}"] = norm_fact(value) if is_norm else value
+    return found
+
+
+def end_facts(plan: Plan) -> dict[str, object]:
+    """Return what a plan computes before, behind and inside its layers, by field."""
+    values = {name: getattr(plan, name) for name in _ENDS}
+    return {name: norm_fact(v) if v is None or isinstance(v, Norm) else v for name, v in values.items()}
+
+
+def match(layers: Sequence[Facts], ends: Facts) -> Match:
+    """Return the registered placement nearest to measured facts; an exact one with the fewest options first.
+
+    Args:
+        layers: the facts of each layer. A field that a plan has and the facts have not is taken for its default.
+        ends: the facts around the layers; those that could not be measured are left out.
+    """
+    best: tuple[float, Match] | None = None
+    exact: list[tuple[tuple[int, int], str]] = []
+    for spec, plan in _candidates(layers):
+        distance, differences = _distance(layers, plan)
+        spec, ended = _with_ends(spec, plan, ends)
+        differences += ended
+        options = spec.count("="), len(get(plan.placement).options)
+        if not differences:
+            exact.append((options, spec))
+        distance += len(ended) / 2 + options[0] / 100 + options[1] / 1000
+        if best is None or distance < best[0]:
+            best = distance, Match(placement=spec, differences=tuple(differences))
+    assert best is not None
+    if not exact:
+        return best[1]
+    first, *others = [spec for _, spec in sorted(exact, key=lambda one: one[0])]
+    deep = _DEEPER * len(layers)  # Mix-LN is Pre-LN where a quarter of the layers is none
+    same = [spec for spec in others if _layers_of(spec, deep) == _layers_of(first, deep)]
+    return Match(placement=first, others=tuple(dict.fromkeys(same)))
+
+
+def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
+    """Every registered placement, then each with one option changed where that can help."""
+    for name in names():
+        plan = _resolved(name, len(layers))
+        if plan is None:
+            continue
+        yield name, plan
+        wrong = _wrong_fields(layers, plan)
+        if not wrong:
+            continue
+        for option in get(name).options:
+            for value in _values(option.type, layers, scales=all("scale" in field for field in wrong)):
+                changed = _resolved(name, len(layers), **{option.name: value})
+                if changed is not None and changed.layers != plan.layers:
+                    written = str(value).lower() if isinstance(value, bool) else _shown(value)
+                    yield f"{name}({option.name}={written})", changed
+
+
+def _values(kind: object, layers: Sequence[Facts], *, scales: bool) -> list[object]:
+    """Return the values of an option that are worth a try: all words, and numbers that were measured."""
+    alternatives = get_args(kind) if get_origin(kind) is not Literal and get_args(kind) else (kind,)
+    found: list[object] = []
+    for one in alternatives:
+        if get_origin(one) is Literal:
+            found += get_args(one)
+        elif one is bool:
+            found += [True, False]
+        elif one is float and scales:
+            measured = {v for facts in layers for f, v in facts.items() if isinstance(v, float) and v != 1.0}
+            found += sorted(measured)[:_MOST_VALUES]
+        elif one is int and not scales:
+            alike = sum(facts == layers[0] for facts in layers)
+            found += [alike] if alike < len(layers) else []
+    return found
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Keep what placements remark on their options to themselves: nobody chose these."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _resolved(name: str, num_layers: int, **options: object) -> Plan | None:
+    """Return the plan; None where the placement does not take the options."""
+    try:
+        with _silenced():
+            return resolve(name, num_layers, **options)
+    except UserError:
+        return None
+
+
+def _layers_of(spec: str, num_layers: int) -> list[dict[str, object]]:
+    plan = _resolved(spec, num_layers)
+    return [] if plan is None else [layer_facts(layer) for layer in plan.layers]
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, int | float) and isinstance(b, int | float) and not isinstance(a, bool):
+        return abs(a - b) <= _CLOSE * max(abs(a), abs(b))
+    return a == b
+
+
+_DEFAULT = layer_facts(Layer())
+
+
+def _wrong_fields(layers: Sequence[Facts], plan: Plan) -> dict[str, list[int]]:
+    """Return the layers in which a fact is not the plan's, by field."""
+    wrong: dict[str, list[int]] = {}
+    for index, (facts, layer) in enumerate(zip(layers, plan.layers, strict=True)):
+        expected = layer_facts(layer)
+        for field in {**expected, **facts}:
+            measured = facts.get(field, _DEFAULT.get(field))
+            if not _same(measured, expected.get(field)):
+                wrong.setdefault(field, []).append(index)
+    return wrong
+
+
+def _distance(layers: Sequence[Facts], plan: Plan) -> tuple[float, list[str]]:
+    wrong = _wrong_fields(layers, plan)
+    phrases: dict[str, list[str]] = {}
+    for field, indices in wrong.items():
+        expected = layer_facts(plan.layers[indices[0]]).get(field, "none")
+        measured = layers[indices[0]].get(field, _DEFAULT.get(field))
+        where = "" if len(indices) == len(layers) else f" in layer {ranges(indices)}"
+        part, _, name = field.rpartition(".")
+        phrases.setdefault(f"{name}{where} is {_shown(measured)} instead of {_shown(expected)}", []).append(part)
+    both = [phrase if parts in ([""], [*SUBLAYERS]) else f"{parts[0]}.{phrase}" for phrase, parts in phrases.items()]
+    return sum(map(len, wrong.values())) / len(layers), both
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _with_ends(spec: str, plan: Plan, ends: Facts) -> tuple[str, list[str]]:
+    """Return the spec with the options that the ends need, and what no option gives."""
+    expected = end_facts(plan)
+    options, differences = [], []
+    for field, value in ends.items():
+        if _same(value, expected.get(field)):
+            continue
+        if field in ("embedding_norm", "final_norm") and "none" in (value, expected[field]):
+            options.append(f"{field}={str(value != 'none').lower()}")
+        elif field in ("qk_norm", "v_norm") and value in ("off", "head", "full"):
+            options.append(f"{field}={value}")
+        elif field == "embedding_scale":
+            options.append(f"{field}={_shown(value)}")
+        else:
+            differences.append(f"{field} is {_shown(value)} instead of {_shown(expected.get(field, 'none'))}")
+    return _with_options(spec, options), differences
+
+
+def _with_options(spec: str, options: Sequence[str]) -> str:
+    if not options:
+        return spec
+    name, _, rest = spec.partition("(")
+    return f"{name}({', '.join([*([rest[:-1]] if rest else []), *options])})"

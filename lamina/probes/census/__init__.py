@@ -1,0 +1,1 @@
+"""Which placement a checkpoint has, found by measuring it."""

@@ -1,0 +1,508 @@
+"""The census: a checkpoint's placement, named by measuring it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lamina.core.json_types import Json
+from lamina.core.text import ranges
+from lamina.errors import UserError, one_line, shortened, unknown
+from lamina.modeling.backbones.loading import quiet, read_config
+from lamina.modeling.checkpoint import load
+from lamina.modeling.configuration_lamina import backbone_of
+from lamina.modeling.parts import temporary_hooks
+from lamina.placements.matching import PARALLEL, SEQUENTIAL, Facts, Match, learned_fact, match
+from lamina.probes.census.equations import (
+    BLOCK_INPUT,
+    NORMED,
+    STREAM,
+    BranchTerm,
+    Factor,
+    Sum,
+    combination,
+    norm_kind,
+    sums_of,
+)
+from lamina.probes.census.inner_norms import KEY, OUTPUT, QUERY, VALUE, InnerNorm, inner_norms
+from lamina.probes.engine.inputs import batches_of, reads_images
+from lamina.probes.engine.measure import structure_of
+from lamina.probes.structure.hooks import base_of, evaluating, watch
+from lamina.probes.structure.hooks import forward as run
+from lamina.probes.structure.proof import prove
+from lamina.probes.structure.sites import Structure
+
+_SEQUENCES = 3
+_LENGTHS = (13, 11, 17, 19, 23)
+_FEW_LAYERS, _FEW_TOKENS = 4, 512
+_MOST_PARAMETERS = 1_000_000_000  # of a model that is made of a configuration alone
+_CLOSE = 1e-5
+_HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers that compute the same: their indices, a layer's sums, and the norms inside its sub-layers."""
+
+    layers: tuple[int, ...]
+    sums: tuple[Sum, ...]
+    inner: tuple[InnerNorm, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Census:
+    """What was measured of a model, and the registered placement that it is.
+
+    Attributes:
+        model_type: of its configuration.
+        num_layers: how many layers it has.
+        match: the placement; its ``differences`` say in what the model differs from it. None if ``unknown`` says why.
+        unknown: why the model can't be followed.
+        groups: the layers that compute the same, together.
+        ends: the embedding's norm and scale, the final norm, the norms on queries, keys and values.
+        error: the largest difference between a layer's sum and its equation, as a share of the sum's largest value.
+        notes: what the reader should know.
+    """
+
+    model_type: str
+    num_layers: int = 0
+    match: Match | None = None
+    unknown: str = ""
+    groups: tuple[LayerGroup, ...] = ()
+    ends: Facts
+    error: float = math.nan
+    notes: tuple[str, ...] = ()
+
+    @property
+    def placement(self) -> str | None:
+        """The placement with its options, as ``lamina.placements.resolve`` reads it; None if it is none of Lamina's."""
+        return self.match.placement if self.match is not None and not self.match.differences else None
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one line."""
+        if self.match is None:
+            return f"not known: {self.unknown}"
+        if not self.match.differences:
+            others = f" (the same as {', '.join(self.match.others)})" if self.match.others else ""
+            return f"{self.match.placement}{others}"
+        return f"none of Lamina's; nearest is {self.match.placement}, differs: {'; '.join(self.match.differences)}"
+
+    def text(self) -> str:
+        """The answer with its evidence, for a terminal."""
+        lines = [f"{self.model_type}, {self.num_layers} layers", f"placement: {self.verdict}"]
+        for group in self.groups:
+            lines.append(f"\nlayer {ranges(group.layers)}:")
+            lines += [f"  {total.text()}    (to {total.error:.1g} of the largest value)" for total in group.sums]
+            lines += [f"  {n.path}: {n.kind} on {n.on or 'something inside'}, {n.scope}" for n in group.inner]
+        if self.groups:
+            lines += ["", *(f"{name.replace('_', ' ')}: {value}" for name, value in self.ends.items())]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def to_dict(self) -> Json:
+        """The same as plain data, fit for JSON."""
+        return {**asdict(self), "placement": self.placement, "verdict": self.verdict}
+
+
+def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: str | None = None) -> Census:
+    """Measure which placement a model has.
+
+    Args:
+        model_or_path: a transformers or Lamina model; a folder (of a run, or with config.json, whose weights are read
+            if there are any); a configuration, or the name of a model type of transformers, of which a small model with
+            random weights is made. Nothing is fetched, and no code beside a checkpoint runs.
+        layers: the path of the list of layers, where others are meant than those that are found.
+
+    Raises:
+        UserError: for a path that holds no model. A model that can't be followed is no error: ``unknown`` says why.
+    """
+    model, notes = _model_of(model_or_path)
+    config: PreTrainedConfig | None = getattr(model, "config", None)
+    kind = type(model).__name__ if config is None else backbone_of(config).model_type
+    if any(p.dtype.itemsize < 4 for p in model.parameters() if p.is_floating_point()):
+        model = copy.deepcopy(model).float() if isinstance(model_or_path, nn.Module) else model.float()
+    try:
+        with evaluating(model):
+            return _measured(model, kind, layers, notes)
+    except UserError as error:
+        return Census(model_type=kind, unknown=_several_streams(model) or str(error), ends={}, notes=tuple(notes))
+
+
+def _several_streams(model: nn.Module) -> str:
+    """Return that a list of layers hands on several tensors of the model's width; empty where none does."""
+    width = getattr(_text_config(model), "hidden_size", None)
+    found: dict[str, int] = {}
+
+    def see(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+        if first is not None and first.is_floating_point() and isinstance(width, int):
+            found[type(module).__name__] = first.numel() // (first.shape[0] * first.shape[1] * width or 1)
+
+    with temporary_hooks() as hooks:
+        for holder in model.modules():
+            if isinstance(holder, nn.ModuleList) and len(holder):
+                hooks.append(holder[0].register_forward_pre_hook(see, with_kwargs=True))
+        try:
+            inputs = _inputs(model)
+            with torch.no_grad():
+                run(model, inputs)
+        except Exception:  # it does not run on its main input alone, which is what was told
+            return ""
+    return next((f"{name} hands on {count} streams, not one" for name, count in found.items() if count > 1), "")
+
+
+def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str]) -> Census:
+    inputs = _inputs(model)
+    structure = structure_of(model, inputs, layers=layers)
+    root = base_of(model, structure, inputs)
+    proved = prove(structure, inputs, root)
+    kinds = {(s.index, i): sub.kind for s in proved.layers for i, sub in enumerate(s.sublayers)}
+    structure = replace(
+        structure,
+        layers=tuple(
+            replace(
+                s,
+                sublayers=tuple(
+                    replace(sub, kind=kinds.get((s.index, i), sub.kind)) for i, sub in enumerate(s.sublayers)
+                ),
+            )
+            for s in structure.layers
+        ),
+    )
+    sums = sums_of(structure, root, inputs)
+    notes += structure.notes
+    bare = [
+        site.index
+        for site, found in zip(structure.layers, sums, strict=True)
+        if not all(s.skip for s in found) or not found
+    ]
+    if bare:
+        raise UserError(
+            f"what layer {ranges(bare)} hands on is no sum of its stream and its branches, each times a factor"
+            + (f" ({structure.notes[0]})" if structure.notes else "")
+        )
+    groups = _grouped(structure, sums, root, inputs)
+    facts: list[dict[str, object]] = [{}] * structure.num_layers
+    for group in groups:
+        for index in group.layers:
+            facts[index] = _facts(group, _usual_kind(groups))
+    ends = _ends(structure, groups, root, inputs, notes)
+    notes += _shape_notes(groups)
+    around = {name: _as_fact(value, _usual_kind(groups)) for name, value in ends.items() if value is not None}
+    return Census(
+        model_type=kind,
+        num_layers=structure.num_layers,
+        match=match(*_with_norms_before(facts, around)),
+        groups=tuple(groups),
+        ends=ends,
+        error=max(total.error for found in sums for total in found),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:
+    """Return the facts with a norm whose output is the skip, too (MiniMax), as the post-norm of the sum before it.
+
+    So is a final norm where it takes the place of the last layer's post-norm.
+    """
+    layers, ends = [dict(facts) for facts in layers], dict(ends)
+    if any(facts["attention.skip"] != NORMED or "feed_forward.post_norm" in facts for facts in layers):
+        return [*layers], ends
+    for index, facts in enumerate(layers):
+        norm, facts["attention.skip"] = facts.pop("attention.pre_norm"), STREAM
+        if index:
+            layers[index - 1]["feed_forward.post_norm"] = norm
+        elif ends["embedding_norm"] == "none":
+            ends["embedding_norm"] = norm
+    if ends["final_norm"] != "none":
+        layers[-1]["feed_forward.post_norm"], ends["final_norm"] = ends["final_norm"], "none"
+    return [*layers], ends
+
+
+def _grouped(
+    structure: Structure,
+    sums: Sequence[Sequence[Sum]],
+    root: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+) -> list[LayerGroup]:
+    """Return the kinds of layer; the norms inside are looked at in the first layer of each."""
+    indices: dict[object, list[int]] = {}
+    for site, found in zip(structure.layers, sums, strict=True):
+        inner = tuple(norm.role for sub in site.sublayers for norm in sub.norms if norm.role == "inner_norm")
+        same = tuple(
+            (
+                tuple(sorted((name, _alike(factor)) for name, factor in total.skip.items())),
+                tuple(
+                    (b.kind, tuple(sorted(b.norms.items())), _alike(b.scale), _alike(b.pre_scale))
+                    for b in total.branches
+                ),
+                total.post_norm,
+                total.coupling,
+            )
+            for total in found
+        )
+        indices.setdefault((same, inner), []).append(site.index)
+    groups = []
+    for members in indices.values():
+        first = structure.layers[members[0]]
+        inner_found = [norm for sub in first.sublayers for norm in inner_norms(sub, root, inputs)]
+        worst = [
+            replace(total, error=max(sums[i][number].error for i in members))
+            for number, total in enumerate(sums[members[0]])
+        ]
+        groups.append(LayerGroup(layers=tuple(members), sums=tuple(worst), inner=tuple(inner_found)))
+    return groups
+
+
+def _alike(factor: Factor | None) -> object:
+    if factor is None:
+        return None
+    return factor.learned if factor.learned != "no" else ("by channel" if factor.by_channel else factor.value)
+
+
+def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
+    """Return a layer's sums in the fields of a plan."""
+    found: dict[str, object] = {"order": SEQUENTIAL}
+    terms = [(total, branch) for total in group.sums for branch in total.branches]
+    parallel = any(len(total.branches) > 1 for total in group.sums)
+    if parallel:
+        found["order"] = PARALLEL
+    elif len(terms) > 1 and terms[0][1].kind == "feed_forward" and terms[1][1].kind != "feed_forward":
+        found["order"] = "feed-forward, then attention"
+    places = dict(zip(("attention", "feed_forward"), (terms[0], terms[-1]), strict=True))
+    for part, (total, branch) in places.items():
+        found |= {f"{part}.{name}": value for name, value in _sublayer_facts(total, branch, usual).items()}
+    if len(terms) > 2:
+        middle = [_sublayer_facts(total, branch, usual) for total, branch in terms[1:-1]]
+        if any(facts != _sublayer_facts(*terms[0], usual) for facts in middle):
+            found["order"] = f"{len(terms)} sub-layers, which differ"
+    for norm in group.inner:
+        if norm.on == OUTPUT and norm.inside in ("attention", "feed_forward"):  # a mixer's are its own
+            found[f"{norm.inside}.inner_norm"] = _as_fact(norm.kind, usual)
+    return found
+
+
+def _sublayer_facts(total: Sum, branch: BranchTerm, usual: str) -> dict[str, object]:
+    names = tuple(total.skip)
+    carries = {(STREAM,): STREAM, (BLOCK_INPUT,): BLOCK_INPUT, (STREAM, BLOCK_INPUT): "both"}
+    factors = list(total.skip.values())
+    found: dict[str, object] = {"skip": carries.get(names, " and ".join(names))}
+    scales = {"skip_scale": factors[0], "out_scale": branch.scale, "pre_scale": branch.pre_scale}
+    if len({_alike(factor) for factor in factors}) > 1:
+        found["skip"] = " + ".join(f"{factor}{name}" for name, factor in total.skip.items())
+        del scales["skip_scale"]
+    if total.coupling != "none":
+        found["coupling"] = total.coupling
+        del scales["skip_scale"]
+    for name, factor in scales.items():
+        if factor is None:
+            found[name] = "another tensor"
+        elif factor.learned != "no":
+            found[name] = learned_fact(factor.learned)
+        elif factor.by_channel:
+            found[name] = "by channel"
+        elif abs(factor.value - 1.0) > _CLOSE:
+            found[name] = factor.value
+    norms = {**branch.norms, **({"post_norm": total.post_norm} if total.post_norm else {})}
+    return found | {position: _as_fact(kind, usual) for position, kind in norms.items()}
+
+
+def _usual_kind(groups: Sequence[LayerGroup]) -> str:
+    """Return the norm that most of the sub-layers have: the plan's "norm" of the backbone's own kind."""
+    counts: dict[str, int] = {}
+    for group in groups:
+        for total in group.sums:
+            for kind in (*(k for b in total.branches for k in b.norms.values()), total.post_norm):
+                if kind in ("rms", "layer"):
+                    counts[kind] = counts.get(kind, 0) + len(group.layers)
+    return max(counts, key=lambda kind: counts[kind], default="rms")
+
+
+def _as_fact(value: object, usual: str) -> object:
+    """Return a measured norm's kind in the words of ``norm_fact``; other values as they are."""
+    if value == usual:
+        return "norm"
+    words = {"layer": "layer norm", "rms": "rms norm"}
+    if isinstance(value, str) and value.startswith("group of "):
+        return f"norm over {value.removeprefix('group of ')} groups"
+    return words.get(value, value) if isinstance(value, str) else value
+
+
+def _ends(
+    structure: Structure,
+    groups: Sequence[LayerGroup],
+    root: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    notes: list[str],
+) -> dict[str, object]:
+    """Return what stands around the layers; None for the embedding's scale where x^0 is more than a table's row."""
+    found: dict[str, object] = {"embedding_norm": "none", "embedding_scale": None, "final_norm": "none"}
+    points = {("x0", ""): structure.layers[0].input}
+    sites = {"embedding_norm": structure.embedding_norm, "final_norm": structure.final_norm}
+    for name, site in sites.items():
+        if site is not None:
+            points |= {(name, "input"): site.input, (name, "output"): site.output}
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
+
+    def see(key: tuple[str, str], tensor: torch.Tensor) -> None:
+        tensors[key] = tensor.detach().double().flatten(0, -2)
+
+    with torch.no_grad(), watch(points, see, root=root):
+        run(root, inputs)
+    for name, site in sites.items():
+        if site is not None:
+            x, y = (tensors.get((name, side)) for side in ("input", "output"))
+            found[name] = "norm" if x is None or y is None else norm_kind(site.module, x, y)
+    first = tensors.get(("embedding_norm", "input"), tensors["x0", ""])
+    table = getattr(structure.embedding, "weight", None)
+    if isinstance(table, torch.Tensor) and "input_ids" in inputs and table.shape[-1] == first.shape[-1]:
+        rows = table.detach().double()[inputs["input_ids"]].flatten(0, -2)
+        (factor,), error = combination(first, [rows], by_channel=False)
+        if error <= 1e-4:
+            scale, root_of_width = float(factor), math.sqrt(structure.hidden_size)
+            found["embedding_scale"] = 1.0 if abs(scale - 1.0) <= _CLOSE else float(f"{scale:.6g}")
+            if abs(scale / root_of_width - 1.0) <= 1e-3:
+                found["embedding_scale"] = "sqrt_hidden_size"
+        else:
+            notes.append("x^0 is more than a row of the embedding's table times a number (positions, for example)")
+    return found | _head_norms([norm for group in groups for norm in group.inner], notes)
+
+
+def _head_norms(inner: Iterable[InnerNorm], notes: list[str]) -> dict[str, object]:
+    scopes: dict[str, set[str]] = {QUERY: set(), KEY: set(), VALUE: set()}
+    for norm in inner:
+        if norm.on in scopes and norm.inside == "attention" and norm.scope != "latent":
+            scopes[norm.on].add(norm.scope)
+    for norm in inner:
+        if norm.scope == "latent" and norm.on in scopes:
+            notes.append("a norm stands on a low-rank state inside the attention; it belongs to the module")
+    q, k, v = (next(iter(found)) if len(found) == 1 else "several" if found else "off" for found in scopes.values())
+    if q != k:
+        notes.append(f"the norm on queries is {q!r}, that on keys {k!r}")
+    return {"qk_norm": q if q == k else "several", "v_norm": v}
+
+
+def _shape_notes(groups: Sequence[LayerGroup]) -> list[str]:
+    notes = []
+    for group in groups:
+        terms = [branch for total in group.sums for branch in total.branches]
+        if len(terms) != 2:
+            kinds = ", ".join(branch.kind.replace("_", "-") for branch in terms)
+            notes.append(f"layer {ranges(group.layers)} has {len(terms)} sub-layer{'s' * (len(terms) != 1)}: {kinds}")
+    return notes
+
+
+def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return random tokens of a length that is no other size of the model's, or noise for a vision model."""
+    if reads_images(model):
+        return batches_of(None, model, None, corpus="noise", sequences=_SEQUENCES)[0]
+    text = _text_config(model)
+    sizes = {v for v in vars(text).values() if isinstance(v, int)} if text is not None else set()
+    size = getattr(text, "vocab_size", None) or _FEW_TOKENS
+    length = next(n for n in (*_LENGTHS, _LENGTHS[0]) if n not in sizes)
+    low = 6 if size > 16 else 0
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(low, size, (_SEQUENCES, length), generator=generator)
+    return {"input_ids": ids.to(next(model.parameters()).device)}
+
+
+def _text_config(model: nn.Module) -> PreTrainedConfig | None:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+
+
+def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Module, list[str]]:
+    if isinstance(given, nn.Module):
+        for name, parameter in given.named_parameters():
+            if parameter.is_meta:
+                raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
+        return given, []
+    if isinstance(given, PreTrainedConfig):
+        return _random_model(given)
+    place = Path(given).expanduser()
+    if not place.exists():
+        if str(given) not in transformers.CONFIG_MAPPING:
+            known = unknown("model", str(given), transformers.CONFIG_MAPPING)
+            raise UserError(f"{known}; or a folder with config.json")
+        return _random_model(transformers.CONFIG_MAPPING[str(given)]())
+    weights = (
+        [file for kind in ("*.safetensors*", "*.bin*", "*.gguf") for file in place.glob(kind)] if place.is_dir() else []
+    )
+    if place.is_dir() and (place / "config.json").is_file() and not weights:
+        return _random_model(read_config(place, "model", weights=False))
+    loaded = load(place)
+    return loaded.model, list(loaded.notes)
+
+
+def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
+    """Return a model of a configuration with random weights, with fewer layers and tokens where it would be large."""
+    note = "made of the configuration alone, with random weights"
+    count = _size(config)
+    if count > _MOST_PARAMETERS // 10:
+        config = _smaller(config)
+        note += (
+            f", {_FEW_LAYERS} layers and {_FEW_TOKENS} tokens: a factor that depends on the depth is that of so many"
+        )
+        count = _size(config)
+    if count > _MOST_PARAMETERS:
+        raise UserError(
+            f"model: {config.model_type!r} has {count:,} parameters even with {_FEW_LAYERS} layers (allowed: its "
+            f"weights, or a configuration of at most {_MOST_PARAMETERS:,})"
+        )
+    torch.manual_seed(0)
+    with quiet():
+        model = _class_of(config)(config).eval()
+    return stirred(model), [note]
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    """Return the model with gains, biases and scales that are not ones and zeros, which would hide what they do."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim <= 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
+    return model
+
+
+def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    for name in _HEADS:
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise UserError(f"model: transformers has no model for the model type {config.model_type!r}")
+
+
+def _size(config: PreTrainedConfig) -> int:
+    try:
+        with torch.device("meta"), quiet():
+            return sum(parameter.numel() for parameter in _class_of(config)(config).parameters())
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"model: {config.model_type!r} can't be built: {shortened(one_line(error), 300)}") from error
+
+
+def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration with few layers and tokens; a list with an entry for each layer is cut with them."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == layers:
+            setattr(text, name, value[:_FEW_LAYERS])
+        elif name.endswith("_token_id") and isinstance(value, int):
+            setattr(text, name, 0)
+    if isinstance(layers, int):
+        text.num_hidden_layers = min(layers, _FEW_LAYERS)
+    if getattr(text, "vocab_size", None):
+        text.vocab_size = min(text.vocab_size, _FEW_TOKENS)
+    return small

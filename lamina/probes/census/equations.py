@@ -1,0 +1,355 @@
+"""What a sub-layer computes, fitted to the tensors of one forward pass.
+
+Each sum on the stream is written as a combination of what it may be made of: the branches, and the stream, the layer's
+input, the norm's output or the embedding as the skip. The simplest combination that leaves rounding alone is the proof.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from lamina.modeling.modeling_lamina import NormStyle
+from lamina.probes.structure.hooks import forward, watch
+from lamina.probes.structure.sites import LayerSite, NormSite, Point, Structure, SublayerSite
+
+Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]
+STREAM, BLOCK_INPUT, NORMED, EMBEDDING = "stream", "block_input", "the norm's output", "embedding"
+# What a skip may carry, the simplest first.
+_SKIPS = ((STREAM,), (BLOCK_INPUT,), (STREAM, BLOCK_INPUT), (NORMED,), (STREAM, EMBEDDING), (STREAM, NORMED))
+ONE, NUMBER, CHANNEL = "one", "number", "channel"
+# What the skips and the branches are multiplied by, the simplest first.
+_FACTORS = ((NUMBER, ONE), (NUMBER, NUMBER), (ONE, CHANNEL), (CHANNEL, ONE), (CHANNEL, CHANNEL))
+_ROUNDING = 32 * torch.finfo(torch.float32).eps  # of a sum, as a share of its largest term
+_APART = 1e-4  # of two factors that are not the same
+_MOVED = 1e-3  # a factor that changes by more of itself when the layer's own parameters do is learned
+_ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """What a term is multiplied by: a number, or the mean where each channel has its own; learned "no" or its shape."""
+
+    value: float = 1.0
+    by_channel: bool = False
+    learned: str = "no"
+
+    def __str__(self) -> str:
+        """The factor before its term: empty for 1."""
+        if self.learned != "no":
+            return f"({self.learned} {self.value:.4g}) "
+        if self.by_channel:
+            return f"(by channel, mean {self.value:.4g}) "
+        return "" if self.value == 1.0 else f"{self.value:.6g} "
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchTerm:
+    """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms``: the norm's kind by position.
+
+    ``pre_scale`` is None where what enters the module is no multiple of what the norm before it gives.
+    """
+
+    kind: str
+    path: str
+    norms: Mapping[str, str]
+    scale: Factor
+    pre_scale: Factor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """One addition to the stream: its branches (two where they stand side by side), what the skip carries, and C.
+
+    ``coupling``: whether skip and branch have factors a and b with a + b = 1 ("lerp") or a^2 + b^2 = 1 ("variance").
+    ``error`` is the largest difference from the layer's own sum, as a share of its largest value; where no combination
+    fits, ``skip`` is empty and the error that of the best.
+    """
+
+    branches: tuple[BranchTerm, ...]
+    skip: Mapping[str, Factor]
+    post_norm: str | None
+    coupling: str
+    error: float
+
+    def text(self) -> str:
+        """The equation: ``y = rms(64 stream + attention(rms(stream)))``."""
+        if not self.skip:
+            return f"no combination of the stream and {', '.join(b.kind for b in self.branches)} fits"
+        terms = [f"{factor}{name}" for name, factor in self.skip.items()]
+        for branch in self.branches:
+            inner = STREAM if "pre_norm" not in branch.norms else f"{branch.norms['pre_norm']}({STREAM})"
+            inner = f"{branch.pre_scale if branch.pre_scale is not None else '? '}{inner}"
+            made = f"{branch.kind}({inner})"
+            if "out_norm" in branch.norms:
+                made = f"{branch.norms['out_norm']}({made})"
+            terms.append(f"{branch.scale}{made}")
+        total = " + ".join(terms)
+        return f"y = {self.post_norm}({total})" if self.post_norm else f"y = {total}"
+
+
+def sums_of(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[list[Sum]]:
+    """Return each layer's additions to the stream. Two passes: one to fit, one with the layers' own scales changed."""
+    groups = [_groups(site) for site in structure.layers]
+    points = {key: point for site, found in zip(structure.layers, groups, strict=True) for key, point in _points(site)}
+    tensors = _watched(root, points, inputs)
+    embedding = tensors[0, "input"]
+    own = [_own_parameters(site) for site in structure.layers]
+    moved = None
+    if any(own):
+        with _changed([parameter for parameters in own for parameter in parameters]):
+            moved = _watched(root, points, inputs)
+    layers = []
+    for site, found, parameters in zip(structure.layers, groups, own, strict=True):
+        fitted = [_Fit(site, group, tensors, embedding) for group in found]
+        sums = [fit.sum() for fit in fitted]
+        if moved is not None and parameters:
+            again = [_Fit(site, group, moved, moved[0, "input"]) for group in found]
+            sums = [_learned(a, b, one) for a, b, one in zip(fitted, again, sums, strict=True)]
+        layers.append(sums)
+    return layers
+
+
+def _groups(site: LayerSite) -> list[list[tuple[int, SublayerSite]]]:
+    """Return the sub-layers that are added before anything reads the stream again: those that run side by side."""
+    groups: list[list[tuple[int, SublayerSite]]] = [[]]
+    for number, sublayer in enumerate(site.sublayers):
+        if groups[-1] and groups[-1][-1][1].after is not None and groups[-1][-1][1].after is not sublayer.after:
+            groups.append([])
+        groups[-1].append((number, sublayer))
+    return [group for group in groups if group]
+
+
+def _points(site: LayerSite) -> Iterator[tuple[Hashable, Point]]:
+    yield (site.index, "input"), site.input
+    yield (site.index, "output"), site.output
+    for number, sublayer in enumerate(site.sublayers):
+        key = (site.index, number)
+        yield (*key, "branch"), replace(sublayer.contribution, factor=None)
+        if sublayer.after is not None:
+            yield (*key, "after"), sublayer.after
+        if sublayer.entry is not None:
+            yield (*key, "entry"), sublayer.entry
+        for norm in sublayer.norms:
+            if norm.role != "inner_norm":
+                yield (*key, norm.role, "input"), norm.input
+                yield (*key, norm.role, "output"), norm.output
+
+
+def _watched(root: nn.Module, points: Mapping[Hashable, Point], inputs: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return the tensors at the points, float64 [tokens, channels] where they have the stream's size."""
+    found: dict[Hashable, torch.Tensor] = {}
+    with torch.no_grad(), watch(points, lambda key, value: found.update({key: value.detach().clone()}), root=root):
+        forward(root, inputs)
+    return {key: tensor.double().flatten(0, -2) for key, tensor in found.items()}
+
+
+def _own_parameters(site: LayerSite) -> list[nn.Parameter]:
+    """Return the scales of the layer's own: parameters outside its norms and of no module with a matrix."""
+    parts = [module for sublayer in site.sublayers for _, module in sublayer.modules]
+    parts = [module for module in parts if any(parameter.ndim > 1 for parameter in module.parameters())]
+    parts += [norm.module for sublayer in site.sublayers for norm in sublayer.norms]
+    others = {id(parameter) for part in parts for parameter in part.parameters()}
+    return [parameter for parameter in site.module.parameters() if id(parameter) not in others]
+
+
+@contextmanager
+def _changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    before = [parameter.detach().clone() for parameter in parameters]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in parameters:
+            noise = torch.rand(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+            parameter.add_(0.5 + noise)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+
+
+class _Fit:
+    """One sum's terms and what is added up, and the factors that fit: a tensor of one or of all channels each."""
+
+    def __init__(
+        self, site: LayerSite, group: list[tuple[int, SublayerSite]], tensors: Tensors, embedding: torch.Tensor
+    ):
+        self.site, self.group, self.tensors = site, group, tensors
+        first, last = group[0][0], group[-1][0]
+        before = (site.index, first - 1)
+        self.stream = tensors[site.index, "input"]
+        if first:
+            self.stream = tensors.get((*before, "after"), self.stream)
+        total = tensors.get((site.index, last, "post_norm", "input"))
+        if total is None:
+            total = tensors.get((site.index, last, "after"), tensors[site.index, "output"])
+        self.total = total
+        skips = {STREAM: self.stream, BLOCK_INPUT: tensors[site.index, "input"], EMBEDDING: embedding}
+        normed = tensors.get((site.index, first, "pre_norm", "output"))
+        if normed is not None:
+            skips[NORMED] = normed
+        different = [name for name in skips if name == STREAM or not torch.equal(skips[name], self.stream)]
+        self.skips = {name: skips[name] for name in different if skips[name].shape == total.shape}
+        branches = [tensors[site.index, number, "branch"] for number, _ in group]
+        self.error = math.inf
+        self.names: tuple[str, ...] = ()
+        self.factors: list[torch.Tensor] = []
+        leaves = tensors.get((site.index, last, "post_norm", "output"), total)
+        output = tensors[site.index, "output"]
+        apart = float((leaves - output).abs().max()) if leaves.shape == output.shape else math.inf
+        changed = last == len(site.sublayers) - 1 and apart > _ROUNDING * float(output.abs().max())
+        if not changed and all(branch.shape == total.shape for branch in branches):
+            self._solve(branches)
+
+    def _solve(self, branches: list[torch.Tensor]) -> None:
+        """Find the simplest factors that leave rounding alone."""
+        largest = max(float(tensor.abs().max()) for tensor in (self.total, self.stream, *branches)) or 1.0
+        for skips_have, branches_have in _FACTORS:
+            for names in _SKIPS:
+                if not set(names) <= self.skips.keys():
+                    continue
+                given = [self.skips[name] for name in names]
+                fixed = (given if skips_have == ONE else []) + (branches if branches_have == ONE else [])
+                fitted = (given if skips_have != ONE else []) + (branches if branches_have != ONE else [])
+                rest = self.total - torch.stack(fixed).sum(0) if fixed else self.total
+                by_channel = CHANNEL in (skips_have, branches_have)
+                factors, error = combination(rest, fitted, by_channel, largest)
+                self.error = min(error, self.error)
+                if error <= _ROUNDING:
+                    ones = [torch.ones(1, dtype=torch.float64)] * len(fixed)
+                    self.names = names
+                    self.factors = factors + ones if branches_have == ONE else ones + factors
+                    return
+
+    def sum(self) -> Sum:
+        """Return the equation; without factors where nothing fits."""
+        factors = [_factor(f) for f in self.factors] or [Factor()] * (len(self.names) + len(self.group))
+        skip = dict(zip(self.names, factors, strict=False))
+        branches = []
+        for (number, sublayer), factor in zip(self.group, factors[len(self.names) :], strict=True):
+            norms = self._norms(number, sublayer.norms)
+            path = (sublayer.modules[0] if sublayer.modules else (sublayer.contribution.path,))[0]
+            pre = self.pre_factor(number, sublayer)
+            pre_scale = None if pre is None else _factor(pre)
+            branches.append(BranchTerm(kind=sublayer.kind, path=path, norms=norms, scale=factor, pre_scale=pre_scale))
+        post = self._norms(self.group[-1][0], self.group[-1][1].norms, post=True).get("post_norm")
+        return Sum(branches=tuple(branches), skip=skip, post_norm=post, coupling=self._coupling(), error=self.error)
+
+    def _coupling(self) -> str:
+        if len(self.factors) != 2 or len(self.names) != 1:
+            return "none"
+        skip, branch = torch.broadcast_tensors(*self.factors)
+        inside = bool(((branch > _APART) & (branch < 1 - _APART) & (skip < 1 - _APART)).all())
+        kinds = {"lerp": skip + branch, "variance": skip.pow(2) + branch.pow(2)}
+        return next((k for k, total in kinds.items() if inside and float((total - 1).abs().max()) < _APART), "none")
+
+    def pre_factor(self, number: int, sublayer: SublayerSite) -> torch.Tensor | None:
+        """Return what the module's input is of the norm's output; of the stream without a norm before the module."""
+        entry = self.tensors.get((self.site.index, number, "entry"))
+        normed = self.tensors.get((self.site.index, number, "pre_norm", "output"))
+        norm = next((norm for norm in sublayer.norms if norm.role == "pre_norm"), None)
+        within = norm is not None and sublayer.entry is not None and norm.path.startswith(f"{sublayer.entry.path}.")
+        source = self.stream if normed is None or within else normed
+        return None if entry is None or entry.shape != source.shape else _ratio(entry, source)
+
+    def _norms(self, number: int, norms: Sequence[NormSite], post: bool = False) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for norm in norms:
+            if norm.role == "inner_norm" or (norm.role == "post_norm") is not post:
+                continue
+            tensors = [self.tensors.get((self.site.index, number, norm.role, side)) for side in ("input", "output")]
+            x, y = tensors
+            kind = "norm" if x is None or y is None else norm_kind(norm.module, x, y)
+            found[norm.role] = f"{found[norm.role]} of {kind}" if norm.role in found else kind
+        return found
+
+
+def combination(
+    total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
+) -> tuple[list[torch.Tensor], float]:
+    """Return the factors [1 or channels] of the terms [tokens, channels] that fit a total best, and the error left.
+
+    The error is the largest difference, as a share of ``largest``, by default the total's and the terms' largest value.
+    """
+    largest = largest or max(float(tensor.abs().max()) for tensor in (total, *terms)) or 1.0
+    if by_channel:
+        basis, aim = torch.stack(list(terms), dim=-1).transpose(0, 1), total.T[..., None]  # [channels, tokens, terms]
+    else:
+        basis, aim = torch.stack([t.flatten() for t in terms], dim=-1)[None], total.flatten()[None, :, None]
+    solution = torch.linalg.lstsq(basis / largest, aim / largest, driver="gelsd").solution  # [1 or channels, terms, 1]
+    factors = list(solution[..., 0].unbind(-1))
+    rest = total - sum((f * t for f, t in zip(factors, terms, strict=True)), torch.zeros_like(total))
+    error = float(rest.abs().max()) / largest
+    return factors, error if math.isfinite(error) else math.inf
+
+
+def _ratio(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
+    for by_channel in (False, True):
+        (factor,), error = combination(tensor, [source], by_channel)
+        if error <= _ROUNDING:
+            return factor
+    return None
+
+
+def _factor(values: torch.Tensor) -> Factor:
+    return Factor(value=float(f"{float(values.mean()):.6g}"), by_channel=len(values) > 1)
+
+
+def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
+    """Return which norm gives y of x, both [vectors, channels]: rms, layer, "group of G", or "other".
+
+    Decided by fitting y's channels to x normed in each way, with the module's own epsilon.
+    """
+    channels, eps = x.shape[-1], NormStyle.of(norm).eps
+    if y.shape != x.shape:
+        return "other"
+
+    def error(parts: int, centered: bool) -> float:
+        z = x.unflatten(-1, (parts, -1))
+        z = z - z.mean(-1, keepdim=True) if centered else z
+        z = (z * (z.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2)
+        return combination(y, [z, torch.ones_like(z)] if centered else [z], by_channel=True)[1]
+
+    errors = {"rms": error(1, centered=False), "layer": error(1, centered=True)}
+    best = min(errors, key=lambda kind: errors[kind])
+    if errors[best] <= _ROUGHLY:
+        return best
+    parts = [g for g in range(2, channels // 2 + 1) if channels % g == 0]
+    return next((f"group of {g}" for g in parts if error(g, centered=False) <= _ROUGHLY), "other")
+
+
+def _learned(before: _Fit, after: _Fit, found: Sum) -> Sum:
+    """Mark the factors that moved when the layer's own parameters did."""
+    if not (before.factors and after.factors and before.names == after.names):
+        return found
+    skip = {
+        name: _marked(factor, before.factors[i], after.factors[i])
+        for i, (name, factor) in enumerate(found.skip.items())
+    }
+    branches = []
+    for i, ((number, sublayer), branch) in enumerate(zip(before.group, found.branches, strict=True)):
+        place = len(before.names) + i
+        scale = _marked(branch.scale, before.factors[place], after.factors[place])
+        pre, again, pre_scale = (
+            before.pre_factor(number, sublayer),
+            after.pre_factor(number, sublayer),
+            branch.pre_scale,
+        )
+        if pre is not None and again is not None and pre_scale is not None:
+            pre_scale = _marked(pre_scale, pre, again)
+        branches.append(replace(branch, scale=scale, pre_scale=pre_scale))
+    return replace(found, skip=skip, branches=tuple(branches))
+
+
+def _marked(factor: Factor, before: torch.Tensor, after: torch.Tensor) -> Factor:
+    apart = float((before - after).abs().max())
+    if apart <= _MOVED * max(float(before.abs().max()), float(after.abs().max())):
+        return factor
+    return replace(factor, learned="vector" if len(after) > 1 else "scalar")

@@ -1,0 +1,197 @@
+"""The census names a placement by measuring a model: Lamina's own, and those of transformers as their sources say."""
+
+import json
+
+import pytest
+import torch
+from probes.small_models import small_model
+from probes.tiny import llama
+from reliability.tiny_families import MORE, tiny_model
+from torch import nn
+
+import lamina
+from lamina.cli import main
+from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
+from lamina.placements.matching import layer_facts, match
+
+LAYERS = 8
+
+
+def wired(placement, **more):
+    """A Llama with a placement and gains, biases and scales that are not ones and zeros."""
+    torch.manual_seed(0)
+    model = lamina.build(llama(layers=LAYERS, **more).config, placement, init="normal")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim <= 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def same_plan(found, expected):
+    """Two placements compute the same; where training changes a scale, its value at the start is left out."""
+    plans = [resolve(placement, LAYERS) for placement in (found, expected)]
+    layers = [[layer_facts(layer) for layer in plan.layers] for plan in plans]
+    assert layers[0] == layers[1], found
+    for end in ("final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm"):
+        a, b = (getattr(plan, end) for plan in plans)
+        assert a == b or (hasattr(a, "kind") and hasattr(b, "kind")), (found, end)
+
+
+@pytest.mark.parametrize("placement", names())
+def test_every_placement_is_found_again_without_its_name(placement):
+    model = wired(placement)
+    model.config.plan = None  # what the checkpoint says of itself
+    found = lamina.placement_of(model)
+    assert found.placement is not None, found.text()
+    same_plan(found.placement, placement)
+    assert found.error < 1e-6
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "keel(alpha=7.5)",
+        "keel(first_layer=keel)",
+        "mix_ln(num_post_layers=5)",
+        "pre_ln(qk_norm=head, v_norm=full)",
+        "granite(multiplier=0.22)",
+        "post_ln(embedding_norm=true, embedding_scale=3.0)",
+        "sandwich_ln(embedding_scale=sqrt_hidden_size, final_norm=false)",
+    ],
+)
+def test_options_are_measured(placement):
+    same_plan(lamina.placement_of(wired(placement)).placement, placement)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "expected"),
+    [
+        ({"out_scale": 0.0, "out_scale_learned": "scalar"}, "out_scale is a learned scalar instead of 1"),
+        ({"out_scale": 0.3, "coupling": "lerp"}, "coupling is lerp instead of none"),
+    ],
+)
+def test_a_factor_on_the_branch_is_measured(wiring, expected):
+    layer = Layer.of(Sublayer(pre_norm=Norm(), **wiring))
+    found = lamina.placement_of(wired(Plan(placement="mine", layers=(layer,) * LAYERS, final_norm=Norm())))
+    assert any(phrase.startswith(expected) for phrase in found.match.differences), found.verdict
+
+
+def test_a_scale_that_is_one_at_the_start_is_seen_to_be_learned():
+    torch.manual_seed(0)
+    model = lamina.build(llama(layers=3).config, "admin", init="normal")
+    assert lamina.placement_of(model).placement == "admin"
+
+
+# The placement, or words of what it differs in, read in transformers' sources.
+FOREIGN = {
+    "llama": "pre_ln",
+    "gemma2": "gemma2",
+    "olmo2": "olmo2",
+    "bert": "post_ln(embedding_norm=true)",
+    "gpt2": "pre_ln",
+    "glm4": "sandwich_ln",
+    "granite": "granite(multiplier=0.25)",
+    "cohere": "side by side",
+    "beit": "layerscale(final_norm=false)",
+    "modernbert": "attention.pre_norm in layer 0 is none",
+}
+
+
+@pytest.mark.parametrize(("family", "expected"), FOREIGN.items())
+def test_families_of_transformers(family, expected):
+    found = lamina.placement_of(small_model(family))
+    if " " in expected:
+        assert found.placement is None
+        assert expected in found.verdict
+    else:
+        assert found.placement == expected, found.text()
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    {
+        "minimax": "deepnorm(alpha=3.5, embedding_norm=true)",
+        "bitnet": "subln",
+        "doge": "doge(qk_norm=head)",
+        "deepseek_v4": "not known: DeepseekV4DecoderLayer hands on 4 streams, not one",
+        "mamba": "pre_ln",
+    }.items(),
+)
+def test_families_that_need_more_than_one_scale(family, expected, monkeypatch):
+    monkeypatch.setitem(MORE, "minimax", {f"{kind}_alpha_factor": 3.5 for kind in ("full_attn", "linear_attn", "mlp")})
+    assert expected in lamina.placement_of(tiny_model(family)).verdict
+
+
+def test_a_latent_norm_is_no_norm_on_queries():
+    found = lamina.placement_of(tiny_model("deepseek_v3"))
+    assert found.placement == "pre_ln"
+    assert {norm.scope for group in found.groups for norm in group.inner} == {"latent"}
+
+
+class Gated(nn.Module):
+    """A layer whose stream is multiplied by a gate that depends on the token."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, **kwargs):
+        y = self.layer(x, **kwargs)
+        return y * (1 + 0.1 * torch.tanh(y.roll(1, -1)))
+
+
+def test_what_is_no_sum_is_not_named():
+    model = llama()
+    model.model.layers[1] = Gated(model.model.layers[1])
+    found = lamina.placement_of(model)
+    assert found.placement is None
+    assert found.verdict.startswith("not known: ")
+
+
+def test_the_evidence_is_plain_data_and_text():
+    found = lamina.placement_of(wired("keel"))
+    assert json.loads(json.dumps(found.to_dict()))["placement"] == "keel"
+    assert "y = rms(16 stream + attention(rms(stream)))" in found.text()
+
+
+def test_differences_are_by_field():
+    facts = [dict(layer_facts(layer)) for layer in resolve("pre_ln", 2).layers]
+    facts[1]["feed_forward.skip_scale"] = 2.0
+    found = match(facts, {"final_norm": "norm"})
+    assert (found.placement, found.differences) == ("pre_ln", ("feed_forward.skip_scale in layer 1 is 2 instead of 1",))
+
+
+def test_the_command_measures_a_folder_a_configuration_and_a_model_type(tmp_path, capsys):
+    llama().save_pretrained(tmp_path / "model")
+    assert main(["placements", "--of", str(tmp_path / "model")]) == 0
+    assert "placement: pre_ln\n" in capsys.readouterr().out
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert main(["placements", "--of", str(tmp_path / "model"), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["placement"] == "pre_ln"
+    assert "random weights" in record["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["keel", "--of", "llama"], "--of: 'llama' beside the placement 'keel'"),
+        (["--of", "lama"], "unknown model 'lama'; did you mean 'llama'?"),
+        (["--of", "{tmp}"], "holds no saved model (config.json is missing)"),
+    ],
+)
+def test_what_is_no_model_is_one_line(words, message, tmp_path, capsys):
+    assert main(["placements", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_code_beside_a_checkpoint_is_not_run(tmp_path, capsys):
+    config = {"model_type": "strange", "auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert main(["placements", "--of", str(tmp_path)]) == 2
+    assert "code of its own" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
