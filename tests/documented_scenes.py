@@ -156,6 +156,13 @@ def watched(path):
     exec(code.replace("runs/own-loop", str(path)), loop())
 
 
+def history(path):
+    """An export of gradient norms by parameter."""
+    names = [f"gradients/h.{layer}.mlp.weight" for layer in range(3)]
+    lines = [["step", "train/loss", *names], *([step, 2.0, 1.0, 1.1, 1.2] for step in range(1, 9))]
+    path.write_text("".join(f"{','.join(map(str, line))}\n" for line in lines), encoding="utf-8")
+
+
 def loop():
     """What the pages' Python about other loops takes for granted."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -198,6 +205,7 @@ LYING = {  # a path that lines name: what makes it, where no line has written it
     "runs/keel-64-sft": lambda path: write_model(path, template=TEMPLATES["alpaca"], positions=POSITIONS),
     "runs/compare": study,
     "runs/mine": watched,
+    "gradients.csv": history,
 }
 
 

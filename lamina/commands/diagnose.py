@@ -11,7 +11,7 @@ from lamina.core.terminal import show
 EXAMPLES = """
   lamina diagnose runs/mine
   lamina diagnose runs/keel-64
-  lamina diagnose wandb/offline-run-20261124_101500-ab12cd34
+  lamina diagnose gradients.csv
 """
 
 

@@ -290,14 +290,16 @@ class Monitor:
         """Detach, and write what was collected; may be called twice."""
         if not self._open:
             return
-        if status is Status.FINISHED:
+        # The others may have left, or a loop may have ended the processes' group before the process ends.
+        together = self.processes.size == 1 or (status is Status.FINISHED and torch.distributed.is_initialized())
+        if status is Status.FINISHED and together:
             with suppress(Diverged):  # ``diverged`` has it
                 self._end_untold()
         self._open = False
         self._held.close()
         if self.diverged is not None and status in (Status.FINISHED, Status.INTERRUPTED):
             status, reason = Status.DIVERGED, self.diverged.reason
-        if self.processes.size == 1 or status is Status.FINISHED:  # the others may have left
+        if together:
             rows = self._series_rows()
             self._see(rows)
             self._add(rows)
