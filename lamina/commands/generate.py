@@ -42,26 +42,29 @@ def run(argv: list[str]) -> int:
     if options.system is not None and not options.chat:
         raise UserError(f"system: {options.system!r} has no effect here (allowed: with --chat)")
     turns = [] if options.system is None else [{"role": "system", "content": options.system}]
-    if options.chat and options.prompt is None:
-        _converse(options.model, turns, **sampling)
-    elif options.chat:
-        show(generate(options.model, [*turns, {"role": "user", "content": options.prompt}], **sampling))
+    if options.chat:
+        _converse(options.model, turns, options.prompt, **sampling)
     else:
         show(generate(options.model, "The" if options.prompt is None else options.prompt, **sampling))
     return 0
 
 
-def _converse(model: str, turns: list[dict[str, str]], **sampling: Any) -> None:
-    """Answer the lines of the standard input, one turn each, until an empty line or its end."""
+def _converse(model: str, turns: list[dict[str, str]], prompt: str | None, **sampling: Any) -> None:
+    """Answer the prompt, or else the lines of the standard input, one turn each, until an empty line or its end.
+
+    An answer is shown as it is written.
+    """
     speaker = speaker_of(model, **sampling)
     speaker.check_chat()
     while True:
         try:
-            said = input("> ").strip()
+            said = input("> ").strip() if prompt is None else prompt
         except EOFError:
             return
-        if not said:
+        if prompt is None and not said:
             return
         turns.append({"role": "user", "content": said})
-        turns.append({"role": "assistant", "content": speaker.answer(turns)})
-        show(turns[-1]["content"])
+        turns.append({"role": "assistant", "content": speaker.answer(turns, lambda part: show(part, end=""))})
+        show()
+        if prompt is not None:
+            return

@@ -27,9 +27,9 @@ def _escaped(character: str) -> str:
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
-def show(text: object = "") -> None:
+def show(text: object = "", end: str = "\n") -> None:
     """Print a text on standard output."""
-    sys.stdout.write(printable(str(text)) + "\n")
+    sys.stdout.write(printable(str(text)) + end)
     sys.stdout.flush()
 
 

@@ -250,6 +250,25 @@ def comma_separated(name: str, value: object) -> str:
     return ",".join(str(part) for part in value)
 
 
+def entries(listed: str | None) -> list[str]:
+    """Return the entries of a comma-separated text, without empty ones; none of None."""
+    return [part for part in map(str.strip, (listed or "").split(",")) if part]
+
+
+def factors(name: str, value: object) -> str | None:
+    """Comma-separated finite numbers, which may be equal."""
+    if value is None:
+        return None
+    text = comma_separated(name, value)
+    try:
+        finite = all(math.isfinite(float(part)) for part in entries(text))
+    except ValueError:
+        finite = False
+    if not finite or not entries(text):
+        raise UserError(f"{name}: {_shown(text)} (allowed: comma-separated numbers)")
+    return text
+
+
 def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
     """The numbers of a comma-separated list: finite, at least one, no two the same."""
     try:

@@ -7,8 +7,8 @@ import contextlib
 import io
 import logging
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskDict
 
 FEWSHOT_SEED = 1234  # the harness's; ours is added to it
+WRITES = "generate_until"  # the output of a task whose answers are written
 BOOTSTRAPS = 1000  # of the standard errors that have no formula (a perplexity's)
 SCORING_ERRORS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError, TypeError, ArithmeticError)
 
@@ -37,19 +38,23 @@ class Runner:
     Attributes:
         model: a causal language model, on its device.
         tokenizer: of the model.
-        batch_size: sequences per forward pass.
+        batch_size: sequences per forward pass; "auto": on a GPU as many as fit, else 8.
         limit: items per task; None for all.
         seed: of the few-shot examples.
         chat_template: whether the questions go into the tokenizer's chat template.
+        system: the system's turn in it.
+        generation: arguments of ``generate`` that take the place of the tasks' own.
         run_code: whether a task's own code, and code that the model writes, is run.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    batch_size: int = 8
+    batch_size: int | str = 8
     limit: int | None = None
     seed: int = 0
     chat_template: bool = False
+    system: str | None = None
+    generation: Mapping[str, object] = field(default_factory=dict)
     run_code: bool = False
 
     @cached_property
@@ -63,7 +68,7 @@ class Runner:
             "tokenizer": self.tokenizer,
             "device": str(self.model.device),
             "dtype": self.model.dtype,
-            "batch_size": self.batch_size,
+            "batch_size": 8 if self.batch_size == "auto" and self.model.device.type == "cpu" else self.batch_size,
             "max_length": self._longest,
         }
         return HFLM(**network)
@@ -82,6 +87,7 @@ class Runner:
             "bootstrap_iters": BOOTSTRAPS,
             "log_samples": True,
             "apply_chat_template": self.chat_template,
+            "system_instruction": self.system,
             "fewshot_as_multiturn": True,
             "confirm_run_unsafe_code": self.run_code,
         }
@@ -112,6 +118,8 @@ class Runner:
                 task.set_config(key="num_fewshot", value=num_fewshot)
             elif default is None:
                 task.set_config(key="num_fewshot", value=0)
+            if self.generation and task.get_config("output_type") == WRITES:
+                task.set_config(key="generation_kwargs", value=dict(self.generation), update=True)
             task.set_fewshot_seed(seed=FEWSHOT_SEED + self.seed)
         random.seed(self.seed)
         np.random.seed(FEWSHOT_SEED + self.seed)

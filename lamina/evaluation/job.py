@@ -17,18 +17,19 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet
 import torch
+from accelerate.utils import find_executable_batch_size
 from tqdm.auto import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.core.values import comma_separated
 from lamina.data.corpus import Corpus
-from lamina.errors import UserError, one_line
+from lamina.errors import UserError, one_line, unknown
 from lamina.evaluation import generated
 from lamina.evaluation.candidates import Candidate, Expand, candidates_of, check_candidate, load_candidate, stamp
-from lamina.evaluation.harness import Runner
-from lamina.evaluation.perplexity import documents_of, perplexity
+from lamina.evaluation.harness import WRITES, Runner
+from lamina.evaluation.perplexity import Perplexity, documents_of, perplexity
 from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, item_table, number_of, scores_of, table, to_rows
 from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.task_files import Tasks
@@ -44,6 +45,7 @@ from lamina.modeling.checkpoint import checked_device
 
 logger = logging.getLogger(__name__)
 
+MOST = 64  # sequences per forward pass that are tried first, as the harness does
 LONGEST_WINDOW = 2048  # tokens, where neither the user nor the model says less
 _ABOUT = ("name", "path", "arm", "seed", "status", "left_out")  # of a candidate, in result.json
 RUNNING = "it is still running, or was killed (--resume continues)"
@@ -69,6 +71,11 @@ def evaluate(
         OSError: the disk is full; finished scores are kept.
         KeyboardInterrupt: after result.json says `interrupted`; finished scores are kept.
     """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            f"eval: {os.environ['WORLD_SIZE']} processes (allowed: one; each can evaluate models of its own, with an "
+            "--output of its own)"
+        )
     if not isinstance(settings, EvalSettings):
         lists = ("models", "tasks")
         settings = {name: comma_separated(name, value) if name in lists else value for name, value in settings.items()}
@@ -111,6 +118,16 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
     return list(dict.fromkeys(columns)), tasks
 
 
+def check_generation(options: Json, writes: bool) -> None:
+    """Raise UserError for arguments that ``generate`` does not have, or where no task ``writes``."""
+    known = {*GenerationConfig().to_dict(), "max_gen_toks", "until"}
+    for name in options:
+        if name not in known:
+            raise unknown("generation argument", name, known)
+    if not writes:
+        raise UserError(f"generation.{next(iter(options))}: no effect: none of the tasks has the model write")
+
+
 class Evaluation:
     """Models on tasks: ``check`` reads the tasks' data, ``run`` evaluates and writes.
 
@@ -140,9 +157,13 @@ class Evaluation:
                     window_of(self.settings, config)
         if PERPLEXITY in self.units:
             next(iter(self._texts()), None)
+        writes = False
         for column in self.units.values():
             if column.task != PERPLEXITY and self.tasks is not None:
-                self.tasks.build(column.task)
+                built = self.tasks.build(column.task)["tasks"].values()
+                writes |= any(task.get_config("output_type") == WRITES for task in built)
+        if self.settings.generation:
+            check_generation(self.settings.generation, writes)
 
     def run(self, folder: Path) -> Json:
         """Evaluate, write, and return the content of result.json; errors as in ``evaluate``."""
@@ -204,16 +225,17 @@ class Evaluation:
     def _perplexity(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Score], list[str]]:
         settings = self.settings
         window, stride = window_of(settings, model.config)
-        with tqdm(desc="perplexity", unit=" tokens", disable=not (self.bar and has_bars()), leave=False) as progress:
-            measured = perplexity(
-                model,
-                tokenizer,
-                self._texts(),
-                window=window,
-                stride=stride,
-                batch_size=settings.batch_size,
-                progress=progress.update,
-            )
+
+        def measure(batch_size: int) -> Perplexity:
+            off = not (self.bar and has_bars())
+            with tqdm(desc="perplexity", unit=" tokens", disable=off, leave=False) as progress:
+                reading = {"window": window, "stride": stride, "batch_size": batch_size}
+                return perplexity(model, tokenizer, self._texts(), **reading, progress=progress.update)
+
+        if settings.batch_size == "auto":
+            measured = find_executable_batch_size(measure, 8 if model.device.type == "cpu" else MOST)()
+        else:
+            measured = measure(int(settings.batch_size))
         note = (
             f"{measured.tokens:,} tokens, {measured.words:,} words, {measured.bytes:,} bytes in "
             f"{measured.documents:,} documents; a window of {window} tokens, moved by {stride}"
@@ -325,7 +347,7 @@ def _file_name(name: str) -> str:
 
 def runner_of(settings: EvalSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Runner:
     """Return a model as the harness is to ask it."""
-    names = ("batch_size", "limit", "seed", "chat_template", "run_code")
+    names = ("batch_size", "limit", "seed", "chat_template", "system", "generation", "run_code")
     return Runner(model=model, tokenizer=tokenizer, **{name: getattr(settings, name) for name in names})
 
 

@@ -114,6 +114,16 @@ def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
     return Score(task=wanted.task, metric=str(metric), value=mean, items=sum(items), higher_is_better=True)
 
 
+def is_of(task: str, name: str) -> bool:
+    """Return whether the name of a number in a record's ``tasks`` is of this task."""
+    return name == task or name.startswith(f"{task}:")
+
+
+def lower_is_better(name: str) -> bool:
+    """Return whether a number in a record's ``tasks`` is better the lower it is, by its name."""
+    return name.partition(":")[2].endswith(("perplexity", "bits_per_byte", "loss"))
+
+
 def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
     """One row per item.
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 import shlex
 from typing import Literal
 
-from lamina.core.values import Names, comma_separated, corpus_name, path, place, takes
+from lamina.core.json_types import Json
+from lamina.core.values import (
+    Names,
+    comma_separated,
+    corpus_name,
+    entries,
+    mapping,
+    path,
+    place,
+    takes,
+    text,
+    whole_number,
+)
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, at_least, changed, setting
@@ -19,6 +31,16 @@ def model_names(name: str, value: object) -> str:
             if "," in str(model):
                 raise UserError(f"{name}: {model!r} has a comma (allowed: paths without, several with spaces between)")
     return comma_separated(name, value)
+
+
+def batch_or_auto(name: str, value: object) -> int | str:
+    """A whole number of at least 1, or auto."""
+    if value == "auto":
+        return "auto"
+    try:
+        return whole_number(name, int(value) if isinstance(value, str) else value, low=1)
+    except ValueError:
+        raise UserError(f"{name}: {value!r} (allowed: a whole number of at least 1, or auto)") from None
 
 
 class PerplexitySettings(Settings, group="data"):
@@ -80,11 +102,17 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     tokenizer: str | None = setting(
         None, "bytes, or a transformers tokenizer's name or folder (default: the checkpoint's)", place
     )
-    batch_size: int = setting(8, "sequences per forward pass", at_least(1))
+    batch_size: int | str = setting(
+        8, "sequences per forward pass, or auto: on a GPU as many as fit, 8 on a CPU", batch_or_auto
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"
     )
     chat_template: bool = setting(False, "put the questions into the tokenizer's chat template")
+    system: str | None = setting(None, "with chat_template, the system's turn before each question", text)
+    generation: Json = setting(
+        {}, "arguments of generate for tasks that write, e.g. --generation.temperature 0.6", mapping
+    )
     run_code: bool = setting(
         False, "run Python code of a task file in --data-dir, or that a model writes (HumanEval, MBPP)", decides=False
     )
@@ -94,6 +122,8 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     def check(self) -> None:
         """Raise UserError for a stride that would skip tokens."""
         super().check()
+        if self.system is not None and not self.chat_template:
+            raise UserError(f"system: {self.system!r} has no effect here (allowed: with --chat-template)")
         if self.window is not None and self.stride is not None and self.stride > self.window:
             raise UserError(f"stride: {self.stride} skips tokens (allowed: at most the window, {self.window})")
 
@@ -131,8 +161,8 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
 
     def model_list(self) -> list[str]:
         """The models as a list."""
-        return [part for part in map(str.strip, self.models.split(",")) if part]
+        return entries(self.models)
 
     def task_list(self) -> list[str]:
         """The tasks as a list."""
-        return [part for part in map(str.strip, self.tasks.split(",")) if part]
+        return entries(self.tasks)

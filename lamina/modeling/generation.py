@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase, TextStreamer
 
 from lamina.errors import UserError, one_line
 from lamina.jobs.manifest import model_folder, refuse_damaged
 from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read_config, refuse_scores
+
+
+class Teller(TextStreamer):
+    """Tells an answer's parts while it is written: what ``Speaker.answer`` returns, in order, each part once.
+
+    What may be the beginning of a text that stops the answer waits, and white space waits for what follows it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], tell: Callable[[str], object]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        self.stop, self.tell, self.text, self.told = stop, tell, "", 0
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Take the answer's next words."""
+        self.text += text
+        end = until(self.text, self.stop)
+        if end == len(self.text) and not stream_end:
+            begun = (n for stop in self.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+            end -= max(begun, default=0)
+        said = self.text[:end].strip()
+        if len(said) > self.told:
+            self.tell(said[self.told :])
+            self.told = len(said)
+
+
+def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
+    """Return where the first of the texts that stop it begins, from ``begin`` on; its length if there is none."""
+    return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 
 class Speaker:
@@ -73,22 +101,28 @@ class Speaker:
                 "tuned on turns or instructions, or one with a template; else without --chat)"
             )
 
-    def answer(self, turns: list[dict[str, str]]) -> str:
-        """Return the answer to a conversation that ends with the user's turn."""
+    def answer(self, turns: list[dict[str, str]], tell: Callable[[str], object] | None = None) -> str:
+        """Return the answer to a conversation that ends with the user's turn; ``tell`` gets its parts as they come."""
         self.check_chat()
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # whatever a template raises
             raise UserError(f"chat: the template does not take these turns ({one_line(error)})") from None
         inputs = self.tokenizer(str(text), return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
+        teller = None if tell is None else Teller(self.tokenizer, self.stop, tell)
+        if teller is not None:
+            self.sampling["streamer"] = teller
         ids = self._generated(dict(inputs))[0, inputs["input_ids"].shape[1] :]
-        return self._text(ids).strip()
+        self.sampling.pop("streamer", None)
+        text = self._text(ids).strip()
+        if teller is not None and len(text) > teller.told:
+            teller.tell(text[teller.told :])
+        return text
 
     def _text(self, ids: torch.Tensor, begin: int = 0) -> str:
         """Decode tokens up to the first text after token ``begin`` that stops them."""
         text, before = (str(self.tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, ids[:begin]))
-        ends = [end for stop in self.stop if (end := text.find(stop, len(before))) >= 0]
-        return text[: min(ends, default=len(text))]
+        return text[: until(text, self.stop, len(before))]
 
     def _generated(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens = inputs["input_ids"].shape[1]

@@ -162,31 +162,37 @@ def trls_form(row: Fields, needed: Sequence[str]) -> Json:
     """Return a row with TRL's names of its fields, and the turns of those ``needed`` with ``role`` and ``content``.
 
     Alpaca's instruction and output are a prompt and its completion, ShareGPT's conversations are messages; texts alone,
-    as in LIMA, are the user's and the assistant's in turn. A ``text`` is a completion without a prompt.
+    as in LIMA, are the user's and the assistant's in turn. A ``text`` is a completion without a prompt. Of a row with
+    several forms, turns come first, then a prompt with its completion, then an instruction with its output.
 
-    Raises ValueError for an empty answer or a malformed turn.
+    Raises ValueError for an empty answer or a malformed turn, by the name that the row has for it.
     """
-    named = dict(row)
-    if "conversations" in row:
-        named.setdefault("messages", named.pop("conversations"))
-    if "instruction" in row and "messages" not in named:
+    named, called = dict(row), {}
+    if "conversations" in row and "messages" not in row:
+        named["messages"], called["messages"] = named.pop("conversations"), "conversations"
+    prompted = "prompt" in row and ("completion" in row or "output" not in row)
+    if "instruction" in row and "messages" not in named and not prompted:
         further = row.get("input") or ""
-        if not str(row["instruction"]).strip():
-            raise ValueError("the field 'instruction' is empty")
         asked = f"{row['instruction']}\n\n### Input:\n{further}" if str(further).strip() else row["instruction"]
-        named.setdefault("prompt", [{"role": "user", "content": asked}])
+        named["prompt"], called["prompt"] = [{"role": "user", "content": asked}], "instruction"
         if "output" in row:
-            named.setdefault("completion", [{"role": "assistant", "content": row["output"]}])
+            named["completion"] = [{"role": "assistant", "content": row["output"]}]
+            called["completion"] = "output"
     if "text" in named and not named.keys() & {"messages", "prompt", "completion", "chosen"}:
         named |= {"prompt": "", "completion": named["text"]}
+        called["completion"] = "text"
     for name in needed:
-        value = named.get(name)
-        if isinstance(value, list) and value:
-            named[name] = [_turn(name, number, turn) for number, turn in enumerate(value)]
+        value, theirs = named.get(name), called.get(name, name)
+        if theirs in ("instruction", "output"):
+            if not isinstance(text := row[theirs], str) or not text.strip():
+                raise ValueError(f"the field {theirs!r} {'is empty' if isinstance(text, str) else 'must be a text'}")
+        elif isinstance(value, list) and value:
+            named[name] = [_turn(theirs, number, turn) for number, turn in enumerate(value)]
         elif name in named and (not isinstance(value, str) or name == "messages"):
-            raise ValueError(f"the field {name!r} must be {'' if name == 'messages' else 'a text or '}a list of turns")
+            texts = "" if name == "messages" else "a text" if theirs == "text" else "a text or "
+            raise ValueError(f"the field {theirs!r} must be {texts}{'' if theirs == 'text' else 'a list of turns'}")
         elif name in named and name != "prompt" and not str(value).strip():
-            raise ValueError(f"the field {name!r} is empty")
+            raise ValueError(f"the field {theirs!r} is empty")
     return named
 
 

@@ -13,33 +13,25 @@ the mask of the sampled answer's tokens:
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import torch
-from safetensors import SafetensorError
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from lamina.core.json_types import Json
-from lamina.core.python_files import guarded, run_file
-from lamina.data.encoding import TextEncoder
-from lamina.data.tokenizers import load_tokenizer
-from lamina.errors import UserError, one_line
+from lamina.errors import UserError
 from lamina.jobs.files import write_text
 from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.manifest import content_hash, model_folder, refuse_damaged, sha256
-from lamina.modeling.backbones.loading import read_config
 from lamina.posttraining.examples import Fields, prompt_of
+from lamina.posttraining.rewards import Rewards, check_rewards, make_rewards, padded
 from lamina.posttraining.settings import RlhfSettings
-from lamina.posttraining.starting import Start
 from lamina.posttraining.trainer import NoReference, Passed, TunedTrainer
 from lamina.posttraining.tuning import Row, TuningStage, tune
 from lamina.training.execution.processes import Processes
@@ -49,125 +41,11 @@ from lamina.training.run import TrainingRun
 _Online: Passed = object  # one of TRL's online trainers, in the classes below
 
 SAMPLING = {"top_p", "top_k", "min_p", "repetition_penalty"}  # TRL's arguments for sampled answers
-MEASURED = ("reward", "kl", "length", "ended")
 HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-out prompt, by evaluation
-Score = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
-"""Rewards of answers: takes the prompts' rows (prompt, prompt_ids, row), the answers' token ids and their texts."""
-BATCH = 32
-
-
-def check_rewards(settings: RlhfSettings, start: Start) -> str:
-    """Hash the reward model or function. Raises UserError if it is missing or the model's vocabulary differs."""
-    if settings.reward_function is not None:
-        path, _ = _parts(settings.reward_function)
-        _of_function(settings.reward_function)
-        return sha256(path)
-    if settings.reward_model is None:
-        raise UserError("reward_model: none given (needed: a folder as lamina reward leaves it, or --reward-function)")
-    folder = model_folder(settings.reward_model)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"reward_model: {settings.reward_model!r} holds no saved model (config.json is missing)")
-    refuse_damaged(folder)
-    config = read_config(folder, "reward_model")
-    if not any("SequenceClassification" in name for name in config.architectures or ()):
-        raise UserError(
-            f"reward_model: {settings.reward_model!r} gives no score (allowed: a folder as lamina reward leaves it)"
-        )
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and positions < start.longest:
-        raise UserError(
-            f"reward_model: {settings.reward_model!r} reads {positions} tokens, and a prompt with its answer may have "
-            f"{start.longest} (allowed: --sequence-length {positions})"
-        )
-    try:
-        theirs = load_tokenizer(str(folder))
-    except UserError as error:
-        raise UserError(f"reward_model: {error}") from None
-    if TextEncoder(theirs).content_hash() != TextEncoder(start.tokenizer).content_hash():
-        raise UserError(
-            f"reward_model: {settings.reward_model!r} has another vocabulary than the model {start.path!r} (allowed: "
-            "a reward model that was trained from it or has its tokenizer)"
-        )
-    return content_hash(folder)
-
-
-def make_rewards(settings: RlhfSettings, device: torch.device, dtype: torch.dtype = torch.float32) -> Score:
-    """Make the rewards of the settings' reward model, on this device, or of their function."""
-    if settings.reward_function is not None:
-        return _of_function(settings.reward_function, announced=True)
-    folder = model_folder(str(settings.reward_model))
-    try:
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"reward_model: {settings.reward_model!r} can't be loaded ({one_line(error)})") from error
-    if model.config.num_labels != 1:
-        raise UserError(f"reward_model: it gives {model.config.num_labels} scores (needed: one)")
-    return _of_model(model.to(device).eval().requires_grad_(False))
-
-
-def _of_model(model: PreTrainedModel) -> Score:
-    @torch.no_grad()
-    def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
-        scores: list[float] = []
-        whole = [[*row["prompt_ids"], *answer] for row, answer in zip(rows, answers, strict=True)]
-        for first in range(0, len(whole), BATCH):
-            ids, mask = padded(whole[first : first + BATCH], 0, model.device)
-            scores += model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].float().tolist()
-        return scores
-
-    return score
-
-
-def _of_function(named: str, *, announced: bool = False) -> Score:
-    path, name = _parts(named)
-    function = getattr(run_file("reward_function", path, announced=announced), name, None)
-    if not callable(function):
-        raise UserError(f"reward_function: {str(path)!r} has no function {name!r}")
-
-    def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
-        rewards = []
-        with guarded(f"reward_function {named!r}"):
-            for row, text in zip(rows, texts, strict=True):
-                rewards.append(function(row["prompt"], text, json.loads(row["row"])))
-        return [_number(named, reward) for reward in rewards]
-
-    return score
-
-
-def _number(named: str, reward: Passed) -> float:
-    """Return a function's reward as a number of Python's. Raises UserError for anything but a number."""
-    with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # of an integer that no float can hold
-        if not isinstance(reward, str | bytes) and math.isfinite(number := float(reward)):
-            return number
-    try:
-        shown = one_line(repr(reward))
-    except Exception:  # of the user's object; of an integer of more than 4,300 digits, too
-        shown = f"a {type(reward).__name__} that can't be printed"
-    raise UserError(f"reward_function: {named!r} returned {shown} (allowed: a finite number)")
-
-
-def _parts(named: str) -> tuple[Path, str]:
-    file, _, name = named.rpartition(":")
-    path = Path(file)
-    if path.suffix != ".py" or not name.isidentifier():
-        raise UserError(f"reward_function: {named!r} (allowed: FILE.py:NAME)")
-    if not path.is_file():
-        raise UserError(f"reward_function: {file!r}: no such file")
-    return path, name
-
-
-def padded(
-    sequences: Sequence[Sequence[int]], pad: int, device: torch.device, *, left: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and their mask, [sequences, tokens], padded on the right, or on the left."""
-    side = "left" if left else "right"
-    ids = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True, padding_value=pad, padding_side=side)
-    mask = pad_sequence([torch.ones(len(s), dtype=torch.long) for s in sequences], batch_first=True, padding_side=side)
-    return ids.to(device), mask.to(device)
 
 
 class PolicyTrainer(TunedTrainer, _Online):
-    """A mixin for TRL's RLOOTrainer and GRPOTrainer: encoded prompts, one reward, and a reference model of its own.
+    """A mixin for TRL's RLOOTrainer and GRPOTrainer: encoded prompts, our rewards, and a reference model of its own.
 
     Args:
         rewards: of answers, not clipped.
@@ -180,7 +58,7 @@ class PolicyTrainer(TunedTrainer, _Online):
     def __init__(
         self,
         *args: Passed,
-        rewards: Score,
+        rewards: Rewards,
         clip: float,
         beta: float,
         reference: PreTrainedModel | NoReference,
@@ -231,7 +109,10 @@ class PolicyTrainer(TunedTrainer, _Online):
             {"prompt": prompt, "prompt_ids": ids, "row": whole}
             for prompt, ids, whole in zip(prompts, prompt_ids, row, strict=True)
         ]
-        rewards = self.rewards(rows, completion_ids, completions)
+        parts = self.rewards.parts(rows, completion_ids, completions)
+        for name, values in parts.items() if len(parts) > 1 else ():
+            self._metrics["train"][f"reward_{name}"].append(self.processes.mean(sum(values) / len(values)))
+        rewards = self.rewards.total(parts)
         return [max(-self.clip, min(self.clip, reward)) for reward in rewards] if self.clip else rewards
 
     def held_out(self) -> dict[str, float]:
@@ -254,7 +135,8 @@ class PolicyTrainer(TunedTrainer, _Online):
         everyone.sort(key=lambda number: number["prompt"])
         if self.processes.first:
             write_held_out(Path(str(self.args.output_dir)).parent / HELD_OUT, self.state.global_step, everyone)
-        return {f"eval_{name}": sum(n[name] for n in everyone) / len(everyone) for name in MEASURED}
+        names = [name for name in everyone[0] if name != "prompt"]
+        return {f"eval_{name}": sum(n[name] for n in everyone) / len(everyone) for name in names}
 
     def _held_out_answers(self, rows: Sequence[Row]) -> list[Json]:
         """The numbers of one sampled answer to each prompt."""
@@ -268,15 +150,20 @@ class PolicyTrainer(TunedTrainer, _Online):
         for answer in whole[:, ids.shape[1] :].tolist():
             answers.append(answer[: answer.index(end) + 1] if end in answer else answer)
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        rewards = self.rewards(rows, answers, texts)
+        parts = self.rewards.parts(rows, answers, texts)
         after, answered = padded(answers, tokenizer.pad_token_id, device)
         sequence, attended = torch.cat([ids, after], 1), torch.cat([mask, answered], 1)
         ours, theirs = (self.token_logps(m, sequence, attended, after.shape[1]) for m in (model, self.ref_model))
         kl = ((ours - theirs) * answered).sum(1).cpu()
-        return [
+        every = zip(self.rewards.total(parts), kl, answers, strict=True)
+        measured: list[Json] = [
             {"reward": reward, "kl": float(k), "length": len(answer), "ended": float(answer[-1] == end)}
-            for reward, k, answer in zip(rewards, kl, answers, strict=True)
+            for reward, k, answer in every
         ]
+        for name, values in parts.items() if len(parts) > 1 else ():
+            for one, value in zip(measured, values, strict=True):
+                one[f"reward_{name}"] = value
+        return measured
 
     def token_logps(self, model: Passed, ids: torch.Tensor, mask: torch.Tensor, answer: int) -> torch.Tensor:
         """The log-probabilities of the last ``answer`` tokens, [sequences, answer]; 0 where the mask has none."""
@@ -443,6 +330,8 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
             self.part, self.theirs = PolicyTrainer, job.settings.algorithm.upper()
         elif others := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers are transformers'
             raise UserError(f"trl.{min(others)}: no effect on remax (allowed: {', '.join(sorted(SAMPLING))})")
+        if job.settings.trl.get("use_vllm") and importlib.util.find_spec("vllm") is None:
+            raise UserError("trl.use_vllm: vllm is not installed (to install it: pip install vllm)")
         super().check(job, processes)
 
     def fields(self, run: TrainingRun) -> Json:

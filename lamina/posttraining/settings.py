@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from lamina.core.json_types import Json
-from lamina.core.values import comma_separated, examples_name, existing_file, mapping, place, text
+from lamina.core.values import comma_separated, entries, examples_name, existing_file, factors, mapping, place, text
 from lamina.errors import UserError, unknown
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
@@ -150,10 +151,7 @@ class TuningSettings(
     """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs`` until the data are read."""
 
     without: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("eval_blocks", "eval_corpus", "eval_tasks", "eval_task_limit", "eval_data_dir", "probe_every"),
-            *("monitor_blocks", "stuck_margin", "compile", "parallel"),
-        )
+        (*("eval_blocks", "probe_every", "monitor_blocks", "stuck_margin", "compile", "parallel"),)
     )
     order: ClassVar[tuple[str, ...]] = ("from_model", "data")
     needed: ClassVar[tuple[str, ...]] = ("from_model", "data")
@@ -220,14 +218,19 @@ class SftSettings(TuningSettings):
     packing: bool = setting(
         False, "fill each sequence with several examples, which don't attend to one another; sequence_length long"
     )
-    best_by: Literal["last", "loss"] = setting(
-        "last", "the model to keep: last, or the one with the lowest held-out loss of all evaluations"
+    best_by: str = setting(
+        "last",
+        "the model to keep: last, or that of the evaluation with the lowest held-out loss (loss) or the best score on "
+        "one of eval_tasks (its name)",
+        text,
     )
     output: str = changed("runs/sft")
 
     def check(self) -> None:
         """Raise UserError for settings that do not go together."""
         super().check()
+        if self.best_by not in ("last", "loss", *entries(self.eval_tasks)):
+            raise unknown("best_by", self.best_by, ("last", "loss", *entries(self.eval_tasks)))
         if self.group_by_length and self.packing:
             raise UserError("group_by_length: no effect on packed sequences (allowed: without --packing)")
 
@@ -251,6 +254,7 @@ class RewardSettings(TuningSettings):
     """One reward model."""
 
     command_name = "reward"
+    without = TuningSettings.without | {"eval_corpus", "eval_tasks", "eval_task_limit", "eval_data_dir"}
     main = (*_MAIN, "precision", "output")
 
     learning_rate: float = changed(2e-5)
@@ -282,12 +286,20 @@ class RlhfSettings(TuningSettings):
         None,
         help="the prompts: a .jsonl, .json, .csv or .parquet file, hf:NAME[:CONFIG][@SPLIT], or generated:answers",
     )
-    reward_model: str | None = setting(None, "the folder of a reward model, as lamina reward leaves it", place)
+    reward_model: str | None = setting(
+        None, "the folder of a reward model, as lamina reward leaves it, or several, comma-separated", place
+    )
     reward_function: str | None = setting(
         None,
-        "FILE.py:NAME, a function reward(prompt, answer, row) that returns a number, in place of a reward model; the "
-        "file runs as code",
+        "FILE.py:NAME, a function reward(prompt, answer, row) that returns a number, in place of a reward model or "
+        "beside one; several, comma-separated; the file runs as code",
         place,
+    )
+    reward_weights: str | None = setting(
+        None, "comma-separated factors on the rewards, models first (default: 1 each); the reward is their sum", factors
+    )
+    reward_timeout: float = setting(
+        0.0, "seconds that a reward function may take for an answer, which then counts 0 (0: no limit)", not_below(0.0)
     )
     algorithm: Literal["remax", "rloo", "grpo"] = setting("remax", "remax, rloo or grpo")
     kl_per: Literal["step", "sequence"] = setting(
@@ -307,11 +319,34 @@ class RlhfSettings(TuningSettings):
     def check(self) -> None:
         """Raise UserError for settings that do not go together."""
         super().check()
-        if self.reward_model is not None and self.reward_function is not None:
-            raise UserError(f"reward_function: {self.reward_function!r}, and a reward_model (allowed: one of them)")
+        count = len(self.reward_models()) + len(self.reward_functions())
+        if self.reward_weights is not None and len(self.weights_of_rewards()) != count:
+            raise UserError(
+                f"reward_weights: {self.reward_weights!r} for {count} rewards (allowed: one number for each)"
+            )
+        if self.reward_timeout and not self.reward_functions():
+            raise UserError(
+                f"reward_timeout: {self.reward_timeout:g} has no effect here (allowed: with --reward-function)"
+            )
+        if self.reward_timeout and threading.current_thread() is not threading.main_thread():
+            raise UserError(f"reward_timeout: {self.reward_timeout:g} (allowed outside a process's main thread: 0)")
         if self.algorithm == "remax" and self.num_generations != 2:
             raise UserError(
                 f"num_generations: {self.num_generations} (allowed with remax: 2, one sampled answer and one greedy)"
             )
         if self.algorithm != "remax" and self.kl_per != self.default("kl_per"):
             raise UserError(f"kl_per: {self.kl_per!r} has no effect here (allowed: with --algorithm remax)")
+
+    def reward_models(self) -> list[str]:
+        """The reward models' folders."""
+        return entries(self.reward_model)
+
+    def reward_functions(self) -> list[str]:
+        """The reward functions, each FILE.py:NAME."""
+        return entries(self.reward_function)
+
+    def weights_of_rewards(self) -> list[float]:
+        """The factors on the rewards, models first."""
+        if self.reward_weights is None:
+            return [1.0] * (len(self.reward_models()) + len(self.reward_functions()))
+        return [float(part) for part in entries(self.reward_weights)]

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 Passed: TypeAlias = Any
 ALL_LINEAR = "all-linear"
 NOT_TARGETED = ("lm_head", "score")  # a readout, which LoRA does not stand beside
-PACKED = 1024  # tokens of a packed sequence, unless the user says more or the model can less; as in TRL
+PACKED = 1024  # tokens of a packed sequence, unless the user says more or the model can less, as in TRL
 _PLACED = (LaminaConfig.model_type, *conversions(), "gemma3")  # Lamina's own, and those that it converts or refuses
 
 

@@ -84,7 +84,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
     def __init__(self, *args: Passed, run: TrainingRun, schedule: Callable[[int], float] | None, **kwargs: Passed):
         self.processes, self.guard, self.order, self.states = run.processes, run.guard, run.order, run.states
         self.schedule, self.trl, self.tuner = schedule, getattr(run.settings, "trl", {}), run.stage.tuner
-        self.series = StepSeries(self.processes)
+        self.series, self.watched = StepSeries(self.processes), run.stage.watched
         self.layer_rows, self.gradient_norms = [], None if run.followed is None else run.updates.groups
         super().__init__(*args, **kwargs)
 
@@ -125,6 +125,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
     def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
         """Measure every held-out example once, whatever the batches and the processes, and log it."""
         metrics = self.held_out()
+        self.evaluation = self.watched.measure(self)
         self.evaluating(lambda: self.log(metrics))  # in training mode TRL would add its training means, and forget them
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -133,10 +134,10 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         """Return the metrics of the held-out examples, by ``eval_NAME``."""
         raise NotImplementedError
 
-    def held_out_batches(self, measure: Callable[[list[int]], T]) -> list[T]:
-        """Measure this process's share of the held-out examples, given the numbers of each batch's rows."""
+    def held_out_batches(self, measure: Callable[[list[int]], T], count: int | None = None) -> list[T]:
+        """Measure this process's share of ``count`` items, by default the held-out examples, given their places."""
         data: Passed = self.eval_dataset
-        mine = list(range(self.processes.rank, len(data), self.processes.size))
+        mine = list(range(self.processes.rank, len(data) if count is None else count, self.processes.size))
         size = max(1, self.args.per_device_eval_batch_size)
         with torch.no_grad():
             return self.evaluating(lambda: [measure(mine[at : at + size]) for at in range(0, len(mine), size)])

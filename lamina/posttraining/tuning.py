@@ -21,7 +21,9 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from lamina.core.extras import require
 from lamina.core.json_types import Json
 from lamina.data.blocks import spread
+from lamina.data.packed import single_corpus_of, whole_blocks
 from lamina.errors import UserError, one_line
+from lamina.evaluation.scores import is_of, lower_is_better
 from lamina.jobs.files import write_json, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, ResumePolicy
@@ -29,6 +31,7 @@ from lamina.jobs.status import Status
 from lamina.posttraining.examples import ExampleEncoder, Fields, read, read_template
 from lamina.posttraining.settings import TuningSettings, with_preset
 from lamina.posttraining.starting import (
+    PACKED,
     Start,
     add_lora,
     find_start,
@@ -47,9 +50,13 @@ from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.recorder import RunRecorder
+from lamina.training.monitor.scheduled_probes import undisturbed
 from lamina.training.monitor.training_hooks import follow
+from lamina.training.monitor.writers import LastEvaluation
+from lamina.training.objectives.text import about_eval_corpus
 from lamina.training.optimization.optimizer import schedule_of
 from lamina.training.optimization.order import TrainOrder
+from lamina.training.resolve import task_measure
 from lamina.training.run import TrainingRun, TrainingStage, train
 
 if TYPE_CHECKING:
@@ -142,17 +149,20 @@ BEST_WEIGHTS, BEST_NOTE = "best.safetensors", "best.json"
 
 
 class BestWeights(TrainerCallback):
-    """Keeps the trained weights of the evaluation with the lowest held-out loss.
+    """Keeps the trained weights of the evaluation with the lowest held-out loss, or with the best score on a task.
 
     Args:
+        by: "loss", or the task's name.
         folder: the run's.
         model: being trained.
         processes: the first of them writes.
         resumed: the step that the run resumes from; a later best one is forgotten, since it comes again.
     """
 
-    def __init__(self, folder: Path, model: PreTrainedModel, processes: Processes, *, resumed: int):
-        self.folder, self.model, self.processes = folder, model, processes
+    trainer: TunedTrainer
+
+    def __init__(self, folder: Path, model: PreTrainedModel, processes: Processes, *, by: str, resumed: int):
+        self.folder, self.model, self.processes, self.by = folder, model, processes, by
         best = noted(folder / BEST_NOTE)
         if "loss" not in best or best.get("step", math.inf) > resumed:
             best = {}
@@ -166,12 +176,20 @@ class BestWeights(TrainerCallback):
     def on_evaluate(self, args: Passed, state: Passed, control: Passed, **kwargs: Passed) -> None:
         """Keep the weights if none were better."""
         metrics: Json = kwargs["metrics"]
-        if not metrics["eval_loss"] < self.loss:
+        loss = self.processes.by_first(lambda: self._loss(metrics))
+        if not loss < self.loss:
             return
-        self.step, self.loss = state.global_step, metrics["eval_loss"]
+        self.step, self.loss = state.global_step, loss
         # Trainer's epoch is among them, and is not that of Lamina's order
         self.metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         self.processes.by_first(self._write)
+
+    def _loss(self, metrics: Json) -> float:
+        """The number that is lowest at the best evaluation: a score on a task counts with the other sign."""
+        if self.by == "loss":
+            return metrics["eval_loss"]
+        name, score = next((k, v) for k, v in (self.trainer.evaluation.tasks or {}).items() if is_of(self.by, k))
+        return score if lower_is_better(name) else -score
 
     def _write(self) -> None:
         tensors = {name: p.detach().cpu().contiguous() for name, p in trained_of(self.model).items()}
@@ -184,13 +202,54 @@ class BestWeights(TrainerCallback):
         if self.step < 0:
             return {}
         set_trained(self.model, load_file(self.folder / BEST_WEIGHTS))
-        return {**self.metrics, "best_step": self.step, "eval_loss": self.loss}
+        return {**self.metrics, "best_step": self.step}
 
     def forget(self) -> None:
         """Delete the kept weights of a run without checkpoints; with checkpoints, they can restore a damaged model."""
         if not Checkpoints(self.folder / "checkpoints").paths():
             for name in (BEST_NOTE, BEST_WEIGHTS):
                 (self.folder / name).unlink(missing_ok=True)
+
+
+class Watched:
+    """What a model may forget while it is tuned: a second text and tasks, measured with every evaluation.
+
+    Args:
+        settings: complete.
+        start: the model and its tokenizer.
+        processes: the first of them scores the tasks.
+
+    Raises:
+        UserError: for a text or a task that can't be read.
+    """
+
+    def __init__(self, settings: TuningSettings, start: Start, processes: Processes):
+        self.tokenizer, self.blocks = start.tokenizer, None
+        if settings.eval_corpus is not None:
+            with about_eval_corpus():
+                length = min(start.longest, PACKED)
+                read = partial(whole_blocks, settings.eval_corpus, start.tokenizer, length, progress=False)
+                self.blocks = processes.first_per_host(read)
+        measure = partial(task_measure, settings.as_run())
+        self.tasks = processes.by_first(lambda: measure() is not None) and (measure() if processes.first else None)
+        self.most = settings.as_run().eval_blocks
+
+    def measure(self, trainer: TunedTrainer) -> LastEvaluation:
+        """Return the loss on the text, in nats per token, and the scores; all processes call it."""
+        second, scores = None, None
+        if self.blocks is not None:
+            chosen, blocks = spread(len(self.blocks), self.most), self.blocks
+
+            def loss(places: list[int]) -> float:
+                ids = torch.stack([blocks[chosen[place]]["input_ids"] for place in places]).to(trainer.args.device)
+                return float(trainer.in_precision(input_ids=ids, labels=ids).loss) * len(places)
+
+            second = trainer.processes.mean(sum(trainer.held_out_batches(loss, len(chosen))))
+            second *= trainer.processes.size / len(chosen)
+        if self.tasks:
+            with undisturbed(model := trainer.bare_model()):
+                scores = self.tasks.scores(model, self.tokenizer)
+        return LastEvaluation(second=second, tasks=scores)
 
 
 class TuningStage(TrainingStage[S]):
@@ -229,6 +288,7 @@ class TuningStage(TrainingStage[S]):
     inputs: torch.Tensor
     notes: Json
     encoder: ExampleEncoder
+    watched: Watched
     best: BestWeights
     tuner: Any
 
@@ -280,6 +340,7 @@ class TuningStage(TrainingStage[S]):
         steps = settings.steps or max(1, math.ceil(settings.epochs * len(self.train) / per_step))
         self.settings = replace(settings, steps=steps, sequence_length=self.start.longest)
         self.plan, self.processor = self.start.plan, self.start.tokenizer
+        self.watched = Watched(self.settings, self.start, processes)
         if settings.group_by_length:
             lengths = [sum(len(row[name]) for name in LENGTHS if name in row) for row in self.train]
             self.ordered = partial(TrainOrder, lengths=lengths)
@@ -312,7 +373,11 @@ class TuningStage(TrainingStage[S]):
             "skipped": skipped + others,
             **({"truncated": sum(truncated)} if truncated else {}),
         }
-        self.identity = TuningIdentity(self, fingerprint(train, held_out), self.start.fingerprint, rewards)
+        data = fingerprint(train, held_out)
+        if settings.eval_corpus is not None:
+            with about_eval_corpus():
+                data += f"+{single_corpus_of(settings.eval_corpus, 'text').fingerprint()}"
+        self.identity = TuningIdentity(self, data, self.start.fingerprint, rewards)
 
     def reference(self) -> PreTrainedModel | NoReference:
         """Load the model that a policy is held to; with LoRA it is the policy itself, without a second copy."""
@@ -358,8 +423,9 @@ class TuningStage(TrainingStage[S]):
         return self.inputs
 
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
-        self.best = BestWeights(run.folder, run.model, run.processes, resumed=run.done if run.checkpoint else -1)
-        return [self.best] if getattr(self.settings, "best_by", "last") != "last" else []
+        by, resumed = getattr(self.settings, "best_by", "last"), run.done if run.checkpoint else -1
+        self.best = BestWeights(run.folder, run.model, run.processes, by=by, resumed=resumed)
+        return [self.best] if by != "last" else []
 
     def fields(self, run: TrainingRun) -> Json:
         """Return TRL's arguments that the stage decides."""
@@ -415,6 +481,7 @@ class TuningStage(TrainingStage[S]):
             "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
             "from": self.settings.from_model,
             **self.notes,
+            **run.trainer.evaluation.apart(),
             "reason": reason,
             **run.guard.outcome(status),
         }

@@ -60,9 +60,13 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
     caption += _BIGRAM if len(bigram) else ""
     caption += " Each placement is shown at its best learning rate." if several else ""
     html = figure(drawn, caption)
-    html += figure(figures.second_losses(items, guess), _SECOND, "On the second corpus")
-    html += figure(figures.task_scores(items), _TASKS, "On tasks")
-    return Section("Loss", "Loss against tokens", html)
+    return Section("Loss", "Loss against tokens", html + forgetting(items, guess))
+
+
+def forgetting(items: list[Shown], guess: Guess | None = None) -> str:
+    """The losses on a second corpus and the scores on tasks, of runs that have them."""
+    html = figure(figures.second_losses(items, guess), _SECOND, "On the second corpus")
+    return html + figure(figures.task_scores(items), _TASKS, "On tasks")
 
 
 def diagrams(study: Study, items: list[Shown]) -> Section:

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, GPT2Config, Llam
 import lamina
 from lamina.cli import main
 from lamina.data.tokenizers import load_tokenizer
-from lamina.modeling.generation import Speaker
+from lamina.modeling.generation import Speaker, Teller, until
 
 
 def test_code_beside_a_model_runs_only_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
@@ -93,3 +93,21 @@ def test_a_small_top_p_leaves_the_likeliest_token_only(tmp_path):
 def test_what_cannot_be_sampled_is_one_line(tmp_path, capsys, words, said):
     assert main(["generate", saved(tmp_path), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stops", [(), ("END",), ("\n\n", "ab")])
+def test_an_answer_is_told_while_it_is_written(tmp_path, stops):
+    """Whatever the parts, together they are the answer, and no part of a text that stops it is shown."""
+    answer, said = "  It is level, \n\nab and END not more  ", []
+    teller = Teller(load_tokenizer("bytes"), stops, said.append)
+    for begin in range(0, len(answer), 3):
+        teller.on_finalized_text(answer[begin : begin + 3])
+    teller.on_finalized_text("", stream_end=True)
+    assert "".join(said) == answer[: until(answer, stops)].strip()
+    assert len(said) > 1
+    folder, parts = saved(tmp_path), []
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    speaker = Speaker(folder, max_new_tokens=40, temperature=0.0, stop=stops)
+    assert speaker.answer([{"role": "user", "content": "So"}], parts.append) == "".join(parts)

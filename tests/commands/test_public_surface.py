@@ -38,7 +38,7 @@ threads output
 """
 EVAL = """
 models tasks num-fewshot limit data-dir corpus text-field window stride tokenizer batch-size dtype device chat-template
-run-code seed threads output
+system generation run-code seed threads output
 """
 TRANSFER = """
 placement proxy-width learning-rates seeds verify-rates verify-width best-margin output workers
@@ -57,10 +57,11 @@ from from-model data eval-data eval-fraction eval-examples template sequence-len
 gradient-accumulation schedule min-learning-rate warmup decay decay-shape learning-rate weight-decay beta1 beta2 epsilon
 max-grad-norm lora-rank lora-alpha lora-dropout lora-targets logging-steps eval-steps save-steps keep divergence-margin
 divergence-patience gradient-checkpointing precision threads report-to trainer trl seed device pause-step push-to-hub
-output
+output weights attn-implementation
 """
+WATCHED = "eval-corpus eval-tasks eval-task-limit eval-data-dir"
 POLICY = """
-reward-model reward-function algorithm kl-per beta reward-clip num-generations max-answer temperature
+reward-model reward-function reward-weights reward-timeout algorithm kl-per beta reward-clip num-generations max-answer temperature
 """
 STUDY = "study scale seeds corpus set engine address gpus processes store records output workers threads"
 FIXED_BY_RISING = "schedule min-learning-rate warmup decay decay-shape divergence-margin divergence-patience"
@@ -76,10 +77,10 @@ OPTIONS = {
     "eval": EVAL.split(),
     "transfer": [*(set(SHARED.split()) - {"depth-scaling", "base-depth"}), *TRANSFER.split()],
     "coord-check": COORD_CHECK.split(),
-    "sft": [*TUNING.split(), "preset", "loss-on", "packing", "best-by"],
-    "reward": TUNING.split(),
-    "rlhf": [*TUNING.split(), *POLICY.split()],
-    "dpo": [*TUNING.split(), "beta"],
+    "sft": [*TUNING.split(), *WATCHED.split(), "preset", "loss-on", "packing", "best-by", "group-by-length"],
+    "reward": [*TUNING.split(), "group-by-length"],
+    "rlhf": [*TUNING.split(), *WATCHED.split(), *POLICY.split()],
+    "dpo": [*TUNING.split(), *WATCHED.split(), "beta", "group-by-length"],
     "study": STUDY.split(),
     "max-lr": [*(set(SHARED.split()) - set(FIXED_BY_RISING.split())), *RISING.split()],
 }

@@ -5,11 +5,14 @@ import shutil
 
 import pandas as pd
 import pytest
+import yaml
 from evaluation.conftest import saved_model
 from safetensors.torch import load_file, save_file
+from transformers import GenerationMixin
 
 import lamina
 from lamina.cli import main
+from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.evaluation import job
 from lamina.evaluation.candidates import candidates_of
@@ -281,3 +284,93 @@ def test_weights_that_do_not_fit_are_refused(text, tmp_path, vocab_size, spoil, 
     spoil(place)
     with pytest.raises(UserError, match=says):
         lamina.evaluate(models=str(place), corpus=str(text), output=str(tmp_path / "out"), bar=False)
+
+
+WRITTEN = {
+    "task": "written",
+    "dataset_path": "toy/quiz",
+    "output_type": "generate_until",
+    "test_split": "test",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{choices[answer]}}",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}
+
+
+@pytest.fixture
+def written(data_dir):
+    """The folder with a task whose answers are written."""
+    (data_dir / "tasks/written.yaml").write_text(yaml.safe_dump(WRITTEN))
+    return data_dir
+
+
+def test_answers_are_written_as_the_user_says_after_the_system_s_turn(written, tmp_path, monkeypatch):
+    folder = saved_model(tmp_path / "talker")
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    asked = []
+    generate = GenerationMixin.generate
+
+    def seen(self, input_ids, **options):
+        asked.append((tokenizer.decode(input_ids[0], skip_special_tokens=True), options.get("temperature")))
+        return generate(self, input_ids, **options)
+
+    monkeypatch.setattr(GenerationMixin, "generate", seen)
+    words = ["eval", str(folder), "--tasks", "written", "--data-dir", str(written), "--limit", "4", "--batch-size", "1"]
+    assert main([*words, "--output", str(tmp_path / "plain")]) == 0
+    more = ["--chat-template", "--system", "Be brief.", "--generation.temperature", "0.5"]
+    more += ["--generation.do_sample", "true", "--generation.max_gen_toks", "9"]
+    assert main([*words, *more, "--output", str(tmp_path / "told")]) == 0
+    plain, told = (pd.read_parquet(tmp_path / name / "items/talker/written.parquet") for name in ("plain", "told"))
+    assert plain["answer"].str.len().max() <= 4 < told["answer"].str.len().max()
+    assert [temperature for _, temperature in asked[4:]] == [0.5] * 4
+    assert all(text.startswith("<system>Be brief.<user>") for text, _ in asked[4:])
+    assert not any("<system>" in text for text, _ in asked[:4])
+
+
+def test_auto_takes_as_many_as_fit(model, data_dir, text, tmp_path, monkeypatch):
+    given = {"models": str(model), "corpus": str(text), "tasks": "quiz", "data_dir": str(data_dir), "limit": 6}
+    plain = lamina.evaluate(**given, output=str(tmp_path / "plain"), bar=False)
+    tried = []
+    perplexity = job.perplexity
+
+    def small(*args, batch_size, **options):
+        tried.append(batch_size)
+        if batch_size > 3:
+            raise RuntimeError("CUDA out of memory. Tried to allocate more than there is.")
+        return perplexity(*args, batch_size=batch_size, **options)
+
+    monkeypatch.setattr(job, "perplexity", small)
+    fitted = lamina.evaluate(**given, output=str(tmp_path / "auto"), batch_size="auto", bar=False)
+    assert tried[0] == 8 > tried[-1]
+    for one, other in zip(plain["units"], fitted["units"], strict=True):
+        values = [[score["value"] for score in unit["scores"]] for unit in (one, other)]
+        assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"system": "Be brief."}, "system: 'Be brief.' has no effect here (allowed: with --chat-template)"),
+        ({"generation": {"temprature": 1}}, "unknown generation argument 'temprature'; did you mean 'temperature'"),
+        ({"generation": {"temperature": 1}}, "generation.temperature: no effect: none of the tasks"),
+        ({"batch_size": "some"}, "batch_size: 'some' (allowed: a whole number of at least 1, or auto)"),
+        ({"batch_size": 0}, "batch_size: 0"),
+    ],
+)
+def test_what_asks_nothing_is_refused(model, data_dir, tmp_path, changed, message):
+    with pytest.raises(UserError) as error:
+        lamina.evaluate(
+            models=str(model), tasks="quiz", data_dir=str(data_dir), output=str(tmp_path / "out"), **changed
+        )
+    assert message in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_processes_are_refused_in_one_line(model, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["eval", str(model), "--corpus", str(text), "--output", str(tmp_path / "out")]) == 2
+    assert "eval: 2 processes (allowed: one; each can evaluate models of its own" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

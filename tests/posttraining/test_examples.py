@@ -117,6 +117,16 @@ def test_formats_of_the_same_conversation_are_the_same(row):
     assert prompt_of(row) == [user("q")]
 
 
+def test_of_a_row_with_several_forms_the_complete_one_counts():
+    both = {"prompt": "p", "instruction": "q", "output": "a"}
+    assert example_of(both) == {"messages": [user("q"), assistant("a")]}
+    assert prompt_of(both) == [user("q")]
+    assert example_of({**both, "completion": "b"}) == {"prompt": "p", "completion": "b"}
+    assert prompt_of({"prompt": "p", "instruction": "q"}) == "p"
+    turns = {"messages": [user("m"), assistant("n")]}
+    assert example_of({**both, **turns, "conversations": ["x", "y"]}) == turns
+
+
 @pytest.mark.parametrize(("row", "prompt"), [({"prompt": "q", "completion": "a"}, "q"), ({"text": "a"}, "")])
 def test_texts_stay_as_they_are(row, prompt):
     assert example_of(row) == {"prompt": prompt, "completion": "a"}
@@ -127,7 +137,10 @@ def test_texts_stay_as_they_are(row, prompt):
     [
         ({"body": "x"}, "no known fields"),
         ({"instruction": "q"}, "no known fields .*the row has: instruction"),
-        ({"instruction": "q", "output": " "}, "turn 1 of 'completion', the assistant's, is empty"),
+        ({"instruction": "q", "output": " "}, "the field 'output' is empty"),
+        ({"instruction": 3, "output": "a"}, "the field 'instruction' must be a text"),
+        ({"text": 3}, "the field 'text' must be a text"),
+        ({"text": ""}, "the field 'text' is empty"),
         ({"messages": [user("q")]}, "no turn of the assistant's"),
         ({"messages": [{"role": "robot", "content": "q"}]}, "turn 1 of 'messages' has no role"),
         ({"messages": "q"}, "must be a list of turns"),
@@ -135,7 +148,8 @@ def test_texts_stay_as_they_are(row, prompt):
         ({"prompt": "a", "completion": 1}, "the field 'completion' must be a text or a list of turns"),
         ({"prompt": "a", "completion": ""}, "'completion' is empty"),
         ({"messages": [user("q"), assistant(" ")]}, "turn 2 of 'messages', the assistant's, is empty"),
-        ({"conversations": ["q", "", "r", "a"]}, "turn 2 of 'messages', the assistant's, is empty"),
+        ({"conversations": ["q", "", "r", "a"]}, "turn 2 of 'conversations', the assistant's, is empty"),
+        ({"conversations": 1}, "the field 'conversations' must be a list of turns"),
     ],
 )
 def test_a_row_that_is_no_example_says_why(row, message):
@@ -244,7 +258,7 @@ def test_rows_of_several_forms_have_their_own_fields(tmp_path):
     [
         ("a.txt", b"x", r"ends in .txt \(allowed: a .jsonl, .json"),
         ("a.json", b"{}", "holds no rows"),
-        ("a.jsonl", b"[1]\n", "row 1: the field 'completion' must be a text"),
+        ("a.jsonl", b"[1]\n", "row 1: the field 'text' must be a text"),
         ("a.jsonl", b"\n\n", "holds no rows"),
         ("a.jsonl", b"\xff\xfe\x00", r"holds no rows \(.*in row 0"),
         ("a.jsonl", LINES + b'{"prompt": "cut', "holds no rows"),

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from accelerate import Accelerator
+import trl
 from posttraining.tiny import common, preferences, same_weights, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -241,8 +242,13 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
     [
         ({"reward_model": ...}, "reward_model: none given"),
         ({"reward_model": "no-such"}, "reward_model: 'no-such' holds no saved model"),
-        ({"reward_function": "f.py:f"}, "reward_function: 'f.py:f', and a reward_model"),
         ({"reward_model": ..., "reward_function": "f.py:f"}, "reward_function: 'f.py': no such file"),
+        ({"reward_function": "f.py:f", "reward_weights": "1"}, "reward_weights: '1' for 2 rewards"),
+        ({"reward_weights": "1,x"}, "reward_weights: '1,x' (allowed: comma-separated numbers)"),
+        ({"reward_timeout": 1.0}, "reward_timeout: 1 has no effect here"),
+        ({"algorithm": "grpo", "trl": {"use_vllm": True}}, "trl.use_vllm: vllm is not installed"),
+        ({"eval_tasks": "nope"}, "eval_tasks: unknown task 'nope'"),
+        ({"eval_corpus": "nope.txt"}, "eval_corpus: 'nope.txt'"),
         ({"algorithm": "ppo"}, "algorithm: 'ppo'"),
         (
             {"trl": {"epsilon": 0.1}},
@@ -303,3 +309,68 @@ def test_a_reward_model_with_a_shorter_context_judges_shorter_sequences(policy, 
     shutil.copytree(judge[0] / "model", tmp_path / "judge", ignore=shutil.ignore_patterns("manifest.json"))
     change_config(tmp_path / "judge", max_position_embeddings=64)
     assert policy(reward_model=str(tmp_path / "judge"), sequence_length=64, steps=1)[1]["status"] == "finished"
+
+
+REWARDS = """
+import time
+
+def length(prompt, answer, row):
+    return float(len(answer))
+
+def vowels(prompt, answer, row):
+    return float(sum(c in "aeiou" for c in answer))
+
+def slow(prompt, answer, row):
+    while len(answer) % 2 == 0:
+        try:
+            time.sleep(30)
+        except Exception:
+            raise ValueError("swallowed") from None
+    return 1.0
+"""
+
+
+def test_several_rewards_are_summed_by_their_weights_and_recorded_apart(policy, judge, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(REWARDS)
+    functions = f"{file}:length,{file}:vowels"
+    folder, result = policy(reward_function=functions, reward_weights="2,0.5,-3", reward_clip=0.0, algorithm="rloo")
+    lines = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+    for line in lines:
+        parts = [line[f"reward_{name}"] for name in ("run", "length", "vowels")]
+        assert line["reward"] == pytest.approx(2 * parts[0] + 0.5 * parts[1] - 3 * parts[2], abs=1e-5)
+    last = [line["reward_length"] for line in lines if line["step"] == 4]
+    assert result["eval_reward_length"] == pytest.approx(sum(last) / len(last))
+    trained = next(r for r in records(folder) if "loss" in r)
+    assert {"reward_run", "reward_length", "reward_vowels"} <= set(trained)
+    report(folder)
+
+
+def test_a_reward_function_that_takes_too_long_gives_nothing(policy, tmp_path, caplog):
+    file = tmp_path / "own.py"
+    file.write_text(REWARDS)
+    given = {"reward_model": ..., "reward_function": f"{file}:slow", "reward_timeout": 0.05, "steps": 1}
+    folder, result = policy(**given)
+    assert result["status"] == "finished"
+    rewards = {json.loads(line)["reward"] for line in (folder / "held_out.jsonl").read_text().splitlines()}
+    assert rewards == {0.0, 1.0}
+    assert "answers took more than 0.05 s: 0" in caplog.text
+
+
+def test_the_likeliest_token_alone_is_sampled_if_trl_is_told_so(policy, monkeypatch):
+    """With top-k 1 all answers to a prompt are the same, so that none is better than the others."""
+    seen = []
+    for kind in (trl.RLOOTrainer, trl.GRPOTrainer):
+        compute = kind._compute_loss
+
+        def seeing(self, model, inputs, compute=compute):
+            seen.append(inputs)
+            return compute(self, model, inputs)
+
+        monkeypatch.setattr(kind, "_compute_loss", seeing)
+    policy("all", algorithm="rloo", steps=1)
+    policy("one", algorithm="rloo", steps=1, trl={"top_k": 1})
+    policy("nucleus", algorithm="grpo", steps=1, trl={"top_p": 1e-6})
+    spread = [float(inputs["advantages"].abs().max()) for inputs in seen]
+    assert spread[0] > 1e-3
+    assert spread[1:] == [0.0, 0.0]

@@ -52,6 +52,10 @@ YOUNGER: Json = {
     "group_by_length": False,
     "depth_scaling": "none",
     "base_depth": None,
+    "reward_weights": None,
+    "system": None,
+    "generation": {},
+    "reward_timeout": 0.0,
     **{name: group.default(name) for group in _YOUNGER_GROUPS for name in group.names()},
 }
 

@@ -87,6 +87,7 @@ def _write(kind: Kind, folder: Path) -> Path:
         sections=[
             Section("Result", "Result", found),
             Section("Curves", "Over the steps", "".join(_curve(*curve, records) for curve in CURVES)),
+            Section("Kept", "What the model still knows", sections.forgetting(items)),
             Section("Frontier", "Reward against KL", figure(_frontier(records), _FRONTIER)),
             *layers.sections(items),
             sections.diagrams(study, items),

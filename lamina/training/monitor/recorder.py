@@ -255,9 +255,7 @@ class RunRecorder(TrainerCallback):
         self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
         self.trainer.evaluation = last = replace(self.evaluation, step=state.global_step, loss=loss)
         record: Json = {"step": last.step, "tokens": self.tokens_at(last.step), **self.evaluated(metrics or {}, loss)}
-        record |= last.scores
-        record |= {} if last.second is None else {"eval_corpus_loss": last.second}
-        record |= {} if last.tasks is None else {"tasks": dict(last.tasks)}
+        record |= {**last.scores, **last.apart()}
         self.metrics.write(record)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:

@@ -59,6 +59,11 @@ class LastEvaluation:
     scores: Mapping[str, float] = field(default_factory=dict)
     tasks: Mapping[str, float] | None = None
 
+    def apart(self) -> Json:
+        """What was measured on a second text and on tasks, as records name it; empty without them."""
+        second = {} if self.second is None else {"eval_corpus_loss": self.second}
+        return second if self.tasks is None else {**second, "tasks": dict(self.tasks)}
+
 
 _CHUNK = 1000  # steps whose values are concatenated, so that rare records keep few tensors
 

@@ -1,0 +1,231 @@
+"""Rewards of answers: reward models, functions of the user's own, and their weighted sum."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
+
+import torch
+from safetensors import SafetensorError
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from lamina.core.python_files import guarded, run_file
+from lamina.data.encoding import TextEncoder
+from lamina.data.tokenizers import load_tokenizer
+from lamina.errors import UserError, one_line
+from lamina.jobs.manifest import content_hash, model_folder, refuse_damaged, sha256
+from lamina.modeling.backbones.loading import read_config
+from lamina.posttraining.examples import Fields
+from lamina.posttraining.settings import RlhfSettings
+from lamina.posttraining.starting import Start
+from lamina.posttraining.trainer import Passed
+
+logger = logging.getLogger(__name__)
+
+Score: TypeAlias = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
+"""Rewards of answers: takes the prompts' rows (prompt, prompt_ids, row), the answers' token ids and their texts."""
+Parts: TypeAlias = Mapping[str, Sequence[float]]
+"""Rewards of answers, by the reward's name."""
+BATCH = 32
+
+
+def check_rewards(settings: RlhfSettings, start: Start) -> str:
+    """Hash the reward models and functions. Raises UserError if one is missing, or a model's vocabulary differs."""
+    models, functions = settings.reward_models(), settings.reward_functions()
+    if not models and not functions:
+        raise UserError("reward_model: none given (needed: a folder as lamina reward leaves it, or --reward-function)")
+    digests = [_check_model(named, start) for named in models]
+    for named in functions:
+        path, _ = _parts(named)
+        _of_function(named)
+        digests.append(sha256(path))
+    return "+".join(digests)
+
+
+def _check_model(named: str, start: Start) -> str:
+    folder = model_folder(named)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"reward_model: {named!r} holds no saved model (config.json is missing)")
+    refuse_damaged(folder)
+    config = read_config(folder, "reward_model")
+    if not any("SequenceClassification" in name for name in config.architectures or ()):
+        raise UserError(f"reward_model: {named!r} gives no score (allowed: a folder as lamina reward leaves it)")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < start.longest:
+        raise UserError(
+            f"reward_model: {named!r} reads {positions} tokens, and a prompt with its answer may have "
+            f"{start.longest} (allowed: --sequence-length {positions})"
+        )
+    try:
+        theirs = load_tokenizer(str(folder))
+    except UserError as error:
+        raise UserError(f"reward_model: {error}") from None
+    if TextEncoder(theirs).content_hash() != TextEncoder(start.tokenizer).content_hash():
+        raise UserError(
+            f"reward_model: {named!r} has another vocabulary than the model {start.path!r} (allowed: "
+            "a reward model that was trained from it or has its tokenizer)"
+        )
+    return content_hash(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """The rewards of answers: the weighted sum of several.
+
+    Attributes:
+        scores: each reward, by the name that records have for it.
+        weights: their factors.
+    """
+
+    scores: Mapping[str, Score]
+    weights: Sequence[float]
+
+    def parts(self, rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> Parts:
+        """Return each reward of each answer, by the reward's name."""
+        return {name: score(rows, answers, texts) for name, score in self.scores.items()}
+
+    def total(self, parts: Parts) -> list[float]:
+        """Return the weighted sum for each answer."""
+        return [
+            sum(weight * one for weight, one in zip(self.weights, each, strict=True))
+            for each in zip(*parts.values(), strict=True)
+        ]
+
+    def __call__(self, rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
+        """Return the weighted sum for each answer."""
+        return self.total(self.parts(rows, answers, texts))
+
+
+def make_rewards(settings: RlhfSettings, device: torch.device, dtype: torch.dtype = torch.float32) -> Rewards:
+    """Make the rewards of the settings' reward models, on this device, and of their functions."""
+    made: dict[str, Score] = {}
+    for path in settings.reward_models():
+        folder = model_folder(path)
+        name = folder.parent.name if folder.name == "model" else folder.name
+        made[_unused(name, made)] = _of_model(_loaded(path, device, dtype))
+    for function in settings.reward_functions():
+        made[_unused(_parts(function)[1], made)] = _of_function(
+            function, seconds=settings.reward_timeout, announced=True
+        )
+    return Rewards(scores=made, weights=settings.weights_of_rewards())
+
+
+def _unused(name: str, known: Mapping[str, object]) -> str:
+    """Return a name for a reward's records, with a number where another one has it."""
+    plain = re.sub(r"\W", "_", name)
+    return plain if plain not in known else f"{plain}_{len(known) + 1}"
+
+
+def _loaded(named: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    folder = model_folder(named)
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"reward_model: {named!r} can't be loaded ({one_line(error)})") from error
+    if model.config.num_labels != 1:
+        raise UserError(f"reward_model: it gives {model.config.num_labels} scores (needed: one)")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _of_model(model: PreTrainedModel) -> Score:
+    @torch.no_grad()
+    def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
+        scores: list[float] = []
+        whole = [[*row["prompt_ids"], *answer] for row, answer in zip(rows, answers, strict=True)]
+        for first in range(0, len(whole), BATCH):
+            ids, mask = padded(whole[first : first + BATCH], 0, model.device)
+            scores += model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].float().tolist()
+        return scores
+
+    return score
+
+
+class Clock:
+    """A limit on the seconds of a block: an exception ends it, and ``rang`` is true. 0 seconds are no limit.
+
+    Only the main thread of a process can have one, and only Python code is ended.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds, self.rang = seconds, False
+
+    def __enter__(self) -> None:
+        if self.seconds:
+            self._before = signal.signal(signal.SIGALRM, self._ring)
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        self.rang = True
+        raise TimeoutError
+
+    def __exit__(self, *error: object) -> None:
+        if self.seconds:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._before)
+
+
+def _of_function(named: str, *, seconds: float = 0.0, announced: bool = False) -> Score:
+    path, name = _parts(named)
+    function = getattr(run_file("reward_function", path, announced=announced), name, None)
+    if not callable(function):
+        raise UserError(f"reward_function: {str(path)!r} has no function {name!r}")
+
+    def of(row: Fields, text: str) -> float | None:
+        clock = Clock(seconds)
+        try:
+            with clock, guarded(f"reward_function {named!r}"):
+                reward = function(row["prompt"], text, json.loads(row["row"]))
+        except (UserError, TimeoutError):
+            if not clock.rang:
+                raise
+        return None if clock.rang else _number(named, reward)
+
+    def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
+        rewards = [of(row, text) for row, text in zip(rows, texts, strict=True)]
+        if late := rewards.count(None):
+            logger.warning("%s: %d of %d answers took more than %g s: 0", named, late, len(rewards), seconds)
+        return [reward or 0.0 for reward in rewards]
+
+    return score
+
+
+def _number(named: str, reward: Passed) -> float:
+    """Return a function's reward as a number of Python's. Raises UserError for anything but a number."""
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # of an integer that no float can hold
+        if not isinstance(reward, str | bytes) and math.isfinite(number := float(reward)):
+            return number
+    try:
+        shown = one_line(repr(reward))
+    except Exception:  # of the user's object; of an integer of more than 4,300 digits, too
+        shown = f"a {type(reward).__name__} that can't be printed"
+    raise UserError(f"reward_function: {named!r} returned {shown} (allowed: a finite number)")
+
+
+def _parts(named: str) -> tuple[Path, str]:
+    file, _, name = named.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not name.isidentifier():
+        raise UserError(f"reward_function: {named!r} (allowed: FILE.py:NAME)")
+    if not path.is_file():
+        raise UserError(f"reward_function: {file!r}: no such file")
+    return path, name
+
+
+def padded(
+    sequences: Sequence[Sequence[int]], pad: int, device: torch.device, *, left: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and their mask, [sequences, tokens], padded on the right, or on the left."""
+    side = "left" if left else "right"
+    ids = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True, padding_value=pad, padding_side=side)
+    mask = pad_sequence([torch.ones(len(s), dtype=torch.long) for s in sequences], batch_first=True, padding_side=side)
+    return ids.to(device), mask.to(device)
