@@ -80,8 +80,7 @@ def tune(
     bar: bool = True,
 ) -> Json:
     """Train after pretraining; see ``lamina.training.run.train``. Raises UserError if TRL or peft is missing."""
-    given = settings.weights if isinstance(settings, TuningSettings) else settings.get("weights")
-    require(kind.kind, "qlora" if given in ("nf4", "int8") else "posttrain")
+    require(kind.kind, "posttrain")
     with warnings.catch_warnings():
         # TRL reads the name that transformers had for it before 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -328,6 +327,8 @@ class TuningStage(TrainingStage[S]):
             raise UserError("fsdp: accelerate's configuration asks for it (allowed here: ddp)")
         self.settings = settings = job.settings
         settings.require(*settings.needed)
+        if settings.quantized:
+            require(self.kind, "qlora")
         if settings.push_to_hub is not None:
             processes.by_first(lambda: check_repository(str(settings.push_to_hub)))
         check_arguments(settings.trainer, settings.schedule, type(settings))

@@ -61,7 +61,8 @@ output weights attn-implementation
 """
 WATCHED = "eval-corpus eval-tasks eval-task-limit eval-data-dir"
 POLICY = """
-reward-model reward-function reward-weights reward-timeout algorithm kl-per beta reward-clip num-generations max-answer temperature
+reward-model reward-function reward-weights reward-timeout algorithm kl-per beta reward-clip num-generations max-answer
+temperature
 """
 STUDY = "study scale seeds corpus set engine address gpus processes store records output workers threads"
 FIXED_BY_RISING = "schedule min-learning-rate warmup decay decay-shape divergence-margin divergence-patience"

@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from accelerate import Accelerator
 import trl
+from accelerate import Accelerator
 from posttraining.tiny import common, preferences, same_weights, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
