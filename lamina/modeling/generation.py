@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 
 from lamina.errors import UserError, one_line
 from lamina.jobs.manifest import model_folder, refuse_damaged
@@ -20,7 +26,7 @@ class Teller(TextStreamer):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], tell: Callable[[str], object]):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        super().__init__(cast(AutoTokenizer, tokenizer), skip_prompt=True, skip_special_tokens=True)
         self.stop, self.tell, self.text, self.told = stop, tell, "", 0
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

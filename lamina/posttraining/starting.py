@@ -108,7 +108,7 @@ class Start:
             config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
             with torch.device("meta"):
                 model = LaminaForSequenceClassification(cast(LaminaConfig, config))
-            model.model = policy.model  # type: ignore[assignment]
+            model.model = policy.model
             score = model.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
         nn.init.normal_(score.weight, std=float(getattr(config.get_text_config(), "initializer_range", 0.02)))
         score.to(self.dtype)
