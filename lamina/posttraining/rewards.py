@@ -123,7 +123,9 @@ def make_rewards(settings: RlhfSettings, device: torch.device, dtype: torch.dtyp
 def _unused(name: str, known: Mapping[str, object]) -> str:
     """Return a name for a reward's records, with a number where another one has it."""
     plain = re.sub(r"\W", "_", name)
-    return plain if plain not in known else f"{plain}_{len(known) + 1}"
+    if plain in known:
+        plain += f"_{len(known) + 1}"
+    return plain
 
 
 def _loaded(named: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -161,10 +163,11 @@ class Clock:
 
     def __enter__(self) -> None:
         if self.seconds:
-            self._before = signal.signal(signal.SIGALRM, self._ring)
+            self._before = signal.signal(signal.SIGALRM, self.ring)
             signal.setitimer(signal.ITIMER_REAL, self.seconds)
 
-    def _ring(self, number: int, frame: FrameType | None) -> None:
+    def ring(self, number: int, frame: FrameType | None) -> None:
+        """End the block; SIGALRM calls it."""
         self.rang = True
         raise TimeoutError
 
