@@ -32,7 +32,7 @@ Proto: TypeAlias = Any
 Owner: TypeAlias = tuple[int, str, str]
 """layer, sub-layer, role"""
 
-_STEPS = ("_step", "step", "Step", "global_step", "trainer/global_step", "train/global_step", "iter", "iteration")
+_STEPS = ("trainer/global_step", "train/global_step", "global_step", "step", "Step", "_step", "iter", "iteration")
 _MODEL: Owner = (-1, "model", "all")
 # Names of series, without case; of several the first that a history has.
 _WHOLE = {
@@ -69,7 +69,12 @@ def _recorded(folder: Path) -> list[Path]:
 def read_points(path: Path) -> Iterator[Point]:
     """Read the points of a history, in no order. Raises UserError where it is not readable."""
     if path.is_dir():
-        for file in _recorded(path):
+        files = _recorded(path)
+        places = sorted({file.parent for file in files})
+        if not all(place.is_relative_to(places[0]) for place in places) or sum(f.suffix == ".wandb" for f in files) > 1:
+            listed = ", ".join(str(place) for place in places[:5])
+            raise UserError(f"run: {str(path)!r} holds several runs (allowed: one of {listed})")
+        for file in files:
             yield from read_points(file)
         return
     readers: dict[str, Callable[[Path], Iterable[Point]]] = {".csv": _csv, ".json": _json, ".jsonl": _json}
@@ -137,16 +142,23 @@ def _norm_of_bins(histogram: Mapping[str, Proto]) -> float | None:
 
 
 def _wandb(path: Path) -> Iterator[Point]:
+    from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
     lines: list[Json] = []
     for data in _records_of(path.read_bytes()):
         record: Proto = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+        try:
+            record.ParseFromString(data)
+        except DecodeError as error:
+            raise ValueError(str(error)) from error
         if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            values = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in items}
-            lines.append({"_step": record.history.step.num, **values})
+            line: Json = {"_step": record.history.step.num}
+            for item in record.history.item:
+                name, *inside = item.nested_key or [item.key]
+                value = json.loads(item.value_json)
+                line[name] = {**line.get(name, {}), inside[0]: value} if inside else value  # a histogram's fields
+            lines.append(line)
     yield from _of_lines(lines)
 
 
@@ -232,7 +244,7 @@ class History:
 
     def __str__(self) -> str:
         layers = len({row[1] for row in self.rows if row[1] >= 0})
-        steps = sorted({row[0] for row in self.rows if row[5] == "gradient_norm"})
+        steps = sorted({row[0] for row in self.rows if row[5] in ("gradient_norm", NORM)})
         found = f"gradient norms of {self.parameters['gradient_norm']} parameters in {layers} layers"
         return "; ".join([f"{found}, {len(steps)} records from step {steps[0]} to {steps[-1]}", *self.notes])
 
@@ -260,9 +272,9 @@ def read_history(path: Path) -> History:
     for metric, parameters in placed.items():
         history.parameters[metric] = len(parameters)
         history.rows += _summed(metric, parameters.values(), main, NORM in whole)
-    if main is None:
+    if main is None and NORM not in whole:
         raise UserError(
-            f"run: {str(path)!r} has no gradient norms by layer among its {len(series)} series (allowed: names such as "
+            f"run: {str(path)!r} has no gradient norms among its {len(series)} series (allowed: names such as "
             "gradients/model.layers.0.mlp.up_proj.weight, as wandb.watch, Lightning's grad_norm or add_histogram write)"
         )
     history.rows.sort(key=lambda row: row[0])
@@ -301,6 +313,8 @@ def _summed(metric: str, placed: Iterable[Placed], main: str | None, has_total: 
 
 def _notes(history: History, whole: Mapping[str, list[str]], others: set[str]) -> list[str]:
     notes = []
+    if not history.parameters["gradient_norm"]:
+        notes.append("no gradient norm by parameter: only the model's is judged")
     missing = {LOSS: "the loss", "learning_rate": "the learning rate"}
     if absent := [words for metric, words in missing.items() if metric not in whole]:
         notes.append(f"not recorded: {', '.join(absent)}")

@@ -12,7 +12,7 @@ import lamina
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.reports.diagnosis import gather
-from lamina.reports.histories import import_history, owner_of, read_history
+from lamina.reports.histories import _records_of, import_history, owner_of, read_history
 from lamina.training.monitor.writers import read_rows
 
 LAST, BREAKS = 40, 31
@@ -161,6 +161,7 @@ def test_an_offline_run_of_wandb(tmp_path, run, monkeypatch):
         named = {f"grad_norm/{name}" if "." in name else f"train/{name}": value for name, value in line.items()}
         tracked.log(named, step=step)
     tracked.finish()
+    wandb.teardown()  # its own process writes the last records
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     found = lamina.diagnose(folder)
     assert "41 parameters in 3 layers, 40 records from step 1 to 40; not recorded: the l" in found.sentences[0]
@@ -213,3 +214,36 @@ def test_what_is_no_history_is_one_line(tmp_path, capsys):
         assert not (tmp_path / f"{name}-lamina").exists()
     with pytest.raises(UserError, match="is not a folder"):
         lamina.diagnose(tmp_path / "missing")
+
+
+def test_only_the_models_norm_is_judged_where_no_other_is_there(tmp_path):
+    log = [{"step": step, "loss": 4.0 - 0.01 * step, "grad_norm": 1.0 + 0.01 * (step % 3)} for step in range(1, 41)]
+    for line in log[30:]:
+        line |= {"grad_norm": 900.0, "loss": 9.0}
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": log}))
+    found = lamina.diagnose(path)
+    assert "no gradient norm by parameter: only the model's is judged" in found.sentences[0]
+    assert gather(tmp_path / "trainer_state.json-lamina").first.step == 31
+    assert gather(tmp_path / "trainer_state.json-lamina").rose == 31
+
+
+def test_several_runs_are_refused(tmp_path, run):
+    for name in ("one", "two"):
+        tensorboard(tmp_path / "logs" / name, run, histograms=False)
+    with pytest.raises(UserError, match="holds several runs"):
+        read_history(tmp_path / "logs")
+
+
+def test_what_wandb_has_not_written_whole_is_left_out():
+    def part(kind, data):
+        return bytes(4) + len(data).to_bytes(2, "little") + bytes([kind]) + data
+
+    head, block = b":W&B\xe1\xbe\x00", 32_768
+    first = part(1, b"whole")
+    rest = block - len(head) - len(first) - 7
+    file = head + first + part(2, b"a" * rest) + part(3, b"b" * (block - 7)) + part(4, b"c" * 5)
+    assert list(_records_of(file)) == [b"whole", b"a" * rest + b"b" * (block - 7) + b"c" * 5]
+    assert list(_records_of(file[:-1])) == [b"whole"]
+    padded = head + part(1, b"x" * (block - len(head) - 7 - 3)) + bytes(3) + part(1, b"next block")
+    assert list(_records_of(padded))[1] == b"next block"
