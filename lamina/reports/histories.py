@@ -6,6 +6,7 @@ TensorBoard's event files, W&B's offline runs, and histories as CSV or JSON.
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import math
 import re
@@ -142,15 +143,14 @@ def _norm_of_bins(histogram: Mapping[str, Proto]) -> float | None:
 
 
 def _wandb(path: Path) -> Iterator[Point]:
-    from google.protobuf.message import DecodeError
-    from wandb.proto import wandb_internal_pb2
-
+    messages: Proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    damaged = importlib.import_module("google.protobuf.message").DecodeError
     lines: list[Json] = []
     for data in _records_of(path.read_bytes()):
-        record: Proto = wandb_internal_pb2.Record()
+        record: Proto = messages.Record()
         try:
             record.ParseFromString(data)
-        except DecodeError as error:
+        except damaged as error:
             raise ValueError(str(error)) from error
         if record.WhichOneof("record_type") == "history":
             line: Json = {"_step": record.history.step.num}

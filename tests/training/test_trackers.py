@@ -121,3 +121,20 @@ def test_an_error_of_the_users_function_ends_the_training(tmp_path):
 
     with pytest.raises(RuntimeError, match="enough"):
         loop(model, tmp_path / "run", spoil=spoil, batches=[Tokens(items=4).ids] * 9, every=1, on_alarm=stop)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_the_library_itself_gets_rows_and_alarms_offline(tmp_path, monkeypatch, name):
+    for variable, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(variable, value)
+    library = pytest.importorskip(name)
+    monkeypatch.chdir(tmp_path)
+    tracked = Trackers(name, tmp_path / "mine")
+    tracked.log(3, ROWS)
+    tracked.alarm(3, "step 3, layer 0 (attention): a sentence")
+    tracked.close()
+    if name == "wandb":
+        library.teardown()
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.suffix in (".wandb", ".db", ".db-wal"))
+    assert b"a sentence" in written
+    assert b"gradient_norm.layers_000-007/000.attention.all" in written

@@ -18,6 +18,7 @@ import torch
 from accelerate.state import GradientState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad as torch_clipping
 
 from lamina.core.json_types import Json
@@ -253,6 +254,9 @@ class Listener(Protocol):
     def differentiates(self, loss: torch.Tensor) -> None:
         """Get the scalar whose gradients are computed."""
 
+    def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Get what a GradScaler made of a loss."""
+
 
 _LISTENERS: list[Listener] = []
 _PATCHED = ExitStack()  # while there are listeners
@@ -266,6 +270,7 @@ def listening(listener: Listener) -> Iterator[None]:
     """
     if not _LISTENERS:
         patches = [(holder, name, _telling_clip) for holder in (torch_clipping, torch.nn.utils) for name in _INNER]
+        patches += [(scaler, "scale", _telling_scale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)]
         for holder, name, telling in (*patches, (torch.autograd, "backward", _telling_loss)):
             if callable(inner := getattr(holder, name, None)):
                 _PATCHED.callback(setattr, holder, name, inner)
@@ -288,6 +293,18 @@ def _telling_loss(inner: Callable[..., object]) -> Callable[..., object]:
         return inner(tensors, *args, **kwargs)
 
     return backward
+
+
+def _telling_scale(inner: Callable[..., object]) -> Callable[..., object]:
+    @wraps(inner)
+    def scale(scaler: object, outputs: object) -> object:
+        scaled = inner(scaler, outputs)
+        if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
+            for listener in tuple(_LISTENERS):
+                listener.scales(outputs, scaled)
+        return scaled
+
+    return scale
 
 
 def _telling_clip(inner: Callable[..., object]) -> Callable[..., object]:
@@ -349,6 +366,7 @@ class Instruments:
         self._measured_rate = 0.0  # that of the last measured update
         self.losses: list[torch.Tensor] = []  # of the step's micro-batches, or their shares
         self._differentiated: list[torch.Tensor] = []  # the same, as the loop differentiated them
+        self._scaled: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         self._passed = False  # whether the step had a forward pass
         self._summed = False
         self.takes_shares = False  # a Trainer says what it trains; a model's outputs may hold another loss (TRL's DPO)
@@ -420,8 +438,14 @@ class Instruments:
 
     def differentiates(self, loss: torch.Tensor) -> None:
         """Keep what a loop differentiates: the loss, where neither the model nor the user says it."""
+        whole, scaled = self._scaled
+        self._scaled = None, None
         if self._passed and self._inside is None and not self._looking:
-            self._differentiated.append(loss.detach())
+            self._differentiated.append((whole if scaled is loss and whole is not None else loss).detach())
+
+    def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Keep what a GradScaler scales, until the loop differentiates it."""
+        self._scaled = loss, scaled
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Measure gradients before torch clips them, if this model's are among them."""
@@ -489,9 +513,9 @@ class Instruments:
     def step_loss(self) -> torch.Tensor | None:
         """Return the loss of the step so far: the sum of its shares, or the mean of the micro-batches' losses.
 
-        What the loop differentiated are shares; under a GradScaler they are scaled, and say nothing.
+        What the loop differentiated are shares.
         """
-        shares = not self.losses and not self.scales_losses
+        shares = not self.losses
         if not (kept := self._differentiated if shares else self.losses):
             return None
         losses = torch.stack([loss.reshape(()).float() for loss in kept])

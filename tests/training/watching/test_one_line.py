@@ -42,11 +42,12 @@ def check(folder, losses, norms, layers=2):
     assert set(rows.query("metric == 'hidden_variance'")["step"]) == {1, 20}
 
 
-def test_nanogpt(tmp_path, monkeypatch):
-    """Micro-batches whose loss is divided, evaluations in between, a scaler that is off, as in nanoGPT's train.py."""
+@pytest.mark.parametrize("scales", [False, True])
+def test_nanogpt(tmp_path, monkeypatch, scales):
+    """Micro-batches whose loss is divided, evaluations in between, and a scaler, as in nanoGPT's train.py."""
     monkeypatch.chdir(tmp_path)
     model = NanoGpt()
-    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", enabled=False)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", enabled=scales)
     end = run_line("nanoGPT", {"model": model, "optimizer": optimizer})
     losses, norms, step = [], [], 0
     while True:

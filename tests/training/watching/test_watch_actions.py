@@ -268,7 +268,13 @@ def test_torchs_clipping_is_its_own_again_once_the_last_monitor_has_left():
         def differentiates(self, loss):
             told.append(self.number)
 
-    own, told = (clip_grad._clip_grads_with_norm_, torch.autograd.backward), []
+        def scales(self, loss, scaled):
+            told.append(self.number)
+
+    def functions():
+        return clip_grad._clip_grads_with_norm_, torch.autograd.backward, torch.amp.GradScaler.scale
+
+    own, told = functions(), []
     first, second = (listening(Listener(number)) for number in (1, 2))
     first.__enter__()
     second.__enter__()
@@ -279,7 +285,7 @@ def test_torchs_clipping_is_its_own_again_once_the_last_monitor_has_left():
     parameter.sum().backward()
     assert told.count(2) == len(told) >= 2
     second.__exit__(None, None, None)
-    assert (clip_grad._clip_grads_with_norm_, torch.autograd.backward) == own
+    assert functions() == own
 
 
 def test_a_failed_trainers_folder_is_free_for_the_next_in_the_same_process(tmp_path):
