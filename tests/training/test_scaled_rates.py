@@ -112,8 +112,9 @@ def test_the_logged_rate_is_the_one_that_was_given_and_each_group_follows_the_sc
     assert final == pytest.approx([0.1 * RATE / 2, 0.1 * RATE])  # the schedule's end, hidden and readout halved
 
 
-def test_a_run_with_width_scaling_goes_on_where_it_was_stopped(trained, tmp_path):
-    given = {"steps": 6, "save_steps": 2, "width_scaling": "standard", "base_width": 8, "logging_steps": 1}
+def test_a_scaled_run_goes_on_where_it_was_stopped(trained, tmp_path):
+    scaled = {"width_scaling": "standard", "base_width": 8, "depth_scaling": "depth-mup", "base_depth": 1}
+    given = {"steps": 6, "save_steps": 2, "logging_steps": 1, **scaled}
     whole = trained("whole", **given)
     trained("cut", **given)
     cut_back(tmp_path / "cut", 4)
