@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,18 @@ from lamina.core.scaling_schemes import DEPTH_SCHEMES
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError, nearest, shortened
 from lamina.placements.custom import SUFFIXES, load
-from lamina.placements.plan import Norm, Plan, Sublayer
+from lamina.placements.plan import SUBLAYERS, Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import Placement, as_written, get
 
-# The fields of a sub-layer that act inside its branch; the others act on the stream.
+# The fields of a sub-layer that act inside its branch, and those of a plan that act before the first block, after the
+# last or inside the modules. All others act on the stream.
 IN_THE_BRANCH = (
-    *("pre_norm", "out_norm", "pre_scale", "pre_scale_learned", "out_scale", "out_scale_learned"),
+    *("pre_norm", "inner_norm", "out_norm", "pre_scale", "pre_scale_learned", "out_scale", "out_scale_learned"),
     *("weight_gain", "gate_gain"),
+)
+AT_THE_ENDS = (
+    *("placement", "layers", "final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm", "qkv_norm"),
+    *("initialization", "options"),
 )
 
 
@@ -117,19 +122,27 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
             return plan
         raise UserError(f"{name} options 'depth_scaling' and 'base_depth' need each other")
     whole_number("base_depth", base_depth)
-    untouched = Sublayer()
-    for index, layer in enumerate(plan.layers, start=1):
-        for part, sub in (("attention", layer.attention), ("feed_forward", layer.feed_forward)):
-            for field in fields(sub):
-                if field.name not in IN_THE_BRANCH and getattr(sub, field.name) != getattr(untouched, field.name):
-                    raise UserError(
-                        f"{name} depth_scaling {scheme!r} is for streams to which blocks only add, and the {part} of "
-                        f"block {index} sets {field.name} (allowed: a placement with norms and scales in its branches "
-                        "alone, or no depth scaling)"
-                    )
+    if more := next(_on_the_stream(plan), None):
+        raise UserError(
+            f"{name} depth_scaling {scheme!r} is for streams to which blocks only add, and {more} (allowed: a "
+            "placement with norms and scales in its branches alone, or no depth scaling)"
+        )
     factor = (plan.num_layers / base_depth) ** -DEPTH_SCHEMES[scheme]
     layers = [layer.map(lambda sub: replace(sub, out_scale=sub.out_scale * factor)) for layer in plan.layers]
     return replace(plan, layers=tuple(layers))
+
+
+def _on_the_stream(plan: Plan) -> Iterator[str]:
+    """Say where a plan does more to the stream than add branches to it."""
+    records: list[tuple[str, Plan | Layer | Sublayer, tuple[str, ...]]] = [("the plan", plan, AT_THE_ENDS)]
+    for index, layer in enumerate(plan.layers, start=1):
+        records.append((f"block {index}", layer, SUBLAYERS))
+        halves = (("attention", layer.attention), ("feed_forward", layer.feed_forward))
+        records += [(f"the {part} of block {index}", half, IN_THE_BRANCH) for part, half in halves]
+    for place, record, kept in records:
+        for entry in fields(record):
+            if entry.name not in kept and getattr(record, entry.name) != entry.default:
+                yield f"{place} sets {entry.name}"
 
 
 def _like_others(plan: Plan) -> Norm:
