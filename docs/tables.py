@@ -25,6 +25,7 @@ from lamina.jobs import aliases
 from lamina.jobs.columns import RESULT_COLUMNS
 from lamina.papers.judging.scaling import tolerance
 from lamina.placements import get, names
+from lamina.placements.wirings import WIRINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 _OF_DOCS = (
@@ -48,6 +49,13 @@ def placements_table() -> str:
         equation = "<br>".join(f"`{re.sub(r'  +', ' ', line)}`" for line in lines)
         title = f"{placement.title}{'†' * (len(lines) < len(placement.equation))}"
         rows.append(f"| `{name}` {title} | {equation} | {placement.source} |")
+    return "\n".join(rows)
+
+
+def wirings_table() -> str:
+    """One row per wiring: name, equation, source."""
+    rows = ["| wiring | equation | source |", "|---|---|---|"]
+    rows += [f"| `{name}` | `{(one := WIRINGS.get(name)).equation}` | {one.source} |" for name in WIRINGS.names()]
     return "\n".join(rows)
 
 
@@ -316,7 +324,12 @@ def other_names_table() -> str:
 
 def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
-    found = {"placements": placements_table(), "train_step": train_step_table(), "reliability": reliability_table()}
+    found = {
+        "wirings": wirings_table(),
+        "placements": placements_table(),
+        "train_step": train_step_table(),
+        "reliability": reliability_table(),
+    }
     found |= {
         "front-page": front_page_table(),
         "initializers": initializers_table(),

@@ -50,6 +50,7 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
     "lamina study run fuse-128 --scale gpu": "needs a Ray cluster with GPUs",
     "from lamina.placements import Layer": "a file: tests/placements/test_own_placement_docs.py",
     "import torch\nfrom lamina.modeling import LaminaNorm": "the same file",
+    "from dataclasses import replace\n\nfrom lamina.placements.plan": "the same file",
     "import pandas as pd\n\nfrom lamina.probes": "a file: tests/probes/test_probes_docs.py",
 }
 

@@ -19,6 +19,7 @@ from lamina.errors import UserError
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import adapter_of
 from lamina.modeling.parts import body_of, sublayers, temporary_hooks
+from lamina.modeling.streams_lamina import LaminaWiring
 from lamina.modeling.wiring_lamina import LaminaNorm, Residual, Terms
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
         owner, _, last = name.rpartition(".")
         holder = owner.rpartition(".")[2] if last in ("weight", "bias") else last
         place = wirings.get(".".join(name.split(".")[:depth]))
-        if isinstance(modules[owner], Residual):
+        if isinstance(modules[owner], Residual | LaminaWiring):
             role = "wiring"
         elif isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2:
             role = "bias" if last == "bias" and isinstance(modules[owner], nn.Linear | nn.Conv2d) else "vector"

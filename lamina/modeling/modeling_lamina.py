@@ -34,6 +34,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_lamina import AUTO_MAP, LaminaConfig, backbone_of
+from .streams_lamina import Collapse, StatePlan
 from .wiring_lamina import SCALES, Block, InitializesPlan, LaminaNorm, NormStyle, Residual, make_norm, norm_projections
 
 logger = logging.get_logger(__name__)
@@ -153,6 +154,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
         part: [name for name in SCALES if any(w[part].get(name, 1.0) != 1.0 for w in plan["layers"])]
         for part in ("attention", "feed_forward")
     }
+    state = StatePlan(plan, width)
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
         attention, feed_forward = layer.get_submodule(adapter.attention), layer.get_submodule(adapter.feed_forward)
         norm_projections(attention, plan, style, adapter.stacked, wiring["attention"].get("inner_norm"))
@@ -160,11 +162,13 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
         block = Block(
             Residual(attention, wiring["attention"], width, style, dropout, scaled["attention"]),
             Residual(feed_forward, wiring["feed_forward"], width, style, dropout, scaled["feed_forward"]),
+            state.of_block(index),
         )
         if hasattr(layer, "attention_type"):  # some models pick the mask by it
             block.attention_type = layer.attention_type
         layers[index] = block
-    backbone.set_submodule(adapter.norm, make_norm(plan["final_norm"], width, style) or nn.Identity())
+    norm = make_norm(plan["final_norm"], width, style) or nn.Identity()
+    backbone.set_submodule(adapter.norm, state.end(norm, style.eps) if state.is_more else norm)
     if adapter.embedding_norm:
         backbone.set_submodule(adapter.embedding_norm, nn.Identity())
     _rename_parallel_plans(backbone, adapter, plan)
@@ -300,8 +304,8 @@ class LaminaModel(LaminaPreTrainedModel):
         if self._adapter.embeddings:
             self.backbone.get_submodule(self._adapter.embeddings).register_forward_hook(self._after_embeddings)
         self.post_init()
-        if self.embedding_norm is not None or self.embedding_scale != 1.0:
-            self._pp_plan = {}  # a later stage takes the stream as embeddings, which would be normed again
+        if self.embedding_norm is not None or self.embedding_scale != 1.0 or isinstance(self.norm, Collapse):
+            self._pp_plan = {}  # a later stage takes the stream as embeddings, normed again, and alone
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -12,6 +12,7 @@ from transformers.models.convnext.modeling_convnext import ConvNextDropPath
 
 from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import LaminaModel
+from lamina.modeling.streams_lamina import LaminaWiring
 from lamina.modeling.wiring_lamina import Residual
 
 SUBLAYERS = ("attention", "feed_forward")
@@ -49,6 +50,17 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def decaying(model: nn.Module) -> list[str]:
+    """Name the parameters that decay: matrices, but no gains, biases or what the wiring learns, of whatever shape."""
+    wiring = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, Residual | LaminaWiring)
+        for parameter in module.parameters(recurse=False)
+    }
+    return [name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in wiring]
 
 
 def drop_branches(model: PreTrainedModel, rate: float) -> None:

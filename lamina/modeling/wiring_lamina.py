@@ -2,7 +2,7 @@
 
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
-Copied beside a checkpoint by transformers, so it imports only torch and transformers.
+Copied beside a checkpoint by transformers, so it imports only torch, transformers and the streams.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .streams_lamina import BlockState, DepthAttention, LaminaWiring, State, StreamMixer
 
 
 class Record(dict):
@@ -310,6 +312,7 @@ class Terms:
 SCALES = ("skip_scale", "pre_scale", "out_scale")
 # A sub-layer's fields that its record leaves out at their default.
 YOUNGER = {"out_scale": 1.0, "out_scale_learned": "no", "coupling": "none", "gate_temperature": 1.0, "inner_norm": None}
+YOUNGER |= {"streams": None, "read": "stream"}
 _LEAST_VARIANCE = 1e-3  # of the skip under "variance", as in Muse Spark
 
 
@@ -343,6 +346,9 @@ class Residual(nn.Module):
         self.pre_scale = self._scale("pre_scale", hidden_size)
         self.out_scale = self._scale("out_scale", hidden_size)
         self.gate = self._scale("gate", hidden_size) if "gate" in self.starts() else None
+        streams, self.read = self.sublayer["streams"], self.sublayer["read"]
+        self.mixer = StreamMixer(streams, hidden_size, style.eps) if streams else None
+        self.depth = DepthAttention(hidden_size, style.eps) if self.read != "stream" else None
         # Decided once: comparing the floats in forward would make torch.compile guard on each layer's value.
         self._applied = {name: name in scaled or self._is_scaled(name) for name in SCALES}
         self._terms_hooks: OrderedDict[int, Callable[[Terms], None]] = OrderedDict()
@@ -367,9 +373,24 @@ class Residual(nn.Module):
             values["gate"] = float(self.sublayer["gate_temperature"]) * math.log(b / (1 - b))
         return values
 
-    def forward(self, x: torch.Tensor, block_input: torch.Tensor | None = None, **kwargs: object) -> torch.Tensor:
-        """``x`` and ``block_input``: [batch, tokens, hidden_size]; the block's input is x by default."""
-        hidden = x if self.pre_norm is None else self.pre_norm(x)
+    def forward(
+        self,
+        x: torch.Tensor,
+        block_input: torch.Tensor | None = None,
+        *,
+        memory: tuple[torch.Tensor, ...] = (),
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """``x`` and ``block_input``: [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size] of n streams.
+
+        The block's input is x by default; ``memory`` are earlier states [batch, tokens, hidden_size].
+        """
+        hidden, mix, write = x, None, None
+        if self.mixer is not None:
+            hidden, mix, write = self.mixer(x)
+        elif self.depth is not None:
+            hidden = self.depth(memory, x if self.read == "depth" else None)
+        hidden = hidden if self.pre_norm is None else self.pre_norm(hidden)
         if self._applied["pre_scale"]:
             hidden = hidden * self.pre_scale
         output = self.module(hidden, **kwargs)
@@ -381,12 +402,19 @@ class Residual(nn.Module):
         if self._applied["out_scale"]:
             branch = branch * self.branch_factor()
         source = skip_source(self.skip, x, block_input)
+        if mix is not None:
+            source = mix.to(source.dtype).transpose(-1, -2) @ source
         skip = self.scale_skip(source)
+        if write is not None:
+            branch = write.to(branch.dtype).unsqueeze(-1) * branch.unsqueeze(-2)
         total = skip + branch
         if self._terms_hooks:
             terms = Terms(output=output, branch=branch, source=source, skip=skip, sum=total)
             for hook in tuple(self._terms_hooks.values()):
                 hook(terms)
+        if self.post_norm is not None and self.mixer is not None and self.mixer.spec["normed"]:
+            parts = zip(self.mixer.spec["normed"], total.unbind(-2), strict=True)
+            return torch.stack([self.post_norm(part) if is_normed else part for is_normed, part in parts], dim=-2)
         return total if self.post_norm is None else self.post_norm(total)
 
     def branch_factor(self) -> float | torch.Tensor:
@@ -421,27 +449,55 @@ class Residual(nn.Module):
     @property
     def graph_key(self) -> tuple[object, ...]:
         """What decides the compiled graph: the skip's source, the coupling, and which scales are applied."""
-        return self.skip, self.coupling, *self._applied.values()
+        kinds = None if self.mixer is None else (*self.mixer.spec.items(),)
+        return self.skip, self.coupling, self.read, str(kinds), *self._applied.values()
+
+
+ONE_STREAM = BlockState()
 
 
 class Block(GradientCheckpointingLayer):
     """A layer of the model: the attention's residual, then the feed-forward's."""
 
-    def __init__(self, attention: Residual, feed_forward: Residual):
+    def __init__(self, attention: Residual, feed_forward: Residual, state: BlockState = ONE_STREAM):
         super().__init__()
         self.attention = attention
         self.feed_forward = feed_forward
+        self.streams, self.sources, self.remembers, self.has_memory, self.slots = state
         takes = inspect.signature(attention.module.forward).parameters.values()
         self._takes_mask = any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in takes)
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: object
-    ) -> torch.Tensor:
-        """``hidden_states`` (the stream x^i) and the result: [batch, tokens, hidden_size]; attention gets the rest."""
+        self, hidden_states: torch.Tensor | State, attention_mask: torch.Tensor | None = None, **kwargs: object
+    ) -> torch.Tensor | State:
+        """``hidden_states`` (the stream x^i) and the result: [batch, tokens, hidden_size]; attention gets the rest.
+
+        [batch, tokens, n, hidden_size] of n streams; a State where the plan has a memory.
+        """
         if self._takes_mask:  # a module of the user's own may not know of masks
             kwargs["attention_mask"] = attention_mask
-        y = self.attention(hidden_states, **kwargs)
-        return self.feed_forward(y, hidden_states)
+        if self.has_memory:
+            return self._with_memory(hidden_states, **kwargs)
+        x = cast(torch.Tensor, hidden_states)
+        if self.streams:
+            x = x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1])
+        y = self.attention(x, **kwargs)
+        return self.feed_forward(y, x)
+
+    @property
+    def graph_key(self) -> tuple[object, ...]:
+        """What decides the compiled graph beside the sub-layers: the streams that it makes, the memory's states."""
+        read = None if self.sources is None else self.sources.slots
+        return self.streams, self.remembers, self.has_memory, self.slots, read
+
+    def _with_memory(self, state: torch.Tensor | State, **kwargs: object) -> State:
+        x, memory = (state.stream, state.memory) if isinstance(state, tuple) else (state, ())
+        if self.remembers:
+            memory = (*memory, x)
+        if self.sources is not None:
+            x = self.sources(x, memory)
+        y = self.attention(x, memory=memory, **kwargs)
+        return State(self.feed_forward(y, x, memory=memory), memory)
 
 
 class InitializesPlan:
@@ -452,6 +508,10 @@ class InitializesPlan:
             for name, start in module.starts().items():
                 if isinstance(parameter := getattr(module, name), nn.Parameter):
                     init.constant_(parameter, start)
+        elif isinstance(module, LaminaWiring):
+            for name, start in module.starts().items():
+                if isinstance(parameter := getattr(module, name), nn.Parameter):
+                    init.copy_(parameter, start.to(parameter.device))
         elif isinstance(module, LaminaNorm):
             starts = module.starts()
             for name, parameter in module.named_parameters(recurse=False):

@@ -114,6 +114,19 @@ def head_norms(plan: Plan) -> list[str]:
     return [f"{norm} on {name} {widths[scope]}" for name, scope in norms if scope != "off"]
 
 
+def plan_notes(plan: Plan) -> list[str]:
+    """Return what the drawing does not show: norms inside the attention, several streams, earlier states."""
+    notes, first = head_norms(plan), plan.layers[0].attention
+    if first.streams:
+        notes.append(f"{plan.streams} streams: {first.streams.weights} weights, mix: {first.streams.mix}")
+    if first.read != "stream":
+        notes.append("each sub-layer reads a softmax over earlier sums of blocks, and its own block's so far")
+    elif plan.has_memory:
+        states = [len(layer.sources.states) if layer.sources else 0 for layer in plan.layers]
+        notes.append(f"earlier states are added to a block's input: {states[0]} in the first, {states[-1]} in the last")
+    return notes
+
+
 def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> str:
     """Return one plan as a self-contained SVG: a column for each kind of layer, with the lines of ``equation`` below.
 
@@ -152,7 +165,7 @@ def _drawing(plan: Plan, title: str | None, equation: Sequence[str]) -> tuple[st
     hidden = len(groups) - MOST_KINDS
     columns = groups[:MOST_KINDS]
     heading = title_of(plan) if title is None else title
-    notes = head_norms(plan) + sorted({note for layers, _ in columns for note in weight_notes(layers)})
+    notes = plan_notes(plan) + sorted({note for layers, _ in columns for note in weight_notes(layers)})
     learned = {getattr(sub, f) for layers, _ in columns for sub in sublayers(layers) for f in _LEARNED}
     notes += ["learned scales: one number each"] * ("scalar" in learned)
     notes += ["learned scales: a number per channel"] * ("vector" in learned)
@@ -280,7 +293,7 @@ def text(plan: Plan) -> str:
             lines.append(f"│    {name}    {equation}")
         lines += [f"│    {note}" for note in weight_notes(layers)]
     last = f"{_ln([plan.final_norm])} x{plan.num_layers}" if plan.final_norm else f"x{plan.num_layers}"
-    lines += [f"├─ {note}" for note in head_norms(plan)]
+    lines += [f"├─ {note}" for note in plan_notes(plan)]
     return "\n".join([*lines, f"└─ output            logits = W {last}"])
 
 

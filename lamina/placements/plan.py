@@ -13,7 +13,7 @@ Plain data: imports neither torch nor transformers, goes to JSON and comes back 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from lamina.core.json_types import Json
@@ -26,6 +26,9 @@ Skip = Literal["stream", "block_input", "both"]
 Learned = Literal["no", "scalar", "vector"]
 Coupling = Literal["none", "lerp", "variance"]
 HeadNorm = Literal["off", "head", "full"]
+Weights = Literal["constant", "learned", "tanh", "sigmoid", "gate"]
+Mix = Literal["identity", "free", "sinkhorn"]
+Read = Literal["stream", "depth", "memory"]
 
 POSITIONS = ("pre_norm", "out_norm", "post_norm")
 SCALES = ("skip_scale", "pre_scale", "out_scale")
@@ -33,13 +36,11 @@ SUBLAYERS = ("attention", "feed_forward")
 # Fields younger than the first plans that were saved: left out at their default, so that those plans stay the same.
 YOUNGER = frozenset(
     (
-        *("out_scale", "out_scale_learned", "coupling", "gate_temperature", "inner_norm"),
-        "qkv_norm",
-        "zero_centered",
-        "alpha",
+        *("out_scale", "out_scale_learned", "coupling", "gate_temperature", "inner_norm", "streams", "read"),
+        *("sources", "boundary", "readout", "final_sources", "qkv_norm", "zero_centered", "alpha"),
     )
 )
-_Record = TypeVar("_Record", bound="Norm | Sublayer | Layer | Plan")
+_Record = TypeVar("_Record", bound="Norm | Streams | Sources | Sublayer | Layer | Plan")
 
 
 def _one_of(field_name: str, value: object, literal: object) -> None:
@@ -97,12 +98,72 @@ def _as_norm(field_name: str, value: object) -> Norm | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Streams:
+    """What a sub-layer does with n streams S [batch, tokens, n, width]: it reads one, mixes them, and writes to each.
+
+        h = sum_j read_j S_j        S'_i = C( skip_scale * sum_j mix_ji s_j + write_i * branch )
+
+    ``read`` and ``write`` are where the n weights start; ``mix`` starts at (or near) the identity. ``weights``: they
+    are "constant", "learned" numbers, learned numbers plus a "tanh" of a projection of each normed stream
+    (Hyper-Connections), the "sigmoid" of one of all of them, times ``magnitude`` where it writes (mHC), or Qwen's
+    "gate": a share of each channel, by a projection of rank ``rank``. ``mix``: the "identity", a "free" matrix or a
+    doubly stochastic one ("sinkhorn"). ``normed`` says which streams the post_norm is for; all of them if empty.
+    """
+
+    weights: Weights
+    read: tuple[float, ...]
+    write: tuple[float, ...] = ()
+    mix: Mix = "identity"
+    magnitude: float = 2.0
+    rank: int = 0
+    normed: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise UserError for weights that are invalid or do not fit each other."""
+        _one_of("weights", self.weights, Weights)
+        _one_of("mix", self.mix, Mix)
+        for name in ("read", "write", "normed"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, value in (*(("read", v) for v in self.read), *(("write", v) for v in self.write)):
+            _finite(name, value)
+            top = 1.0 if name == "read" else self.magnitude
+            if self.weights == "sigmoid" and not 0 < value < top:
+                raise UserError(f"{name}: {value!r} of a sigmoid (allowed: between 0 and {top:g})")
+        n = len(self.read)
+        if n < 2 or {len(self.write), len(self.normed)} - {0, n}:
+            raise UserError(f"read: {n} streams (allowed: at least 2, and as many in write and normed)")
+        fits = {"identity": get_args(Weights), "free": ("learned", "tanh"), "sinkhorn": ("sigmoid",)}[self.mix]
+        if self.weights not in fits:
+            raise UserError(f"mix: {self.mix!r} with weights {self.weights!r} (allowed: {', '.join(fits)})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What takes the stream x's place in a layer: ``stream`` * x + the sum of ``states``, as (index, where it starts).
+
+    State 0 is x^0, state l the output of the l-th block. ``learned``: "scalar" for each weight, or a "vector".
+    """
+
+    states: tuple[tuple[int, float], ...]
+    stream: float = 1.0
+    learned: Learned = "scalar"
+
+    def __post_init__(self) -> None:
+        """Raise UserError for weights that are no numbers."""
+        object.__setattr__(self, "states", tuple((int(index), weight) for index, weight in self.states))
+        for weight in (self.stream, *(weight for _, weight in self.states)):
+            _finite("sources", weight)
+        _one_of("learned", self.learned, Learned)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
     ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes it 1 - b, "variance" sqrt(1 - b^2). A learned
-    b is then the sigmoid of a parameter over ``gate_temperature``. ``inner_norm`` stands inside the module, before its
-    last projection (SubLN).
+    b is then the sigmoid of a parameter over ``gate_temperature``. ``read``: "depth" reads a softmax over the memory's
+    states and the stream, "memory" over those alone (Attention Residuals). ``inner_norm`` stands inside the module,
+    before its last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
     output projections; ``gate_gain`` is the same for a gated feed-forward's gate. They do not act in the forward pass.
@@ -121,6 +182,8 @@ class Sublayer:
     coupling: Coupling = "none"
     gate_temperature: float = 1.0
     inner_norm: Norm | None = None
+    streams: Streams | None = None
+    read: Read = "stream"
     weight_gain: float = 1.0
     gate_gain: float = 1.0
 
@@ -134,6 +197,10 @@ class Sublayer:
         for name in (*SCALES, "gate_temperature", "weight_gain", "gate_gain"):
             _finite(name, getattr(self, name))
         _one_of("coupling", self.coupling, Coupling)
+        _one_of("read", self.read, Read)
+        if self.read != "stream" and (self.streams or self.skip != "stream"):
+            what = "several streams" if self.streams else f"skip {self.skip!r}: the memory holds the block's input"
+            raise UserError(f"read: {self.read!r} has no meaning with {what}")
         if self.coupling != "none":
             self._check_coupling()
 
@@ -157,10 +224,15 @@ class Sublayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One block: an attention and a feed-forward sub-layer, run in this order."""
+    """One block: an attention and a feed-forward sub-layer, run in this order.
+
+    ``sources`` take the stream's place; ``boundary`` puts the stream that enters into the memory.
+    """
 
     attention: Sublayer = field(default_factory=Sublayer)
     feed_forward: Sublayer = field(default_factory=Sublayer)
+    sources: Sources | None = None
+    boundary: bool = False
 
     @classmethod
     def of(cls, sublayer: Sublayer) -> Layer:
@@ -169,7 +241,7 @@ class Layer:
 
     def map(self, change: Callable[[Sublayer], Sublayer]) -> Layer:
         """Return the block with ``change`` applied to both sub-layers."""
-        return Layer(attention=change(self.attention), feed_forward=change(self.feed_forward))
+        return replace(self, attention=change(self.attention), feed_forward=change(self.feed_forward))
 
     def __post_init__(self) -> None:
         """Raise UserError where the attention's skip asks for the block's input, which the stream is already."""
@@ -191,6 +263,7 @@ class Plan:
     ``embedding_scale`` multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width.
     ``initialization`` is the recommended initializer's name ("" leaves it to the placement's registration).
     ``qk_norm`` and ``v_norm`` normalize queries and keys, or values: per head, or over the full projected width.
+    ``readout`` makes one stream of several after the last block, ``final_sources`` take the stream's place there.
     ``qkv_norm`` is the norm that stands there; of kind "group" it is an RMSNorm where it is per head, which is a group.
     """
 
@@ -202,6 +275,8 @@ class Plan:
     qk_norm: HeadNorm = "off"
     v_norm: HeadNorm = "off"
     qkv_norm: Norm = Norm(kind="rms")
+    readout: Streams | None = None
+    final_sources: Sources | None = None
     initialization: str = ""
     options: Json = field(default_factory=dict, hash=False)
 
@@ -226,6 +301,36 @@ class Plan:
             _finite("embedding_scale", self.embedding_scale, " or 'sqrt_hidden_size'")
         _one_of("qk_norm", self.qk_norm, HeadNorm)
         _one_of("v_norm", self.v_norm, HeadNorm)
+        self._check_state()
+
+    def _check_state(self) -> None:
+        """Raise UserError where the sub-layers do not agree on what the blocks pass on."""
+        halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
+        counts = {len(half.streams.read) if half.streams else 1 for half in halves}
+        counts.add(len(self.readout.read) if self.readout else 1)
+        if len(counts) > 1:
+            raise UserError(f"streams: {sorted(counts)} in one plan (allowed: one number, the readout's, too)")
+        if self.streams > 1 and self.has_memory:
+            raise UserError("streams: several have no meaning beside sources or a memory, which hold one")
+        ends = [*enumerate(layer.sources for layer in self.layers), (len(self.layers), self.final_sources)]
+        for index, sources in ends:
+            for state, _ in sources.states if sources else ():
+                if not 0 <= state <= (last := min(index, len(self.layers) - 1)):
+                    raise UserError(f"sources: state {state} at layer {index} (allowed: 0 to {last}, those before it)")
+        if any(half.read != "stream" for half in halves) and not self.layers[0].boundary:
+            raise UserError("read: 'depth' needs a memory (allowed: boundary in the first layer)")
+
+    @property
+    def streams(self) -> int:
+        """The number of streams."""
+        first = self.layers[0].attention.streams
+        return len(first.read) if first else 1
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the blocks pass on earlier states beside the stream."""
+        layers = any(layer.sources is not None or layer.boundary for layer in self.layers)
+        return layers or self.final_sources is not None
 
     @property
     def num_layers(self) -> int:
@@ -254,13 +359,13 @@ class Plan:
         return _read(cls, data, "plan")
 
 
-def _plain(record: Norm | Sublayer | Layer | Plan) -> Json:
+def _plain(record: Norm | Streams | Sources | Sublayer | Layer | Plan) -> Json:
     """Return a record's fields, nested records and tuples of them as dicts and lists."""
 
     def plain(value: object) -> object:
         if isinstance(value, tuple):
             return [plain(item) for item in value]
-        return _plain(value) if isinstance(value, Norm | Sublayer | Layer) else value
+        return _plain(value) if isinstance(value, Norm | Streams | Sources | Sublayer | Layer) else value
 
     held = [(entry, getattr(record, entry.name)) for entry in fields(record)]
     return {e.name: plain(v) for e, v in held if e.name not in YOUNGER or v != e.default}
@@ -287,7 +392,7 @@ def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
 
 def _convert(hint: Any, value: object, field_name: str) -> object:
     """Return a field's value: mappings become the record that the field's type asks for, of a tuple one by one."""
-    record = next((a for a in (hint, *get_args(hint)) if a in (Norm, Sublayer, Layer)), None)
+    record = next((a for a in (hint, *get_args(hint)) if a in (Norm, Streams, Sources, Sublayer, Layer)), None)
     if record is None or (record is Norm and not isinstance(value, Mapping)):
         return value  # a norm is also written as true, false or its kind
     if get_args(hint)[1:] != (...,):

@@ -14,6 +14,7 @@ from lamina.errors import UserError, nearest, shortened
 from lamina.placements.custom import SUFFIXES, load
 from lamina.placements.plan import SUBLAYERS, Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import Placement, as_written, get
+from lamina.placements.wirings import WIRINGS
 
 # The fields of a sub-layer that act inside its branch, and those of a plan that act before the first block, after the
 # last or inside the modules. All others act on the stream.
@@ -95,6 +96,14 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
         if key in options and options[key] != (getattr(plan, key) is not None):
             changes[key] = _like_others(plan) if options[key] else None
     plan = replace(plan, **changes)
+    if "wiring" in options:
+        made = WIRINGS.get(options["wiring"]).make
+        try:
+            plan = made(plan, options.get("size"))
+        except UserError as error:
+            raise UserError(f"wiring: {options['wiring']!r} on {plan.placement!r}: {error}") from None
+    elif "size" in options:
+        raise UserError(f"placement {plan.placement!r}: option 'size' needs wiring")
     if "groups" in options and options.get("norm") != "group":
         raise UserError(f"placement {plan.placement!r}: option 'groups' needs norm='group'")
     if "norm" in options:

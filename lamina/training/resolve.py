@@ -162,7 +162,21 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
     weights = sum(int(size * used_by_a_token(name, config)) for name, size in matrices)
     if isinstance(embedding, torch.nn.Embedding) and not config.tie_word_embeddings:
         weights -= embedding.weight.numel()  # looked up; images are multiplied by theirs
+    weights += wiring_multiplications(plan) * config.hidden_size
     return 6.0 * weights + 12.0 * plan.num_layers * config.hidden_size * sequence_length
+
+
+def wiring_multiplications(plan: Plan) -> int:
+    """Multiplications of whole states, per token: to read, mix and write streams, and to weigh earlier states."""
+    total = memory = 0
+    for layer in plan.layers:
+        memory += layer.boundary
+        total += 0 if layer.sources is None else 1 + len(layer.sources.states)
+        for half in (layer.attention, layer.feed_forward):
+            n = len(half.streams.read) if half.streams else 0
+            total += 2 * n + (n * n if half.streams and half.streams.mix != "identity" else 0)
+            total += 2 * (memory + (half.read == "depth")) if half.read != "stream" else 0
+    return total
 
 
 def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
+from lamina.modeling.parts import decaying
 from lamina.modeling.scaling import StepFactors
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing import state as saving
@@ -145,8 +146,8 @@ class OrderedTrainer(_Trainer):
         )
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Name the parameters that decay: matrices, but no gains, biases or learned scales, whatever their names."""
-        return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+        """Name the parameters that decay."""
+        return decaying(model)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None

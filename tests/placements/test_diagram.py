@@ -32,6 +32,13 @@ def test_every_registered_placement_is_drawn_and_written(name):
     assert text(plan).count("attention") == columns
 
 
+@pytest.mark.parametrize(("wiring", "words"), [("mhc", "4 streams"), ("x0", "earlier states"), ("attn_res", "softmax")])
+def test_what_the_residual_carries_is_said(wiring, words):
+    plan = resolve("pre_ln", 4, wiring=wiring)
+    assert words in text(plan)
+    assert words in svg(plan)
+
+
 def test_keels_equations_are_the_papers():
     first, rest = (kind for kind, _ in resolve("keel", 32).kinds())
     assert equations([first]) == ("y  = x + A( LN x )", "x' = LN( y + F( LN y ) )")

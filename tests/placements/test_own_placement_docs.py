@@ -36,9 +36,9 @@ def registry_as_before():
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """The page's two files in an empty folder that is the current one."""
-    (source,), (module, norm) = blocks("yaml"), blocks("python")
+    (source,), (module, *more) = blocks("yaml"), blocks("python")
     (tmp_path / "mine.yaml").write_text(source, encoding="utf-8")
-    (tmp_path / "mine.py").write_text(f"{module}\n{norm}", encoding="utf-8")
+    (tmp_path / "mine.py").write_text("\n".join([module, *more]), encoding="utf-8")
     words = "the norm sits before, after and between\n" * 400
     (tmp_path / "words.txt").write_text(words, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -73,6 +73,14 @@ def test_the_norm_of_the_page_is_a_kind_of_every_placement():
     assert model.model.norm(torch.full((1, 1, 16), 9.0)).max().item() == 2.0
     plan = lamina.placements.resolve("mine.py(norm=clipped)", 5)
     assert {norm.kind for norm in plan.layers[0].attention.norms.values()} == {"clipped"}
+
+
+def test_the_wiring_of_the_page_goes_around_any_norms():
+    lamina.placements.resolve("mine.py", 5)  # reads the file, which registers it
+    model = lamina.build(llama(), "keel", wiring="again")
+    sources = [block.sources for block in model.model.layers]
+    assert [source is not None for source in sources] == [False] * 4 + [True]
+    assert sources[-1].weight.tolist() == [1.0, 1.0]
 
 
 def test_the_yaml_file_means_what_the_page_says():

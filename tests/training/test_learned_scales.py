@@ -38,7 +38,12 @@ def with_learned_scales():
         options = PLACEMENTS.get(name).options
         names += [name, *(f"{name}({option.name}={value})" for option in options for value in values(option))]
     names.append("keel(learnable_alpha=true, variant=scale_gain)")
-    return [name for name in names if learned(name)]
+    names += ["keel(wiring=mhc)", "pre_ln(wiring=attn_res)", "fusenorm(wiring=x0)"]
+    return [name for name in names if learned(name) or "wiring" in name]
+
+
+def is_of_the_wiring(name):
+    return name.endswith((*SCALES, "gate")) or any(part in name for part in (".mixer.", ".depth.", ".sources."))
 
 
 def learned(name):
@@ -95,7 +100,7 @@ def test_two_processes_train_learned_scales_as_one_does(runs, number, way):
     assert {name: tensor.shape for name, tensor in tensors.items()} == {
         name: tensor.shape for name, tensor in expected.items()
     }
-    scales = [name for name in expected if name.endswith((*SCALES, "gate"))]
+    scales = [name for name in expected if is_of_the_wiring(name)]
     assert scales
     for name in scales:
         assert torch.allclose(tensors[name], expected[name], atol=1e-4)
@@ -144,5 +149,5 @@ def test_a_learned_scale_leaves_the_rest_of_its_block_gathered_in_bf16(tmp_path)
         in_blocks = {name: kind for name, kind in types.items() if ".layers." in name}
         matrices = {name for name, kind in in_blocks.items() if kind == "torch.bfloat16"}
         assert matrices == {name for name in in_blocks if name.endswith("_proj.weight")}, placement
-        scales = {name for name in in_blocks if name.endswith((*SCALES, "gate"))}
+        scales = {name for name in in_blocks if is_of_the_wiring(name)}
         assert bool(scales) == (placement != "keel")

@@ -152,7 +152,7 @@ def _changed(value: object) -> Json:
         if held == (entry.default if entry.default_factory is MISSING else entry.default_factory()):
             continue
         if isinstance(held, tuple):
-            found[entry.name] = [_changed(one) for one in held]
+            found[entry.name] = [_changed(one) if is_dataclass(one) else one for one in held]
         else:
             found[entry.name] = _changed(held) if is_dataclass(held) else held
     return found

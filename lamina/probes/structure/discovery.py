@@ -22,6 +22,11 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     Raises:
         UserError: if no layers are found; the message says what was searched for and how to name them.
     """
+    if any(getattr(m, "has_memory", False) or getattr(m, "mixer", None) is not None for m in model.modules()):
+        raise UserError(
+            "model: its layers hand on several streams, or earlier states beside the stream, and the probes follow one "
+            "(allowed: a model without a wiring)"
+        )
     more = {"use_cache": False} if takes_cache(type(model)) else {}
     with evaluating(model):
         record = trace(model, {**inputs, **more})

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.modeling.parts import body_of
+from lamina.modeling.streams_lamina import LaminaWiring
 from lamina.modeling.wiring_lamina import LaminaNorm, Residual
 from lamina.training.execution.processes import Processes
 
@@ -45,7 +46,7 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
     _scalars_to_vectors(model)
     for block in body_of(model, "parallel").layers:
         norms: list[nn.Module] = [
-            m for m in block.modules() if isinstance(m, LaminaNorm) and any(True for _ in m.parameters())
+            m for m in block.modules() if isinstance(m, LaminaNorm | LaminaWiring) and any(True for _ in m.parameters())
         ]
         sublayers = [m for m in block.modules() if isinstance(m, Residual)]
         scales = {id(p) for sublayer in sublayers for p in sublayer.parameters(recurse=False)}

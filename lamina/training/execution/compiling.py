@@ -85,7 +85,7 @@ def structure(block: Block) -> tuple:
     parts: list[Any] = [getattr(block, "attention_type", None)]
     for name, module in block.named_modules():
         described = (name, type(module), tuple((n, p.shape) for n, p in module.named_parameters(recurse=False)))
-        if isinstance(module, Residual):
+        if isinstance(module, Residual | Block):
             described += module.graph_key
         else:
             window = getattr(module, "sliding_window", None)

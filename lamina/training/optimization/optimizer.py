@@ -23,6 +23,7 @@ from transformers import (
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
+from lamina.modeling.parts import decaying
 from lamina.modeling.scaling import DEPTH_SCHEMES, SCHEMES, Scaling, StepFactors, scaled_weights
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import RunSettings
@@ -61,10 +62,11 @@ def parameter_groups(
     Gains, biases and learned scales do not decay. ``epsilon`` is Adam's, in the groups that have a factor on it.
     """
     groups: dict[tuple[float, bool, float, float], Json] = {}
+    decay = set(decaying(model))
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        own, decays = factors[name.replace("_orig_mod.", "")], parameter.ndim >= 2
+        own, decays = factors[name.replace("_orig_mod.", "")], name in decay
         options = {"lr": learning_rate * own.rate, "weight_decay": weight_decay / own.width_rate if decays else 0.0}
         if own.epsilon != 1.0:
             options["eps"] = epsilon * own.epsilon

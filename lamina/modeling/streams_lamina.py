@@ -1,0 +1,251 @@
+"""What a plan passes from block to block beside one stream: several streams, or a memory of earlier states.
+
+    h = read(S)        S' = C( skip_scale * mix(s) + write * branch )
+
+Copied beside a checkpoint by transformers, so it imports only torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class State(NamedTuple):
+    """What blocks pass on where the plan has a memory: the stream, and earlier states [batch, tokens, width]."""
+
+    stream: torch.Tensor
+    memory: tuple[torch.Tensor, ...]
+
+
+class LaminaWiring(nn.Module):
+    """The base of what a plan learns beside norms and scales: not drawn by initializers, not decayed, float32 inside.
+
+    ``begin`` registers a parameter for each of ``starts``, or keeps its values as numbers where none is learned.
+    """
+
+    def begin(self, learned: bool = True) -> None:
+        with torch.device("cpu"):  # a model may be built on the meta device, which has no values
+            starts = self.starts()
+        for name, start in starts.items():
+            if learned:
+                start = start.to(device=torch.get_default_device(), dtype=torch.get_default_dtype())
+                self.register_parameter(name, nn.Parameter(start))
+            else:
+                setattr(self, name, start.tolist())
+
+    def starts(self) -> dict[str, torch.Tensor]:
+        """The values of its parameters at the start."""
+        raise NotImplementedError
+
+    def held(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """A parameter, or the constant in its place, in float32."""
+        value = getattr(self, name)
+        return value.float() if isinstance(value, torch.Tensor) else torch.tensor(value, device=like.device)
+
+
+def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide x by its root mean square."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> torch.Tensor:
+    """A matrix [..., n, n] whose rows and columns each sum to 1, by turns (mHC, arXiv 2512.24880 Eq 9)."""
+    matrix = logits.softmax(-1) + eps
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    return matrix
+
+
+class StreamMixer(LaminaWiring):
+    """Reads one stream of n [batch, tokens, n, width], and says how they are mixed and written to.
+
+    The plan's Streams has the kinds of ``weights`` and ``mix``. A plan's readout has no ``write``.
+    """
+
+    def __init__(self, spec: dict, width: int, eps: float):
+        super().__init__()
+        self.spec, self.width, self.eps = spec, width, eps
+        self.n, self.writes = len(spec["read"]), bool(spec["write"])
+        self.mixes = spec["mix"] != "identity"
+        self.begin(learned=spec["weights"] != "constant")
+
+    def starts(self) -> dict[str, torch.Tensor]:
+        """The values of its parameters at the start: projections of zero, so that the weights are the plan's."""
+        n, kind = self.n, self.spec["weights"]
+        if kind == "gate":
+            own = torch.Generator().manual_seed(0)  # the model's weights are drawn as without it
+            down = torch.randn(self.spec["rank"], n * self.width, generator=own) * (n * self.width) ** -0.5
+            up = torch.zeros(n * self.width, self.spec["rank"])
+            starts = {"gain": torch.ones(n * self.width), "down": down, "up": up}
+            return starts | ({"inject": torch.zeros(n, n * self.width)} if self.writes else {})
+        tops = {"read": 1.0, "write": self.spec["magnitude"]}
+        starts = {name: torch.tensor(self.spec[name], dtype=torch.float32) for name in tops if self.spec[name]}
+        if kind == "sigmoid":
+            starts = {name: torch.logit(start / tops[name]) for name, start in starts.items()}
+        if self.mixes:
+            starts["mix"] = torch.eye(n) * (4.0 if kind == "sigmoid" else 1.0)
+        if kind == "sigmoid":
+            starts["projection"] = torch.zeros(sum(start.numel() for start in starts.values()), n * self.width)
+        if kind == "tanh":
+            starts["projection"] = torch.zeros(1 + self.writes + n * self.mixes, self.width)
+        if kind in ("sigmoid", "tanh"):
+            starts["scale"] = torch.full((1 + self.writes + self.mixes,), 0.01)
+        return starts
+
+    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What is read [batch, tokens, width], the mixing matrix [..., n, n] and the write's weights [..., n]."""
+        with torch.autocast(streams.device.type, enabled=False):
+            x = streams.float()
+            if self.spec["weights"] == "gate":
+                read, write = self._gates(x)
+                return read.to(streams.dtype), None, write
+            logits = [self.held("read", x), *([self.held("write", x)] if self.writes else [])]
+            logits += [self.held("mix", x)] if self.mixes else []
+            if self.spec["weights"] in ("sigmoid", "tanh"):
+                logits = self._moved(logits, x)
+            if self.spec["weights"] == "sigmoid":
+                tops = (1.0, float(self.spec["magnitude"]))
+                weights = [top * p.sigmoid() for top, p in zip(tops, logits, strict=False)]
+                logits = [*weights, *(sinkhorn(p) for p in logits[2:])]
+            read = (logits[0].unsqueeze(-1) * x).sum(-2)
+        write = logits[1] if self.writes else None
+        return read.to(streams.dtype), logits[-1] if self.mixes else None, write
+
+    def _moved(self, logits: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+        """The static weights plus those that are projected from the normed streams."""
+        flat = self.spec["weights"] == "sigmoid"
+        y = nn.functional.linear(unit(x.flatten(-2) if flat else x, self.eps), self.held("projection", x))
+        if flat:
+            split = y.split([p.numel() for p in logits], -1)
+            parts = [part.unflatten(-1, p.shape) for part, p in zip(split, logits, strict=True)]
+        else:  # of each stream: its weights, and its row of the matrix
+            split = y.tanh().split([1 if p.ndim == 1 else self.n for p in logits], -1)
+            parts = [part.squeeze(-1) if p.ndim == 1 else part for part, p in zip(split, logits, strict=True)]
+        return [p + part * scale for p, part, scale in zip(logits, parts, self.held("scale", x), strict=True)]
+
+    def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Qwen's gated residual: the mean of the normed streams, each channel by its share; 2 sigmoid to write."""
+        y = unit(x, self.eps).flatten(-2) * self.held("gain", x)
+        low = nn.functional.silu(nn.functional.linear(y, self.held("down", x)) / self.n)
+        share = torch.sigmoid(nn.functional.linear(low, self.held("up", x)))
+        read = (share * y).unflatten(-1, (self.n, -1)).mean(-2)
+        write = 2 * torch.sigmoid(nn.functional.linear(y, self.held("inject", x)) / self.n) if self.writes else None
+        return read, write
+
+
+class DepthAttention(LaminaWiring):
+    """sum_i softmax_i(query . unit(v_i)) v_i over the memory's states, and the stream (arXiv 2603.15031 Eq 3)."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.begin()
+
+    def starts(self) -> dict[str, torch.Tensor]:
+        """The query of zeros: the mean of the states."""
+        return {"query": torch.zeros(self.width)}
+
+    def forward(self, memory: tuple[torch.Tensor, ...], stream: torch.Tensor | None = None) -> torch.Tensor:
+        states = torch.stack([*memory, *([] if stream is None else [stream])], dim=-2)
+        with torch.autocast(states.device.type, enabled=False):
+            values = states.float()
+            shares = (unit(values, self.eps) * self.held("query", values)).sum(-1).softmax(-1)
+            return (shares.unsqueeze(-1) * values).sum(-2).to(states.dtype)
+
+
+class StateSources(LaminaWiring):
+    """stream * x + the weighted sum of earlier states; ``slots`` says which of the memory's they are."""
+
+    def __init__(self, spec: dict, width: int, slots: Sequence[int]):
+        super().__init__()
+        self.spec, self.width, self.slots = spec, width, tuple(slots)
+        self.begin(learned=spec["learned"] != "no")
+
+    def starts(self) -> dict[str, torch.Tensor]:
+        """The weights [1 + states], or [1 + states, width] where they are vectors."""
+        states = [weight for _, weight in self.spec["states"]]
+        weights = torch.tensor([self.spec["stream"], *states], dtype=torch.float32)
+        vectors = weights[:, None].repeat(1, self.width)
+        return {"weight": vectors if self.spec["learned"] == "vector" else weights}
+
+    def forward(self, x: torch.Tensor, memory: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        weights = self.held("weight", x).to(x.dtype)
+        total = weights[0] * x
+        for weight, slot in zip(weights[1:], self.slots, strict=True):
+            total = total + weight * memory[slot]
+        return total
+
+
+class Collapse(nn.Module):
+    """What stands in the final norm's place: one stream of several, or of the memory and the stream, then the norm."""
+
+    def __init__(self, norm: nn.Module, reader: StreamMixer | DepthAttention | StateSources | None):
+        super().__init__()
+        self.norm, self.reader = norm, reader
+
+    def forward(self, state: torch.Tensor | State) -> torch.Tensor:
+        x, memory = (state.stream, state.memory) if isinstance(state, tuple) else (state, ())
+        if isinstance(self.reader, StreamMixer) and (normed := self.reader.spec["normed"]):
+            parts = zip(normed, x.unbind(-2), strict=True)
+            return torch.stack([self.norm(part) if is_normed else part for is_normed, part in parts]).sum(0)
+        if isinstance(self.reader, StreamMixer):
+            x = self.reader(x)[0]
+        elif isinstance(self.reader, StateSources):
+            x = self.reader(x, memory)
+        elif self.reader is not None:
+            x = self.reader(memory, x)
+        return self.norm(x)
+
+
+class BlockState(NamedTuple):
+    """What a block does with the state.
+
+    ``streams`` is the number that the first block makes of its input, 0 elsewhere. ``sources`` take the stream's place;
+    ``remembers``: the stream that enters goes into the memory, which then has ``slots`` states; ``has_memory``: there
+    is one.
+    """
+
+    streams: int = 0
+    sources: StateSources | None = None
+    remembers: bool = False
+    has_memory: bool = False
+    slots: int = 0
+
+
+class StatePlan:
+    """What a plan's blocks pass on: how many streams, and which states the memory holds."""
+
+    def __init__(self, plan: dict, width: int):
+        self.plan, self.width, layers = plan, width, plan["layers"]
+        self.streams: dict | None = layers[0]["attention"].get("streams")
+        sources = [layer.get("sources") for layer in layers] + [plan.get("final_sources")]
+        named = {int(state) for source in sources if source for state, _ in source["states"]}
+        self.slots = sorted(named | {index for index, layer in enumerate(layers) if layer.get("boundary")})
+        self.has_memory = bool(self.slots) or any(sources)
+        self.is_more = self.streams is not None or self.has_memory
+
+    def of_block(self, index: int) -> BlockState:
+        """What the Block at an index does with the state."""
+        streams = len(self.streams["read"]) if self.streams and index == 0 else 0
+        remembers = index in self.slots
+        sources = self._sources(self.plan["layers"][index].get("sources"))
+        slots = sum(slot <= index for slot in self.slots)
+        return BlockState(streams, sources, remembers, self.has_memory, slots)
+
+    def end(self, norm: nn.Module, eps: float) -> Collapse:
+        """What stands in the final norm's place. State N, the last block's output, is the stream itself."""
+        if self.plan.get("readout"):
+            return Collapse(norm, StreamMixer(self.plan["readout"], self.width, eps))
+        depth = any(layer["feed_forward"].get("read") == "depth" for layer in self.plan["layers"])
+        reader = DepthAttention(self.width, eps) if depth else self._sources(self.plan.get("final_sources"))
+        return Collapse(norm, reader)
+
+    def _sources(self, spec: dict | None) -> StateSources | None:
+        slots = [self.slots.index(int(state)) for state, _ in spec["states"]] if spec else []
+        return StateSources(spec, self.width, slots) if spec else None

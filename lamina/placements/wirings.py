@@ -1,0 +1,160 @@
+"""What a placement's residual may carry beside its norms: the option ``wiring`` of every placement.
+
+A wiring changes a plan whose sub-layers are placed already. Each is a function of the plan and of ``size``: the number
+of streams, or the layers of a block of depth (None: the wiring's own default).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lamina.core.registry import Registry
+from lamina.errors import UserError
+from lamina.placements.plan import Layer, Norm, Plan, Sources, Streams, Sublayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanWiring:
+    """A wiring: what it does to a plan, its equation and its source."""
+
+    make: Callable[[Plan, int | None], Plan]
+    equation: str
+    source: str
+
+
+WIRINGS: Registry[PlanWiring] = Registry("wiring")
+Make = Callable[[Plan, "int | None"], Plan]
+
+
+def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
+    """Register a function (plan, size) -> plan as the wiring ``name``."""
+
+    def register(make: Make) -> Make:
+        WIRINGS.add(name, PlanWiring(make=make, equation=equation, source=source))
+        return make
+
+    return register
+
+
+def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) -> Plan:
+    """Return the plan with streams in every sub-layer, ``one`` of each by its index (0 for the first attention)."""
+    layers = [
+        replace(
+            layer,
+            attention=replace(layer.attention, streams=one(2 * index)),
+            feed_forward=replace(layer.feed_forward, streams=one(2 * index + 1)),
+        )
+        for index, layer in enumerate(plan.layers)
+    ]
+    return replace(plan, layers=tuple(layers), readout=readout)
+
+
+def _count(size: int | None) -> int:
+    return 4 if size is None else size
+
+
+def _sigmoid(size: int | None, **more: object) -> Streams:
+    n = _count(size)
+    return replace(Streams(weights="sigmoid", read=(1 / n,) * n, write=(1.0,) * n), **more)  # type: ignore[arg-type]
+
+
+@wiring("identity_hc", equation="h = r S, S' = S + w b", source="HY-V4; transformers' hy_v4")
+def identity_hc(plan: Plan, size: int | None) -> Plan:
+    """Streams that are read and written by sigmoids of all of them, and never mixed."""
+    return with_streams(plan, lambda index: _sigmoid(size), _sigmoid(size, write=()))
+
+
+@wiring("mhc", equation="h = r S, S' = M S + w b, M doubly stochastic", source="mHC (arXiv 2512.24880); deepseek_v4")
+def mhc(plan: Plan, size: int | None) -> Plan:
+    """Hyper-Connections whose mixing keeps the streams' sum: Sinkhorn's iterations, in float32."""
+    return with_streams(plan, lambda index: _sigmoid(size, mix="sinkhorn"), _sigmoid(size, write=()))
+
+
+def _hyper(plan: Plan, size: int | None, dynamic: bool) -> Plan:
+    n = _count(size)
+
+    def one(index: int) -> Streams:
+        read = tuple(float(stream == index % n) for stream in range(n))
+        return Streams(weights="tanh" if dynamic else "learned", read=read, write=(1.0,) * n, mix="free")
+
+    return with_streams(plan, one, Streams(weights="constant", read=(1 / n,) * n))
+
+
+@wiring("hc", equation="h = r S, S' = M S + w b, all learned", source="Hyper-Connections (arXiv 2409.19606) Sec 2.1")
+def hc(plan: Plan, size: int | None) -> Plan:
+    """Static Hyper-Connections: sub-layer l reads stream l mod n at first, and writes to all."""
+    return _hyper(plan, size, dynamic=False)
+
+
+@wiring("dynamic_hc", equation="hc, plus a tanh of each normed stream", source="arXiv 2409.19606 Sec 2.2, Algorithm 2")
+def dynamic_hc(plan: Plan, size: int | None) -> Plan:
+    """Dynamic Hyper-Connections: the weights move with the streams."""
+    return _hyper(plan, size, dynamic=True)
+
+
+@wiring("gated_residual", equation="h = mean_j g_j * LN S_j, S' = S + w b", source="Qwen4; transformers' qwen4_exp")
+def gated_residual(plan: Plan, size: int | None) -> Plan:
+    """Each channel of each normed stream is read by a share of its own, of low rank."""
+    n = _count(size)
+    one = Streams(weights="gate", read=(1.0,) * n, write=(1.0,) * n, rank=16)
+    return with_streams(plan, lambda index: one, replace(one, write=()))
+
+
+@wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
+def residual(plan: Plan, size: int | None) -> Plan:
+    """A second stream beside a Post-LN's that no norm touches before the end."""
+
+    def fits(sub: Sublayer) -> bool:
+        return sub.post_norm is not None and (sub.skip, sub.skip_scale, sub.skip_scale_learned) == ("stream", 1.0, "no")
+
+    if not all(fits(half) for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
+        raise UserError("its second stream is a plain sum beside normed ones (allowed: post_norm, a plain skip)")
+    plan = replace(plan, final_norm=plan.final_norm or Norm())
+    one = Streams(weights="constant", read=(1.0, 0.0), write=(1.0, 1.0), normed=(True, False))
+    return with_streams(plan, lambda index: one, Streams(weights="constant", read=(1.0, 1.0), normed=(False, True)))
+
+
+def _with_sources(plan: Plan, of: Callable[[int], Sources | None], last: Sources | None = None) -> Plan:
+    layers = tuple(replace(layer, sources=of(index)) for index, layer in enumerate(plan.layers))
+    return replace(plan, layers=layers, final_sources=last)
+
+
+@wiring("x0", equation="x <- a x + b x_0 before each block", source="modded-nanogpt; nanochat's lambdas")
+def x0(plan: Plan, size: int | None) -> Plan:
+    """The embedding comes back in every block; a = 1 and b = 0 at the start."""
+    return _with_sources(plan, lambda index: Sources(states=((0, 0.0),)))
+
+
+@wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
+def denseformer(plan: Plan, size: int | None) -> Plan:
+    """A weighted average of all states before; the last one has 1 at the start, the others 0."""
+
+    def before(index: int) -> Sources | None:
+        return Sources(states=tuple((state, 0.0) for state in range(index))) if index else None
+
+    return _with_sources(plan, before, before(plan.num_layers))
+
+
+@wiring("unet", equation="x <- x + w x_(N-l) in the second half", source="modded-nanogpt's U-net skips")
+def unet(plan: Plan, size: int | None) -> Plan:
+    """The outputs of the first half come back in the second, the last first."""
+    n = plan.num_layers
+    return _with_sources(plan, lambda index: Sources(states=((n - index, 1.0),)) if 2 * index >= n and index else None)
+
+
+@wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
+def attn_res(plan: Plan, size: int | None) -> Plan:
+    """Each sub-layer attends to the sums of the blocks before and of its own so far; 8 blocks unless size says."""
+    layers_of_block = size or math.ceil(plan.num_layers / 8)
+
+    def wired(index: int, layer: Layer) -> Layer:
+        starts = index % layers_of_block == 0
+        attention = replace(layer.attention, read="memory" if starts else "depth")
+        if starts:
+            attention = replace(attention, skip_scale=0.0)
+        feed_forward = replace(layer.feed_forward, read="depth")
+        return replace(layer, attention=attention, feed_forward=feed_forward, boundary=starts)
+
+    return replace(plan, layers=tuple(wired(index, layer) for index, layer in enumerate(plan.layers)))

@@ -1,0 +1,370 @@
+"""Several streams, and earlier states: against code that is not ours, the base placement at step 0, and every use."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from naive import llama
+from tiny import token_ids
+from torch._dynamo.testing import CompileCounter
+from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
+from transformers.models.hy_v4 import modeling_hy_v4 as hy
+from transformers.models.inkling2 import modeling_inkling2 as inkling
+from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen
+
+import lamina
+from lamina.errors import UserError
+from lamina.modeling.backbones.conversion import to_transformers
+from lamina.modeling.initialization import weights
+from lamina.modeling.parts import decaying
+from lamina.modeling.streams_lamina import DepthAttention, LaminaWiring, StreamMixer
+from lamina.placements import resolve
+from lamina.placements.wirings import WIRINGS
+from lamina.probes.structure.discovery import find_structure
+from lamina.training.execution import compiling
+from lamina.training.resolve import wiring_multiplications
+
+N, WIDTH, EPS = 4, 24, 1e-6
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+BASES = ("pre_ln", "peri_ln", "keel", "fusenorm")
+WITHOUT = {("attn_res", "fusenorm"), *(("residual", base) for base in BASES)}  # no meaning: refused
+PAIRS = [(wiring, base) for wiring in WIRINGS.names() for base in BASES if (wiring, base) not in WITHOUT]
+PAIRS.append(("residual", "post_ln"))
+
+
+class Sizes:
+    """The fields that the transformers modules read."""
+
+    hc_mult, hc_sinkhorn_iters, hc_eps, hc_magnitude, hc_count, hc_lowrank = N, 20, 0.0, 2.0, N, 16
+    hidden_size, rms_norm_eps = WIDTH, EPS
+
+
+@torch.no_grad()
+def shaken(module):
+    for parameter in module.parameters():
+        parameter.copy_(0.5 * torch.randn_like(parameter))
+    return module
+
+
+def mixer(wiring):
+    """The second sub-layer's mixer of a wiring, with random values."""
+    spec = resolve("pre_ln", 2, wiring=wiring).to_dict()["layers"][0]["feed_forward"]["streams"]
+    return shaken(StreamMixer(spec, WIDTH, EPS))
+
+
+@pytest.fixture
+def streams():
+    return torch.randn(2, 5, N, WIDTH)
+
+
+def hyper_state(ours, parts):
+    """Our values under the names of transformers' hyper-connections: one projection, one base, a scale of each part."""
+    base = torch.cat([getattr(ours, name).flatten() for name in parts])
+    return {"fn": ours.projection, "base": base, "scale": ours.scale}
+
+
+@torch.no_grad()
+def test_mhc_is_deepseeks(streams):
+    ours, theirs = mixer("mhc"), deepseek.DeepseekV4HyperConnection(Sizes())
+    theirs.load_state_dict(hyper_state(ours, ("read", "write", "mix")))
+    theirs.hc_eps = EPS  # of its Sinkhorn, and added to what it reads
+    post, comb, collapsed = theirs(streams)
+    read, mix, write = ours(streams)
+    torch.testing.assert_close(read, collapsed - EPS * streams.sum(-2), **CLOSE)
+    torch.testing.assert_close(write, post, **CLOSE)
+    torch.testing.assert_close(mix, comb, **CLOSE)
+    torch.testing.assert_close(mix.sum(-1), torch.ones(2, 5, N), rtol=0, atol=1e-3)
+
+
+@torch.no_grad()
+def test_identity_hyper_connections_are_hunyuans(streams):
+    ours, theirs = mixer("identity_hc"), hy.HYV4HyperConnection(Sizes())
+    theirs.load_state_dict(hyper_state(ours, ("read", "write")))
+    post, out = theirs(streams)
+    read, mix, write = ours(streams)
+    assert mix is None
+    torch.testing.assert_close(read, out, **CLOSE)
+    torch.testing.assert_close(write, post, **CLOSE)
+
+
+@torch.no_grad()
+def test_the_gated_residual_is_qwens(streams):
+    ours, theirs = mixer("gated_residual"), qwen.Qwen4ExpTextGatedResidual(Sizes())
+    names = {
+        "gain": "hc_norm",
+        "down": "input_mix_weight_down",
+        "up": "input_mix_weight_up",
+        "inject": "block_inject_weight",
+    }
+    theirs.load_state_dict({f"{names[name]}.weight": value for name, value in ours.named_parameters()})
+    offset = theirs.hc_norm(torch.ones(1, 1, N * WIDTH)).flatten() - ours.gain  # 1, if it stores the difference from 1
+    if (offset - 1).abs().max() < 1e-4:
+        theirs.hc_norm.weight.sub_(1)
+    mixed, _, injection = theirs(streams.flatten(-2))
+    read, _, write = ours(streams)
+    torch.testing.assert_close(read, mixed, **CLOSE)
+    torch.testing.assert_close(write, injection, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_hyper_connections_are_those_of_the_package(streams, dynamic):
+    package = pytest.importorskip("hyper_connections")
+    theirs = package.HyperConnections(N, dim=WIDTH, layer_index=0)
+    ours = mixer("dynamic_hc" if dynamic else "hc")
+    state = {name: torch.zeros_like(value) for name, value in theirs.state_dict().items()}
+    state["static_alpha"], state["static_beta"] = torch.cat([ours.read[:, None], ours.mix], dim=1), ours.write
+    if dynamic:
+        state["dynamic_alpha_fn"] = torch.cat([ours.projection[:1], ours.projection[2:]]).T
+        state["dynamic_beta_fn"] = ours.projection[1]
+        ours.scale[2] = ours.scale[0]  # the package has one for both
+        state["dynamic_alpha_scale"], state["dynamic_beta_scale"] = ours.scale[0], ours.scale[1]
+    theirs.load_state_dict(state)
+    flat = torch.stack([streams[b, :, s] for b in range(2) for s in range(N)])  # theirs has them in the batch
+    branch, residuals, rest = theirs.width_connection(flat)
+    read, mix, write = ours(streams)
+    torch.testing.assert_close(read, branch, rtol=1e-4, atol=1e-4)
+    mixed = mix.transpose(-1, -2) @ streams
+    output = torch.randn(2, 5, WIDTH)
+    after = theirs.depth_connection(output, residuals, **rest)
+    ours_after = mixed + write.unsqueeze(-1) * output.unsqueeze(-2)
+    theirs_after = torch.stack([torch.stack([after[b * N + s] for s in range(N)], dim=1) for b in range(2)])
+    torch.testing.assert_close(ours_after, theirs_after, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_depth_attention_is_inklings_up_to_the_norm_of_its_values():
+    ours, theirs = shaken(DepthAttention(WIDTH, EPS)), inkling.Inkling2BlockAttentionResidual(Sizes())
+    memory, stream = [torch.randn(2, 5, WIDTH) for _ in range(3)], torch.randn(2, 5, WIDTH)
+    unit = [x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) for x in (*memory, stream)]
+    theirs.query.copy_(ours.query * WIDTH**0.5)  # theirs divides by it
+    (expected,) = theirs(torch.stack(memory, dim=-2), stream)
+    torch.testing.assert_close(ours(tuple(unit[:-1]), unit[-1]), expected, **CLOSE)
+    shares = torch.stack([u @ ours.query for u in unit], dim=-1).softmax(-1)
+    written_out = sum(shares[..., i, None] * v for i, v in enumerate((*memory, stream)))
+    torch.testing.assert_close(ours(tuple(memory), stream), written_out, **CLOSE)
+
+
+def built(base, wiring=None, layers=6, **options):
+    torch.manual_seed(0)
+    options |= {"wiring": wiring} if wiring else {}
+    return lamina.build(llama(layers, rms_norm_eps=1e-6), base, init="normal", **options).eval()
+
+
+@torch.no_grad()
+def wired(wiring, base, layers=6):
+    """A model whose wiring has moved from where it starts."""
+    model = built(base, wiring, layers)
+    for module in model.modules():
+        if isinstance(module, LaminaWiring):
+            for parameter in module.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("wiring", "limit"),
+    [("x0", 0.0), ("denseformer", 0.0), ("hc", 0.0), ("dynamic_hc", 0.0), ("identity_hc", 1e-6), ("mhc", 2e-5)],
+)
+def test_at_step_0_it_is_its_base_placement(wiring, limit, base):
+    ids = token_ids()
+    with torch.no_grad():
+        assert (built(base, wiring)(ids).logits - built(base)(ids).logits).abs().max().item() <= limit
+
+
+@torch.no_grad()
+def states_of(model, ids):
+    """The memory's view: the layers' inputs, and each sub-layer as a function."""
+    x = model.get_input_embeddings()(ids)
+    embeddings = model.model.backbone.rotary_emb(x, position_ids=torch.arange(ids.shape[1])[None])
+
+    def attention(block, h):
+        return block.attention.module(hidden_states=h, position_embeddings=embeddings, attention_mask=None)[0]
+
+    return x, attention
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wiring", ["x0", "denseformer", "unet", "attn_res", "residual"])
+def test_a_whole_model_is_its_equation_written_out(wiring):
+    model, ids = wired(wiring, "post_ln" if wiring == "residual" else "pre_ln", layers=10), token_ids()
+    x, attention = states_of(model, ids)
+    layers, norm = model.model.layers, model.model.norm
+    states, slots, r = [x], [], x
+
+    def read(depth, slots, partial):
+        values = [*slots, *([] if partial is None else [partial])]
+        shares = torch.stack(
+            [depth.depth.query @ (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + EPS)).unsqueeze(-1) for v in values]
+        ).softmax(0)
+        return sum(share * v for share, v in zip(shares, values, strict=True))
+
+    for index, block in enumerate(layers):
+        a, f = block.attention, block.feed_forward
+        if wiring == "attn_res":
+            first = index % 2 == 0  # ten layers in blocks of two
+            slots += [x] if first else []
+            b = attention(block, a.pre_norm(read(a, slots, None if first else x)))
+            x = b if first else x + b
+            x = x + f.module(f.pre_norm(read(f, slots, x)))
+            continue
+        if wiring == "residual":
+            for half, run in ((a, lambda h, block=block: attention(block, h)), (f, f.module)):
+                b = run(x)
+                x, r = half.post_norm(x + b), r + b
+            continue
+        if block.sources is not None:
+            w = block.sources.weight
+            others = {"x0": [0], "denseformer": range(index), "unet": [10 - index]}[wiring]
+            x = w[0] * x + sum(w[1 + k] * states[s] for k, s in enumerate(others))
+        y = x + attention(block, a.pre_norm(x))
+        x = y + f.module(f.pre_norm(y))
+        states.append(x)
+    if wiring == "denseformer":
+        w = norm.reader.weight
+        x = w[0] * x + sum(w[1 + k] * states[k] for k in range(10))
+    if wiring == "attn_res":
+        values = [*slots, x]
+        shares = torch.stack(
+            [(v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + EPS)) @ norm.reader.query for v in values]
+        )
+        x = sum(share.unsqueeze(-1) * v for share, v in zip(shares.softmax(0), values, strict=True))
+    last = x + norm.norm(r) if wiring == "residual" else norm.norm(x)
+    torch.testing.assert_close(model(ids).logits, last @ model.lm_head.weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("wiring", "base"), PAIRS)
+def test_it_trains_is_causal_generates_with_a_cache_and_comes_back_from_a_file(wiring, base, tmp_path):
+    model, ids = wired(wiring, base), token_ids()
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    silent = {"layers.0.attention.depth.query"} if wiring == "attn_res" else set()  # a softmax over one state
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any() or any(name.endswith(s) for s in silent), name
+    changed = torch.cat([ids[:, :5], ids[:, 5:].flip(1)], dim=1)
+    torch.testing.assert_close(model(changed).logits[:, :5], output.logits[:, :5], rtol=1e-5, atol=1e-5)
+    how = {"do_sample": False, "max_new_tokens": 5, "min_new_tokens": 5, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **how), model.generate(ids, **how, use_cache=False))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    model.train().gradient_checkpointing_enable()
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, output.loss)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "base"), [("mhc", "keel"), ("attn_res", "peri_ln"), ("x0", "fusenorm"), ("unet", "pre_ln")]
+)
+def test_a_compiled_block_computes_the_same(wiring, base):
+    model, ids = wired(wiring, base), token_ids()
+    expected, counter = model(ids, use_cache=False).logits, CompileCounter()
+    torch._dynamo.reset()
+    kinds = compiling.compile_blocks(model, backend=counter)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count <= kinds
+
+
+@pytest.mark.parametrize("wiring", WIRINGS.names())
+def test_what_it_learns_is_the_wirings_and_does_not_decay(wiring):
+    base = "post_ln" if wiring == "residual" else "pre_ln"
+    model = built(base, wiring)
+    own = [m for m in model.modules() if isinstance(m, LaminaWiring)]
+    parameters = {id(p) for m in own for p in m.parameters()}
+    assert {id(w.parameter) for w in weights(model) if w.role == "wiring"} == parameters
+    assert all(p.ndim > 0 and p.dtype == torch.float32 for m in own for p in m.parameters())
+    assert not {id(model.get_parameter(name)) for name in decaying(model)} & parameters
+    for module in own:  # no initializer drew it
+        for name, start in module.starts().items():
+            if isinstance(value := getattr(module, name), torch.Tensor):
+                assert torch.equal(value, start)
+    plain = dict(built(base).named_parameters())
+    assert all(
+        torch.equal(value, model.get_parameter(name.replace("backbone.norm.", "backbone.norm.norm.")))
+        for name, value in plain.items()
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wiring", ["mhc", "identity_hc", "dynamic_hc", "gated_residual", "attn_res"])
+def test_under_autocast_the_weights_are_those_of_float32(wiring):
+    model, ids = wired(wiring, "pre_ln"), token_ids()
+    seen = []
+
+    def keep(module, args, output):
+        seen.append(output if isinstance(output, torch.Tensor) else output[-1] if output[-1] is not None else output[0])
+
+    module = next(m for m in model.modules() if isinstance(m, LaminaWiring))
+    states = torch.randn(2, 5, N, 32).bfloat16()
+    arguments = (tuple(states.unbind(-2)),) if wiring == "attn_res" else (states,)
+    module.register_forward_hook(keep)
+    module(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(*arguments)
+        assert model(ids).logits.isfinite().all()
+    assert torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize(("wiring", "base"), [("mhc", "peri_ln"), ("attn_res", "pre_ln")])
+def test_a_checkpoint_is_read_where_the_package_is_not(wiring, base, tmp_path):
+    model, ids = wired(wiring, base), token_ids()
+    model.save_pretrained(tmp_path)
+    code = (
+        "import sys, json, torch\nfrom transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=True)\n"
+        f"print(json.dumps(model(torch.tensor({ids.tolist()})).logits.flatten().tolist()))\n"
+        "assert not any(name == 'lamina' or name.startswith('lamina.') for name in sys.modules)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    torch.testing.assert_close(torch.tensor(json.loads(done.stdout)), model(ids).logits.detach().flatten())
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "reason"),
+    [
+        ("fusenorm", {"wiring": "attn_res"}, "the memory holds the block's input"),
+        ("keel", {"wiring": "residual"}, "plain sum beside normed ones"),
+        ("pre_ln", {"wiring": "mhcc"}, "did you mean 'mhc'"),
+        ("pre_ln", {"size": 4}, "needs wiring"),
+        ("pre_ln", {"wiring": "mhc", "size": 1}, "at least 2|between 0 and 1"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_in_a_line(base, options, reason):
+    with pytest.raises(UserError, match=reason) as refusal:
+        resolve(base, 4, **options)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("wiring", ["mhc", "x0", "attn_res"])
+def test_a_layer_alone_is_refused(wiring):
+    layer = resolve("pre_ln", 2, wiring=wiring).layers[0]
+    with pytest.raises(UserError, match="needs the blocks around it"):
+        lamina.wire(torch.nn.Identity(), torch.nn.Identity(), layer, 8)
+
+
+def test_flops_count_what_the_wiring_multiplies():
+    plans = {wiring: resolve("pre_ln", 4, wiring=wiring) for wiring in ("identity_hc", "mhc", "x0", "attn_res")}
+    found = {wiring: wiring_multiplications(plan) for wiring, plan in plans.items()}
+    # 8 sub-layers read 4, write 4, mix 16; 4 blocks weigh 2 states; a memory that grows counts twice
+    assert found == {"identity_hc": 64, "mhc": 192, "x0": 8, "attn_res": 2 * (1 + 2 + 2 + 3 + 3 + 4 + 4 + 5)}
+    assert wiring_multiplications(resolve("keel", 4)) == 0
+
+
+@pytest.mark.parametrize("wiring", ["mhc", "x0", "attn_res"])
+def test_no_architecture_of_transformers_has_it(wiring):
+    with pytest.raises(UserError, match="no architecture computes the placement"):
+        to_transformers(built("pre_ln", wiring))
+
+
+@pytest.mark.parametrize("wiring", ["mhc", "x0"])
+def test_the_probes_say_that_they_follow_one_stream(wiring):
+    with pytest.raises(UserError, match="hand on several streams"):
+        find_structure(built("pre_ln", wiring), {"input_ids": token_ids()})
