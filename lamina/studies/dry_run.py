@@ -132,8 +132,9 @@ def minutes_here(
         torch.set_num_threads(before)
     step = min(seconds[1:]) * settings.gradient_accumulation * settings.steps
     minutes = float((frame["flops"] * frame["trials"]).sum()) / float(first["flops"]) * step / workers / 60
+    rounded = float(f"{minutes:.2g}")  # two digits, never 2.1e+03
     return (
-        f"On this machine about {minutes:,.2g} minutes with {workers} workers: two steps of {name} timed, the others "
+        f"On this machine about {rounded:,.10g} minutes with {workers} workers: two steps of {name} timed, the others "
         "by their FLOPs, without evaluations, probes and start-up."
     )
 
