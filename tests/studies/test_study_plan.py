@@ -325,7 +325,9 @@ def test_a_dry_run_lists_arms_by_their_labels_and_says_the_minutes_here(tmp_path
     for arm in ("slow, num_layers=2", "fast, num_layers=3"):
         (line,) = (line for line in text.splitlines() if line.startswith(arm))
         assert line.split()[2] == "2", "trials of the arm"
-    assert re.search(r"On this machine about [\d,.]+(e-\d+)? minutes with 2 workers: two steps of fast, 2, seed 0 timed", text)
+    assert re.search(
+        r"On this machine about [\d,.]+(e-\d+)? minutes with 2 workers: two steps of fast, 2, seed 0 timed", text
+    )
 
 
 def test_a_store_that_is_a_file_leaves_nothing_in_the_output(tmp_path, corpus):
