@@ -310,7 +310,7 @@ class LayersWriter:
                 self._trim(part, state["step"])
             elif _number(part) >= state["layer_parts"]:
                 part.unlink()
-        if missing := state.get("layer_parts", 0) - len(layer_parts(self.folder.parent)):
+        if (missing := state.get("layer_parts", 0) - len(layer_parts(self.folder.parent))) > 0:
             logger.warning("%s: %d of its parts are missing: what they held is left out", self.folder, missing)
         self.next = state.get("layer_parts", self._after_last())
 

@@ -76,6 +76,7 @@ def test_recording_and_diagnosing_need_no_heavy_package(tmp_path, script):
         ["lamina[train]"],
         ["lamina[posttrain]"],
     ]
+    assert "parts are missing" not in done.stderr
     assert not list(tmp_path.glob("*/layers/*.parquet"))
     if script is LOOP:
         assert "layer 1 (feed-forward)" in done.stdout
