@@ -90,7 +90,7 @@ def read_points(path: Path) -> Iterator[Point]:
     try:
         yield from reader(path)
     except ModuleNotFoundError:
-        name = reader.__name__.strip("_")
+        name = "wandb" if reader is _wandb else "tensorboard"
         raise UserError(f"run: {str(path)!r} needs {name} (to install it: pip install 'lamina[{name}]')") from None
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"run: {str(path)!r} is not readable ({one_line(error)})") from None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from accelerate.state import GradientState
@@ -258,6 +258,8 @@ class Listener(Protocol):
         """Get what a GradScaler made of a loss."""
 
 
+Telling: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
+"""Makes of a function of torch's one that tells the listeners first."""
 _LISTENERS: list[Listener] = []
 _PATCHED = ExitStack()  # while there are listeners
 
@@ -269,9 +271,12 @@ def listening(listener: Listener) -> Iterator[None]:
     Several may listen, and leave in any order; torch's functions are its own again once the last has left.
     """
     if not _LISTENERS:
-        patches = [(holder, name, _telling_clip) for holder in (torch_clipping, torch.nn.utils) for name in _INNER]
-        patches += [(scaler, "scale", _telling_scale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)]
-        for holder, name, telling in (*patches, (torch.autograd, "backward", _telling_loss)):
+        patches: list[tuple[object, str, Telling]] = [
+            *((holder, name, _telling_clip) for holder in (torch_clipping, torch.nn.utils) for name in _INNER),
+            *((scaler, "scale", _telling_scale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)),
+            (torch.autograd, "backward", _telling_loss),
+        ]
+        for holder, name, telling in patches:
             if callable(inner := getattr(holder, name, None)):
                 _PATCHED.callback(setattr, holder, name, inner)
                 setattr(holder, name, telling(inner))
