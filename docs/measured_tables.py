@@ -58,7 +58,9 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
 
 def _layout(match: dict[str, Any]) -> str:
     """The placement without what stands around its layers, and in what the layers differ, without numbers."""
-    name, _, options = match["placement"].partition("(")
+    written = [match["placement"], *match["others"]]
+    chosen = next((spec for spec in written if spec.startswith("sandwich_ln")), written[0])  # Gemma's are its kin
+    name, _, options = chosen.partition("(")
     ends = ("final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm")
     kept = [o.partition("=")[0] for o in options.rstrip(")").split(", ") if o and not o.startswith(ends)]
     shown = f"`{name}`" + (f" with another {' and '.join(kept)}" if kept else "")

@@ -9,7 +9,16 @@ from importlib import import_module
 
 from lamina.jobs.catalog import JOBS
 
-WRITTEN = ("backbones", "convert", "diagnose", "generate", "placement_of", "report")  # the functions that are no job's
+WRITTEN = (
+    "backbones",
+    "convert",
+    "diagnose",
+    "generate",
+    "graft",
+    "placement_of",
+    "prune",
+    "report",
+)  # the functions that are no job's
 _RESULTS = ("Comparison", "Diagnosis", "RunResult", "StudyOutcome")
 __all__ = sorted([*(row.function_name for row in JOBS.values()), *WRITTEN, *_RESULTS])
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lamina.modeling.backbones.conversion import ConversionRecord
     from lamina.modeling.generation import Speaker
     from lamina.probes.census.census import Census
+    from lamina.surgery.graft import Grafting
+    from lamina.surgery.prune import Pruning
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -121,6 +123,83 @@ def convert(
 
     with local_when_unreachable():
         return run(place, Path(folder), to=to, dtype=dtype, overwrite=overwrite, verify=verify)
+
+
+def prune(
+    model: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
+    layers: str | Sequence[int] = (),
+    by: str | None = None,
+    drop: int | None = None,
+    overwrite: bool = False,
+    **text_settings: object,
+) -> Pruning:
+    """Write a trained decoder without some of its layers, as `lamina prune` does; says the loss before and after.
+
+    Args:
+        model: a folder with a saved model, Lamina's or transformers', or a run's folder.
+        output: a new or empty folder.
+        layers: the layers to take out, counted from 0: a list, or a text such as "3,5-7".
+        by: in their place, the measure that chooses ``drop`` layers: "angular_distance" (the block that turns the
+            stream least), "layer_drop" (those whose absence harms the loss least, one at a time), or PROBE.METRIC.
+        drop: how many layers to take out.
+        overwrite: first delete what Lamina wrote into ``output``.
+        text_settings: those of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
+
+    Raises:
+        UserError: (a ValueError) for a model or a text that can't be read, layers that it does not have, or an output
+            folder in use.
+    """
+    if (by is None) == (not layers) or (by is None) != (drop is None):
+        raise UserError("layers: name them, or give by and drop (allowed: one of the two)")
+    source, folder = path("model", model), path("output", output)
+    if drop is not None:
+        whole_number("drop", drop)
+    from lamina.probes.engine.probe_settings import ProbeSettings
+    from lamina.surgery.prune import layers_of
+    from lamina.surgery.prune import prune as run
+
+    chosen = layers_of(layers) if isinstance(layers, str) else [whole_number("layers", one, 0) for one in layers]
+    settings = ProbeSettings.from_dict(text_settings)
+    settings.check_names()
+    return run(source, Path(folder), settings, layers=chosen, by=by, drop=drop or 0, overwrite=overwrite)
+
+
+def graft(
+    model: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
+    placement: str,
+    overwrite: bool = False,
+    **text_settings: object,
+) -> Grafting:
+    """Put another placement on a trained decoder, as `lamina graft` does; `lamina pretrain --from` then heals it.
+
+    The weights stay. The new norms' gains are fitted on one half of a text so that each sub-layer gives what it gave;
+    both losses are measured on the other half.
+
+    Args:
+        model: a folder with a saved decoder that `lamina convert` takes, or a Lamina model's.
+        output: a new or empty folder.
+        placement: the new placement, with its options.
+        overwrite: first delete what Lamina wrote into ``output``.
+        text_settings: those of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
+
+    Raises:
+        UserError: (a ValueError) for a model, a placement or a text that can't be read, a module that takes no factor,
+            or an output folder in use.
+    """
+    source, folder = path("model", model), path("output", output)
+    from lamina.placements.resolution import check_spec
+
+    check_spec(placement)
+    from lamina.probes.engine.probe_settings import ProbeSettings
+    from lamina.surgery.graft import graft as run
+
+    settings = ProbeSettings.from_dict(text_settings)
+    settings.check_names()
+    return run(source, Path(folder), settings, placement=placement, overwrite=overwrite)
 
 
 def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, layers: str | None = None) -> Census:

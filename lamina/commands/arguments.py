@@ -127,6 +127,17 @@ class Parser(ArgumentParser):
             reader = Reader(type(default) if isinstance(default, int | float) else str)
             self.add_argument(flag, type=reader, default=default, metavar=metavar or reader.shown, help=about)
 
+    def add_text_flags(self) -> None:
+        """Add the text that a trained model is measured on, as `lamina probe` takes it."""
+        self.add_flag("--corpus", "embedded, a .txt/.jsonl file, a folder, hf:NAME", "embedded", "TEXT")
+        self.add_flag("--tokenizer", "for a model without one of its own", metavar="TEXT")
+        self.add_flag("--sequences", "how many blocks of the text", 64)
+        length = "tokens in a block (default: 256, or the model's positions where they are fewer)"
+        self.add_argument("--sequence-length", type=Reader(int), default=None, metavar="N", help=length)
+        self.add_flag("--batch-size", "blocks in a forward pass", 4)
+        self.add_flag("--device", "cpu, cuda, ... (default: the fastest)", metavar="TEXT")
+        self.add_flag("--overwrite", "first delete what Lamina wrote into the output", False)
+
     def add_output_modes(self, resume: str) -> None:
         """Add ``--resume``, ``--resume=auto`` and ``--overwrite``: what happens to the output folder's content."""
         auto = "with =auto, begin if the output folder is still empty"

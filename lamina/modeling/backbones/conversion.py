@@ -11,7 +11,8 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict, cast
@@ -478,11 +479,7 @@ def convert(
         overwrite: delete the files that Lamina wrote into ``output`` earlier.
         verify: load what was written and compare its logits with the source's.
     """
-    job_folder.refuse(output, resume=False, overwrite=overwrite)
-    source = str(model_folder(source))
-    if Path(source).exists() and output.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
-        raise UserError(f"output: {str(output)!r} holds the source {source!r} (allowed: another folder)")
-    transformers_logging.disable_progress_bar()
+    source = source_beside(source, output, overwrite=overwrite)
     is_ours = isinstance(read_config(source), LaminaConfig)
     form, other = ("lamina", "transformers") if is_ours else ("transformers", "lamina")
     if to == form:
@@ -501,12 +498,7 @@ def convert(
         "dtype": str(ours.dtype).removeprefix("torch."),
         "largest_difference": None,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
-        for name in TOKENIZER_FILES:
-            if (stored := _stored(source, name)) is not None:
-                shutil.copyfile(stored, draft / name)
+    with written_model(source, output, overwrite=overwrite) as draft:
         converted.save_pretrained(draft)
         del converted, ours, theirs  # never more than two copies of the weights
         if verify:
@@ -515,13 +507,38 @@ def convert(
             )
             record["largest_difference"] = _verified_difference(model, again, record["backbone"])
         write_json(draft / "conversion.json", record)
+    return record
+
+
+@contextmanager
+def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Give a folder to save a model in; at the end its files are ``output``'s, with the source's tokenizer's.
+
+    After an error ``output`` is as it was.
+    """
+    transformers_logging.disable_progress_bar()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        for name in TOKENIZER_FILES:
+            if (stored := _stored(source, name)) is not None:
+                shutil.copyfile(stored, draft / name)
+        yield draft
         write_json(draft / ENVIRONMENT, environment(seed=0, kind=Kind.MODEL))
         with job_folder.hold(output, overwrite=overwrite):
             for path in sorted(draft.iterdir()):
                 path.rename(output / path.name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return record
+
+
+def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
+    """Return the folder of the model to start from. Raises UserError for an output folder in use, or that holds it."""
+    job_folder.refuse(output, resume=False, overwrite=overwrite)
+    source = str(model_folder(source))
+    if Path(source).exists() and output.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
+        raise UserError(f"output: {str(output)!r} holds the source {source!r} (allowed: another folder)")
+    return source
 
 
 @torch.no_grad()

@@ -1,0 +1,44 @@
+"""`lamina graft MODEL --placement NAME`: another placement on a trained model."""
+
+from __future__ import annotations
+
+from lamina.api.models import graft
+from lamina.commands.arguments import Parser
+from lamina.core.terminal import show
+
+EXAMPLES = """
+  lamina graft models/smollm2 --placement peri_ln --output runs/smollm2-peri
+  lamina graft runs/pre-ln-64 --placement fusenorm --corpus books/ --output runs/grafted
+  lamina pretrain --from runs/grafted --corpus books/ --steps 200 --output runs/healed
+"""
+
+
+def parser() -> Parser:
+    """The command's flags."""
+    about = (
+        "Put another placement on a trained decoder. The weights stay; the new norms' gains are fitted on one half of\n"
+        "a text, so that each sub-layer gives what it gave; both losses are measured on the other half. What the new\n"
+        "placement cannot say remains as a gap, which `lamina pretrain --from` heals."
+    )
+    flags = Parser("graft", about, EXAMPLES, "MODEL ")
+    flags.add_argument("model", help="a folder with a decoder that `lamina convert` takes, or with a Lamina model")
+    flags.add_flag("--placement", "the new placement, name(option=value, ...)", metavar="NAME")
+    flags.add_flag("--output", "a new or empty folder", "grafted", "DIR")
+    flags.add_text_flags()
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    """Graft and print the gap."""
+    options = {name: value for name, value in vars(parser().parse(argv)).items() if value is not None}
+    output = options.pop("output")
+    record = graft(options.pop("model"), output, **{"placement": "", **options})
+    show(f"{record['placement_before']} -> {record['placement']}")
+    show(f"norms fitted: {len(record['fitted'])}, modules that took a factor: {len(record['folded'])}")
+    if record["lost"]:
+        show(f"without a place: {', '.join(record['lost'][:4])}{' ...' if len(record['lost']) > 4 else ''}")
+    gap = record["loss"] - record["loss_before"]
+    losses = f"{record['loss_before']:.4f} -> {record['loss']:.4f}"
+    show(f"loss on {record['tokens']:,} tokens of the other half: {losses} ({gap:+.4f}) nats")
+    show(f"the model: {output}")
+    return 0

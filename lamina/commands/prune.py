@@ -1,0 +1,44 @@
+"""`lamina prune MODEL`: a trained model without some of its layers."""
+
+from __future__ import annotations
+
+from lamina.api.models import prune
+from lamina.commands.arguments import Parser, Reader
+from lamina.core.terminal import show
+from lamina.core.text import ranges
+
+EXAMPLES = """
+  lamina prune runs/keel-64 --layers 3,5-7 --output runs/keel-60
+  lamina prune models/smollm2 --by angular_distance --drop 4 --corpus books/ --output runs/smollm2-26
+  lamina prune models/smollm2 --by layer_drop --drop 2 --sequences 16 --output runs/smollm2-28
+"""
+
+
+def parser() -> Parser:
+    """The command's flags."""
+    about = (
+        "Take layers out of a trained decoder, Lamina's or transformers', and say the loss before and after. What is\n"
+        "written loads as the model did; `lamina pretrain --from` trains it further."
+    )
+    flags = Parser("prune", about, EXAMPLES, "MODEL ")
+    flags.add_argument("model", help="a folder with a saved model, or a run's folder")
+    flags.add_flag("--output", "a new or empty folder", "pruned", "DIR")
+    flags.add_flag("--layers", "the layers to take out, counted from 0, as in 3,5-7", metavar="LIST")
+    flags.add_flag("--by", "angular_distance, layer_drop, or PROBE.METRIC (the lowest go)", metavar="MEASURE")
+    flags.add_argument(
+        "--drop", type=Reader(int), default=None, metavar="N", help="with --by, how many layers to take out"
+    )
+    flags.add_text_flags()
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    """Prune and print what it cost."""
+    options = {name: value for name, value in vars(parser().parse(argv)).items() if value is not None}
+    output = options.pop("output")
+    record = prune(options.pop("model"), output, **options)
+    show(f"without layers {ranges(record['dropped'])}: {record['num_layers']} layers")
+    show(f"parameters: {record['parameters_before']:,} -> {record['parameters']:,}")
+    show(f"loss on {record['tokens']:,} tokens: {record['loss_before']:.4f} -> {record['loss']:.4f} nats")
+    show(f"the model: {output}")
+    return 0

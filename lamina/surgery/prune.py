@@ -1,0 +1,221 @@
+"""Take layers out of a trained model: those that the user names, or those that a probe finds least needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+import pandas as pd
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lamina.core.text import ranges
+from lamina.errors import UserError, one_line, unknown
+from lamina.jobs.files import write_json
+from lamina.modeling.backbones.conversion import source_beside, written_model
+from lamina.modeling.backbones.loading import load_weights, quiet, read_config
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.measure import make_context, run
+from lamina.probes.engine.probe_settings import ProbeSettings
+from lamina.probes.engine.registry import make_all
+from lamina.probes.layer_drop import removed
+from lamina.probes.structure.hooks import evaluating
+
+ANGLE, HARM = "angular_distance", "layer_drop"
+_SAME = 1e-4  # of the largest logit: the written model against the whole one without the layers
+
+
+class Pruning(TypedDict):
+    """The content of pruning.json. Losses are in nats per token of ``tokens``; ``measured`` is each layer's measure."""
+
+    source: str
+    dropped: list[int]
+    by: str | None
+    measured: dict[str, float]
+    num_layers: int
+    parameters_before: int
+    parameters: int
+    loss_before: float
+    loss: float
+    tokens: int
+    largest_difference: float
+
+
+def layers_of(text: str) -> list[int]:
+    """Read "3,5-7" as layers, counted from 0. Raises UserError for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise UserError(f"layers: {text!r} (allowed: layers from 0, as in 3,5-7)")
+        found += range(int(first), int(last or first) + 1)
+    return sorted(set(found))
+
+
+def prune(
+    source: str,
+    output: Path,
+    settings: ProbeSettings,
+    *,
+    layers: Sequence[int] = (),
+    by: str | None = None,
+    drop: int = 0,
+    overwrite: bool = False,
+) -> Pruning:
+    """Write a model without some layers into a new folder. If it cannot, raises UserError and leaves it as it was.
+
+    Args:
+        source: a folder with a saved decoder, Lamina's or transformers', or a run's folder.
+        output: a new or empty folder.
+        settings: the text on which layers and losses are measured.
+        layers: the layers to take out, counted from 0.
+        by: in their place, the measure that chooses ``drop`` layers: "angular_distance" (the block of as many layers
+            that turns the stream least, Gromov et al. 2024), "layer_drop" (those whose absence harms the loss least,
+            one at a time), or PROBE.METRIC with one value per layer (the lowest go).
+        drop: how many layers to take out.
+        overwrite: delete the files that Lamina wrote into ``output`` earlier.
+    """
+    source = source_beside(source, output, overwrite=overwrite)
+    context = make_context(source, settings)
+    count = context.structure.num_layers
+    with evaluating(context.model):
+        gone, measured = (sorted(layers), {}) if by is None else chosen_layers(context, by, drop)
+        if not gone or gone[-1] >= count or len(gone) >= count:
+            raise UserError(f"layers: {ranges(gone)} of {count} (allowed: some of 0-{count - 1}, not all)")
+        before, tokens = mean_loss(context)
+        few = context.on_device(context.batches[0], 1)
+        with torch.no_grad(), removed(context, gone):
+            expected = context.forward(few).logits.float()
+    model = context.model
+    assert isinstance(model, PreTrainedModel)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    cut_layers(context, gone)
+    stored = read_config(source, "model").dtype
+    with written_model(source, output, overwrite=overwrite) as draft:
+        again = _written(draft, model, stored, context)
+        difference = _difference(context, few, expected, gone)
+        record: Pruning = {
+            "source": source,
+            "dropped": list(gone),
+            "by": by,
+            "measured": measured,
+            "num_layers": count - len(gone),
+            "parameters_before": whole,
+            "parameters": sum(parameter.numel() for parameter in again.parameters()),
+            "loss_before": before,
+            "loss": mean_loss(context)[0],
+            "tokens": tokens,
+            "largest_difference": difference,
+        }
+        write_json(draft / "pruning.json", record)
+    return record
+
+
+def mean_loss(context: Context) -> tuple[float, int]:
+    """Return the mean cross-entropy on the context's text, in nats, and on how many tokens."""
+    with torch.no_grad():
+        losses = torch.cat([context.token_losses(context.on_device(batch)).flatten() for batch in context.batches])
+    return float(losses.double().mean()), losses.numel()
+
+
+def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict[str, float]]:
+    """Return the layers that a measure would take out, and the measure by layer (of a block: by its first layer)."""
+    count = context.structure.num_layers
+    if not 0 < drop < count:
+        raise UserError(f"drop: {drop} of {count} layers (allowed: 1 to {count - 1})")
+    name, _, metric = by.partition(".")
+    spec = f"{HARM}(meaning=remove, metric=loss)" if by == HARM else by if by == ANGLE else name
+    probes = make_all(spec)
+    frame = run(context, probes)[name]
+    metric = {ANGLE: ANGLE, HARM: "loss_increase"}.get(by, metric)
+    known = sorted(set(frame["metric"])) if "metric" in frame else []
+    rows = frame[frame["metric"] == metric] if metric in known else frame[:0]
+    if by == ANGLE:
+        values = rows[rows["size"] == drop].set_index("start")["value"]
+        start = int(values.idxmin())
+        return list(range(start, start + drop)), _by_layer(values)
+    if not len(rows) or "layer" not in rows:
+        raise unknown("metric", f"{name}.{metric}", [f"{name}.{one}" for one in known])
+    values = rows[rows["layer"].between(0, count - 1)].set_index("layer")["value"]
+    if values.index.has_duplicates or len(values) != count or values.isna().any():
+        raise UserError(
+            f"by: {by!r} has not one value for each of {count} layers (allowed: {ANGLE}, {HARM}, a metric that has)"
+        )
+    return sorted(int(layer) for layer in values.nsmallest(drop).index), _by_layer(values)
+
+
+def _by_layer(values: pd.Series) -> dict[str, float]:
+    return {str(int(str(layer))): float(value) for layer, value in values.items()}
+
+
+def cut_layers(context: Context, gone: Sequence[int]) -> None:
+    """Take layers out of the context's model and its configuration. Raises UserError where they are no plain list."""
+    model, sites = context.model, context.structure.layers
+    parents = {site.path.rpartition(".")[0] for site in sites}
+    holder = model.get_submodule(_inside(model, context.base, parents.pop())) if len(parents) == 1 else None
+    if not isinstance(holder, nn.ModuleList) or len(holder) != len(sites):
+        raise UserError(
+            f"model: the layers of {type(model).__name__} are no list of their own (allowed: models with one)"
+        )
+    kept = [index for index in range(len(holder)) if index not in set(gone)]
+    layers = [holder[index] for index in kept]
+    del holder[:]
+    holder.extend(layers)
+    for index, layer in enumerate(layers):  # where each keeps its keys and values
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index
+    config = model.config
+    assert isinstance(config, PreTrainedConfig)
+    cut_config(config, kept, len(sites))
+
+
+def _inside(model: nn.Module, base: nn.Module, path: str) -> str:
+    """Return the path of a module in the whole model; the structure may have been found in its base."""
+    try:
+        model.get_submodule(path)
+        return path
+    except AttributeError:
+        name = next(name for name, module in model.named_modules() if module is base)
+        return f"{name}.{path}" if name else path
+
+
+def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
+    """Keep some layers in a configuration: their number, and every list with an entry for each."""
+    if isinstance(config, LaminaConfig) and config.plan is not None:
+        config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
+    text = backbone_of(config).get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == count and "token" not in name and name != "architectures":
+            setattr(text, name, [value[index] for index in kept])
+    text.num_hidden_layers = len(kept)
+
+
+def _difference(context: Context, few: dict[str, torch.Tensor], expected: torch.Tensor, gone: Sequence[int]) -> float:
+    """Return how far the written model's logits are from what was expected. Raises UserError where that is far."""
+    with torch.no_grad():
+        difference = float((context.forward(few).logits.float() - expected).abs().max())
+    if not difference <= _SAME * float(expected.abs().max()):
+        raise UserError(
+            f"layers: without {ranges(gone)} the written model's logits differ by {difference:.3g} from those of "
+            "the whole one that skips them: its configuration describes layers by their index (allowed: others)"
+        )
+    return difference
+
+
+def _written(draft: Path, model: PreTrainedModel, dtype: object, context: Context) -> nn.Module:
+    """Save the model in the checkpoint's type and load it again into the context, in float32."""
+    if isinstance(dtype, torch.dtype):
+        nn.Module.to(model, dtype)
+    model.save_pretrained(draft)
+    config = read_config(draft, "output")
+    try:
+        with quiet():
+            again, _ = load_weights(draft, config, type(model), "output", dtype=torch.float32, extra=False)
+    except UserError as error:
+        raise UserError(f"layers: without them the model does not load: {one_line(error)} (allowed: others)") from error
+    context.model = context.base = nn.Module.to(again, context.device)
+    return again

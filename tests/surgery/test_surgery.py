@@ -1,0 +1,212 @@
+"""Layers taken out of a trained model, and another placement put on one."""
+
+import json
+
+import pytest
+import torch
+from probes.small_models import stir
+from probes.tiny import gemma2, llama
+from transformers import AutoModelForCausalLM
+
+import lamina
+from lamina.cli import main
+from lamina.modeling.backbones.conversion import from_transformers, to_transformers
+from lamina.placements import resolve
+from lamina.probes.engine.measure import make_context
+from lamina.probes.engine.probe_settings import ProbeSettings
+from lamina.surgery.graft import grafted
+from lamina.surgery.prune import cut_config, layers_of, mean_loss
+
+TEXT = {"sequence_length": 32, "sequences": 12, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of a Pre-LN model on the embedded corpus, far from its start."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "steps": 120, "batch_size": 8, "sequence_length": 32}
+    result = lamina.pretrain(placement="pre_ln", output=folder, learning_rate=1e-2, bar=False, **sizes)
+    assert result["eval_loss"] < 3.5  # from 5.5
+    return folder
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("placement", ["pre_ln", "peri_ln", "post_ln", "keel", "fusenorm", "b2t", "hybridnorm"])
+def test_a_graft_onto_the_same_placement_changes_nothing(placement):
+    torch.manual_seed(0)
+    old = stir(lamina.build(llama(layers=3).config, placement, init="normal"))
+    ids = torch.randint(0, 61, (4, 16))
+    new, told = grafted(old, resolve(placement, 3), ids)
+    assert torch.equal(logits(old, ids), logits(new, ids))
+    assert told == {"fitted": [], "folded": [], "lost": []}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("pre_ln", "layernorm_scaling"),
+        ("layernorm_scaling", "pre_ln"),
+        ("pre_ln", "granite(multiplier=0.22)"),
+        ("pre_ln", "minicpm"),
+        ("pre_ln", "layerscale"),
+        ("pre_ln", "doge"),
+        ("granite", "layerscale"),
+        ("post_ln", "admin(omega=sqrt)"),
+        ("post_ln", "deepnorm"),
+        ("keel(first_layer=keel)", "keel(first_layer=keel, alpha=11)"),
+        ("sandwich_ln", "gemma2(embedding_scale=1.0)"),
+        ("pre_ln", "pre_ln(embedding_scale=4.0)"),
+    ],
+)
+def test_where_the_formulas_agree_the_logits_do(old, new):
+    torch.manual_seed(0)
+    model = stir(lamina.build(llama(layers=3).config, old, init="normal"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(50)  # far above the norms' epsilon
+    ids = torch.randint(0, 61, (4, 16))
+    changed, _ = grafted(model, resolve(new, 3), ids)
+    expected = logits(model, ids)
+    assert (logits(changed, ids) - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+def test_a_fitted_gain_is_the_least_squares_one():
+    """Of Sandwich-LN's first output norm, on the old branch, against numpy's solution by channel."""
+    torch.manual_seed(0)
+    old = stir(lamina.build(llama(layers=2).config, "pre_ln", init="normal"))
+    ids = torch.randint(0, 61, (4, 16))
+    seen = []
+    old.model.layers[0].attention.module.register_forward_hook(lambda m, a, y: seen.append(y[0].double()))
+    logits(old, ids)
+    branch = seen[0].flatten(0, 1)
+    normed = branch / (branch.pow(2).mean(-1, keepdim=True) + old.config.backbone_config.rms_norm_eps).sqrt()
+    expected = torch.stack(
+        [torch.linalg.lstsq(normed[:, [i]], branch[:, [i]]).solution[0, 0] for i in range(branch.shape[1])]
+    )
+    new, _ = grafted(old, resolve("sandwich_ln", 2), ids)
+    assert torch.allclose(new.model.layers[0].attention.out_norm.weight.double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("placement", ["post_ln", "sandwich_ln", "peri_ln", "keel", "out_ln", "mix_ln"])
+def test_a_trained_models_loss_is_close_where_gains_of_one_are_far(trained, tmp_path, placement):
+    record = lamina.graft(trained, tmp_path / "grafted", placement=placement, **TEXT)
+    gap = record["loss"] - record["loss_before"]
+    assert -0.05 < gap < 0.6
+    assert gap < 0.5 * (unfitted(trained, placement) - record["loss_before"])
+    assert record["tokens"] == 6 * 31
+
+
+def unfitted(folder, placement):
+    """The loss of the same weights under the placement with its new norms as they start."""
+    old = AutoModelForCausalLM.from_pretrained(folder / "model")
+    new = lamina.build(old.config.backbone_config, placement, init="normal")
+    new.load_state_dict(old.state_dict(), strict=False)
+    return loss_of(new, folder)
+
+
+def loss_of(model, folder):
+    """A model's loss on the half of the text that no gain was fitted on."""
+    context = make_context(str(folder), ProbeSettings(**TEXT))
+    context.model = context.base = model.eval()
+    context.batches = [{"input_ids": torch.cat([batch["input_ids"] for batch in context.batches])[6:]}]
+    return mean_loss(context)[0]
+
+
+def test_a_grafted_model_is_trained_further(trained, tmp_path, capsys):
+    words = ["graft", str(trained), "--placement", "fusenorm", "--output", str(tmp_path / "grafted")]
+    assert main([*words, "--sequence-length", "32", "--sequences", "12"]) == 0
+    assert "pre_ln -> fusenorm" in capsys.readouterr().out
+    record = json.loads((tmp_path / "grafted" / "grafting.json").read_text())
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "grafted")
+    assert loss_of(written, trained) == pytest.approx(record["loss"], abs=1e-5)
+    sizes = {"steps": 120, "batch_size": 8, "sequence_length": 32, "learning_rate": 1e-2}
+    lamina.pretrain(from_model=tmp_path / "grafted", output=tmp_path / "healed", bar=False, **sizes)
+    healed = AutoModelForCausalLM.from_pretrained(tmp_path / "healed" / "model")
+    assert loss_of(healed, trained) < record["loss"] - 0.05
+
+
+def test_a_transformers_checkpoint_is_grafted_as_its_conversion_is(tmp_path):
+    torch.manual_seed(0)
+    model = stir(llama())
+    ids = torch.randint(0, 61, (4, 16))
+    ours = from_transformers(model)
+    new, _ = grafted(ours, resolve("pre_ln", 3), ids)
+    assert torch.equal(logits(to_transformers(new), ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("make", [llama, lambda **sizes: lamina.build(llama(**sizes).config, "keel"), gemma2])
+def test_a_pruned_model_is_the_whole_one_that_skips_the_layers(make, tmp_path):
+    torch.manual_seed(0)
+    model = make(vocab_size=300).eval()
+    model.save_pretrained(tmp_path / "model")
+    settings = {"corpus": write(tmp_path), "tokenizer": "bytes", "sequences": 2, "sequence_length": 16}
+    record = lamina.prune(tmp_path / "model", tmp_path / "out", layers=[1], **settings)
+    ids = torch.randint(6, 61, (2, 8))
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1)
+    layers[1].forward = lambda x, *args, **kwargs: x
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits(written, ids), logits(model, ids), atol=1e-6)
+    assert written.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 11)
+    assert record["num_layers"] == len(layers) - 1
+
+
+def write(folder):
+    path = folder / "text.txt"
+    path.write_text("To be, or not to be, that is the question. " * 20)
+    return str(path)
+
+
+@pytest.mark.parametrize("by", ["angular_distance", "layer_drop", "hidden_states.variance"])
+def test_a_measure_chooses_the_layers(trained, tmp_path, by):
+    if by == "hidden_states.variance":
+        with pytest.raises(ValueError, match="one value for each of 4 layers"):
+            lamina.prune(trained, tmp_path / "out", by=by, drop=2, **TEXT)
+        return
+    record = lamina.prune(trained, tmp_path / "out", by=by, drop=2, **TEXT)
+    values = record["measured"]
+    if by == "layer_drop":
+        chosen = sorted(sorted(range(4), key=lambda layer: values[str(layer)])[:2])
+    else:
+        start = min(range(3), key=lambda layer: values[str(layer)])
+        chosen = [start, start + 1]
+    assert record["dropped"] == chosen
+    assert record["loss_before"] < record["loss"] < 6
+    assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers) == 2
+
+
+def test_lists_by_layer_are_cut_with_the_layers():
+    config = gemma2().config
+    config.layer_types = ["sliding_attention", "full_attention"]
+    cut_config(config, [1], 2)
+    assert (config.layer_types, config.num_hidden_layers) == (["full_attention"], 1)
+
+
+def test_layers_are_read_as_they_are_typed():
+    assert layers_of("3,5-7") == [3, 5, 6, 7]
+    for wrong in ("", "a", "3-", "7-5", "-1"):
+        with pytest.raises(ValueError, match="layers: "):
+            layers_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prune", "{run}"], "layers: name them, or give by and drop"),
+        (["prune", "{run}", "--layers", "9"], "layers: 9 of 4 (allowed: some of 0-3, not all)"),
+        (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),
+        (["prune", "{run}", "--by", "layer_drop", "--drop", "4"], "drop: 4 of 4 layers (allowed: 1 to 3)"),
+        (["graft", "{run}", "--placement", "perry_ln"], "unknown placement 'perry_ln'"),
+        (["graft", "{run}", "--placement", "muse_spark", "--sequences", "1"], "sequences: 1 block of text"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_writes_nothing(trained, tmp_path, capsys, words, message):
+    output = tmp_path / "out"
+    words = [word.format(run=trained) for word in words]
+    assert main([*words, "--output", str(output), "--sequence-length", "32"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not output.exists()
