@@ -242,7 +242,8 @@ def diagnose(run: str | PathLike[str]) -> Diagnosis:
 
     folder, read = Path(path("run", run)), []
     if is_history(folder):
-        source, folder = folder, folder.with_name(f"{folder.name}-lamina")
+        source, whole = folder, folder.resolve()  # "." has no name
+        folder = whole.with_name(f"{whole.name}-lamina")
         read = [f"Read from {source}: {import_history(source, folder)}."]
     evidence = gather(folder)
     cause = cause_of(evidence)

@@ -228,6 +228,11 @@ def test_only_the_models_norm_is_judged_where_no_other_is_there(tmp_path):
     assert gather(tmp_path / "trainer_state.json-lamina").rose == 31
 
 
+def test_the_current_folder_has_a_name(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tensorboard(tmp_path / "tb", run, histograms=False))
+    assert lamina.diagnose(".").page == tmp_path / "tb-lamina" / "diagnosis.html"
+
+
 def test_several_runs_are_refused(tmp_path, run):
     for name in ("one", "two"):
         tensorboard(tmp_path / "logs" / name, run, histograms=False)
