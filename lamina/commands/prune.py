@@ -8,9 +8,9 @@ from lamina.core.terminal import show
 from lamina.core.text import ranges
 
 EXAMPLES = """
-  lamina prune runs/keel-64 --layers 3,5-7 --output runs/keel-60
-  lamina prune models/smollm2 --by angular_distance --drop 4 --corpus books/ --output runs/smollm2-26
-  lamina prune models/smollm2 --by layer_drop --drop 2 --sequences 16 --output runs/smollm2-28
+  lamina prune runs/keel-64 --layers 1 --output runs/keel-63
+  lamina prune models/smollm2 --by angular_distance --drop 1 --corpus books/ --output runs/smollm2-29
+  lamina prune models/smollm2 --by layer_drop --drop 1 --sequences 16 --output runs/smollm2-29b
 """
 
 

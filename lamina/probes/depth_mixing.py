@@ -1,0 +1,146 @@
+"""How much of each branch reaches each later layer, on the skips and norms alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+import torch
+
+from lamina.core.frames import Frame
+from lamina.core.text import ranges
+from lamina.errors import UserError
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, chart, heat_map
+from lamina.probes.engine.layer_calls import ShortProbe, frozen
+from lamina.probes.engine.registry import COLUMNS, probe
+from lamina.probes.engine.statistics import mean_and_error
+from lamina.probes.structure.hooks import forward, intercept
+from lamina.probes.structure.sites import Point
+
+_DRAWS = 4
+_NOTHING = 1e-6
+
+
+@probe
+class DepthMixing(ShortProbe):
+    """The depth-mixing matrix: by how much what each branch adds is stretched on its way to each later layer.
+
+    Attention Residuals (arXiv 2603.15031) Sec 6.2, where M holds the weights of the branches' outputs in a layer's
+    input; with a norm on the way the weight is a matrix, and M its stretch. Every branch's output is made a leaf of the
+    graph, so that only skips, their scales and norms carry gradient; the stretch of J = dx^l / d(branch) is
+    ||J||_F / sqrt(tokens * channels), the root mean square over random directions, found with products from automatic
+    differentiation. So it holds for whatever the skip carries.
+
+    Rows of a state ``layer`` = l (N: behind the last layer), ``index`` = the sub-layer that the branch comes from,
+    counted through the model from 1, or 0 for x^0:
+        mixing: the stretch from the module's output (behind its norm), a factor on the branch included. 1 in Pre-LN
+            everywhere; 0 where nothing reaches the layer but through other branches (FuseNorm's attention).
+        composite_gain: with index -1, the stretch from x^l to x^N (mHC's composite gain on the average, not its worst
+            row); 1 in Pre-LN.
+
+    Args:
+        sequences: how many are measured (0: all; by default all of your own text, 1 of a corpus).
+        tokens: how many of each (0: all; by default all of your own text, 32 of a corpus).
+    """
+
+    name = "depth_mixing"
+    title = "Depth mixing"
+    summary = "how much of each branch's output reaches each later layer on the skips and norms alone"
+    source = "Attention Residuals (arXiv 2603.15031) Sec 6.2; mHC (arXiv 2512.24880)"
+
+    def __init__(self, sequences: int | None = None, tokens: int | None = None):
+        super().__init__(sequences, tokens)
+
+    def cost(self, context: Context) -> float:
+        return 4.0 * self.tokens_of(context)
+
+    def begin(self, context: Context) -> None:
+        bare = [site.index for site in context.structure.layers if not site.sublayers]
+        if bare:
+            raise UserError(
+                f"depth_mixing: the sub-layers of layer {ranges(bare)} were not found (allowed: other models)"
+            )
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        self.take(context)
+        found: dict[tuple[int, int], list[float]] = {}
+        for inputs in self.inputs:
+            for key, value in self._measure(context, inputs).items():
+                found.setdefault(key, []).append(value)
+        kinds = ["embedding", *(sub.kind for site in context.structure.layers for sub in site.sublayers)]
+        rows = []
+        for (layer, index), values in found.items():
+            metric, kind = ("composite_gain", "model") if index < 0 else ("mixing", kinds[index])
+            rows.append((layer, kind, "residual_path", index, metric, *mean_and_error(torch.tensor(values))))
+        return pd.DataFrame(rows, columns=COLUMNS)
+
+    def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
+        mixing = frame[frame["metric"] == "mixing"]
+        axes = {"x_title": "sub-layer that a branch comes from (0: the embedding)", "y_title": "state"}
+        yield (
+            heat_map(mixing, "index", "layer", "value", title="Depth-mixing matrix", **axes),
+            "How much each branch's output is stretched on its way to each later state, on skips and norms alone.",
+        )
+        gains = frame[frame["metric"] == "composite_gain"]
+        yield from chart(
+            gains, "Composite gain", "stretch to the last state", "The stretch from each state to the last."
+        )
+
+    def sentences(self, frame: Frame) -> Iterator[str]:
+        mixing = frame[frame["metric"] == "mixing"]
+        last = mixing[mixing["layer"] == mixing["layer"].max()]
+        branches = last[last["index"] > 0]
+        nowhere = sorted(int(i) for i in branches.loc[branches["value"] <= _NOTHING, "index"])
+        least, most = branches["value"].min(), branches["value"].max()
+        yield (
+            f"Into the last state the branches come with {least:.3g} to {most:.3g} of their size, the embedding with "
+            f"{float(last.loc[last['index'] == 0, 'value'].iloc[0]):.3g}."
+        )
+        if nowhere:
+            yield f"The branches of sub-layers {ranges(nowhere)} reach it through later branches alone."
+
+    def _measure(self, context: Context, inputs: dict[str, torch.Tensor]) -> dict[tuple[int, int], float]:
+        """Return the stretch by (state, sub-layer), and by (state, -1) that to the last state."""
+        leaves: dict[int, torch.Tensor] = {}
+        states: dict[int, torch.Tensor] = {}
+        points: dict[tuple[str, int], Point] = {("state", i): point for i, point in context.structure.states().items()}
+        count, ends = 0, [0]  # ends[l]: the sub-layers that were added before state l
+        for site in context.structure.layers:
+            for sublayer in site.sublayers:
+                count += 1
+                points["branch", count] = sublayer.contribution
+            ends.append(count)
+
+        def change(key: tuple[str, int], tensor: torch.Tensor) -> torch.Tensor | None:
+            what, index = key
+            if what == "branch" or index == 0:
+                leaf = leaves[index] = tensor.detach().clone().requires_grad_()
+                if what == "state":
+                    states[0] = leaf
+                return leaf.clone()  # a layer may add to it in place
+            states[index] = tensor
+            return None
+
+        with frozen(context.model), torch.enable_grad():
+            with intercept(points, change, roots=[context.base]):
+                forward(context.base, context.on_device(inputs))
+            found: dict[tuple[int, int], float] = {}
+            last = max(states)
+            for layer in sorted(states)[1:]:
+                before = [leaves[index] for index in range(ends[layer] + 1)]
+                found |= {(layer, index): value for index, value in enumerate(_stretches(states[layer], before))}
+            gains = _stretches(states[last], [states[layer] for layer in range(last)])
+            return found | {(layer, -1): value for layer, value in enumerate(gains)}
+
+
+def _stretches(state: torch.Tensor, sources: list[torch.Tensor]) -> list[float]:
+    """Return ||d state / d source||_F / sqrt(size) for each source, from products with random directions."""
+    squares = torch.zeros(len(sources), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_DRAWS):
+        direction = torch.randint(0, 2, state.shape, generator=generator).to(state) * 2 - 1
+        products = torch.autograd.grad(state, sources, direction, retain_graph=True, allow_unused=True)
+        norms = [0.0 if g is None else float(g.double().pow(2).sum() / state.numel()) for g in products]
+        squares += torch.tensor(norms, dtype=torch.float64) / _DRAWS
+    return squares.sqrt().tolist()
