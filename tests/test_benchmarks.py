@@ -88,3 +88,45 @@ def test_a_comparison_ends_in_ratios_and_a_table(tmp_path):
     own = record["products_gflops_per_second"][first["precision"]]
     # The products' rates are rounded, and those of the turns after a contender's end are in the record alone.
     assert first["utilisation_of_own"] == pytest.approx(first["gflops_per_second"] / own, rel=0.5, abs=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_the_stages_after_pretraining_are_plain_trl(common, stage, tmp_path):
+    """Lamina's losses and TRL's own, on the same rows in the same order, are the same numbers."""
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    from posttraining.tiny import write_model
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    module = importlib.import_module("posttraining_path")
+    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path / "tokenizer"))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+    LlamaForCausalLM(LlamaConfig(**sizes, **ends, vocab_size=257)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    data, held_out = module.written(tmp_path, stage, 24)
+    task = {"stage": stage, "model": str(tmp_path / "model"), "data": str(data), "held_out": str(held_out)}
+    task |= {"steps": 3, "logging": 1, "threads": 1}
+    both = [module.SIDES[side]({**task, "output": str(tmp_path / side)})["losses"] for side in ("lamina", "trl")]
+    assert both[0] == pytest.approx(both[1], abs=1e-6)
+    assert len(set(both[0])) > 1
+
+
+def test_the_arithmetic_of_memory_counts_weights_gradients_and_moments(common):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    module = importlib.import_module("memory")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=50_000)
+    weights = sum(parameter.numel() for parameter in LlamaForCausalLM(config).parameters())
+    linear = 2 * (4 * 64 * 64 + 3 * 64 * 96)
+    lora = 2 * 16 * (4 * (64 + 64) + 3 * (64 + 96))
+    found = {title: module.needed(config, method, tokens=2) for title, method in module.METHODS.items()}
+    assert found["`sft`, all weights"] == (4 + 4 + 8 + 4) * weights  # the last: the copy at a recorded step
+    assert found["`sft --weights bf16`"] == found["`sft`, all weights"] / 2
+    assert found["`dpo`, all weights"] == (4 + 4 + 4 + 8 + 4) * weights
+    assert found["`--lora-rank 16`"] == 4 * weights + (4 + 4 + 8 + 4) * lora
+    nf4 = linear * (0.5 + 1 / 64 + 1 / 4096) + 2 * (weights - linear) + (4 + 4 + 8 + 4) * lora
+    assert found["`--lora-rank 16 --weights nf4`"] == pytest.approx(nf4)
+    assert module.activations(module.on_meta(config), config, 32, 4.0) > 2 * 32 * 64 * 4
