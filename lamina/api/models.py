@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from lamina.api.results import Diagnosis
 from lamina.core.architectures import Target
@@ -222,10 +222,8 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 
     if layers is not None:
         text("layers", layers)
-    return census(
-        model if hasattr(model, "named_parameters") or hasattr(model, "model_type") else path("model", model),
-        layers=layers,
-    )
+    built = hasattr(model, "named_parameters") or hasattr(model, "model_type")
+    return census(cast("nn.Module | PreTrainedConfig", model) if built else path("model", model), layers=layers)
 
 
 def diagnose(run: str | PathLike[str]) -> Diagnosis:

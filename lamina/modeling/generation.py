@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedTokenizerBase,
     TextStreamer,
 )
@@ -26,7 +25,7 @@ class Teller(TextStreamer):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], tell: Callable[[str], object]):
-        super().__init__(cast(AutoTokenizer, tokenizer), skip_prompt=True, skip_special_tokens=True)
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.stop, self.tell, self.text, self.told = stop, tell, "", 0
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

@@ -130,6 +130,8 @@ class LaminaTanhNorm(LaminaNorm):
 
     divides, biased = False, True
     more = ("alpha",)
+    alpha: torch.Tensor
+    bias: torch.Tensor
 
     def starts(self) -> dict[str, float]:
         """The values of its parameters at the start."""
@@ -143,6 +145,7 @@ class LaminaErfNorm(LaminaTanhNorm):
     """gain * erf(alpha * x + shift) + bias: Derf (arXiv 2512.10938), alpha and shift one learned number each."""
 
     more = ("alpha", "shift")
+    shift: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.apply_gain(torch.erf(self.alpha * x + self.shift)) + self.bias

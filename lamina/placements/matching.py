@@ -62,8 +62,8 @@ def layer_facts(layer: Layer) -> dict[str, object]:
             if (learned := getattr(sublayer, f"{entry.name}_learned", "no")) != "no":
                 value = learned_fact(learned)
             if entry.name not in _UNMEASURED and not entry.name.endswith("_learned"):
-                is_norm = value is None or isinstance(value, Norm)
-                found[f"{part}.{entry.name}"] = norm_fact(value) if is_norm else value
+                fact = norm_fact(value) if value is None or isinstance(value, Norm) else value
+                found[f"{part}.{entry.name}"] = fact
     return found
 
 

@@ -106,7 +106,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         self.splits, self.processor = processes.first_per_host(lambda: self.resolved.read(bar=bar))
-        self.identity = RunIdentity(self.settings, self.plan, self.splits.stats.fingerprint)
+        self.identity = RunIdentity(self.settings, self.resolved.plan, self.splits.stats.fingerprint)
 
     def model(self, run: TrainingRun) -> PreTrainedModel:
         settings, processes = self.settings, run.processes
@@ -222,7 +222,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         """Return the numbers of a run that ended with ``status``: a value per measured column of
         ``lamina.jobs.columns``.
         """
-        settings, plan, recorder, stats = self.settings, self.plan, run.recorder, self.splits.stats
+        settings, plan, recorder, stats = self.settings, self.resolved.plan, run.recorder, self.splits.stats
         steps = run.trainer.state.global_step
         tokens = steps * recorder.tokens_per_step
         timed = recorder.training_steps * recorder.tokens_per_step

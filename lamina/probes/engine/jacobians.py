@@ -253,6 +253,12 @@ def wirings_of(site: LayerSite) -> list[Wiring]:
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 
+def _called(residual: nn.Module | None, name: str, default: object) -> object:
+    """What a method returns, of a Residual that has it: an older copy of Lamina's code has not."""
+    method: Callable[[], object] | None = getattr(residual, name, None)
+    return default if method is None else method()
+
+
 def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
     gains = {norm.role: _gain(norm) for norm in sublayer.norms}
     sizes = {role: float(gain.square().mean().sqrt()) for role, gain in gains.items()}
@@ -260,11 +266,9 @@ def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
     records = (m for m in site.module.modules() if hasattr(m, "skip") and hasattr(m, "skip_scale"))
     residual = next((m for m in records if any(part is added for part in m.modules())), None)
     scales = {
-        "skip_scale": residual.skip_factor()
-        if hasattr(residual, "skip_factor")
-        else getattr(residual, "skip_scale", 1.0),
+        "skip_scale": _called(residual, "skip_factor", getattr(residual, "skip_scale", 1.0)),
         "pre_scale": getattr(residual, "pre_scale", 1.0),
-        "out_scale": residual.branch_factor() if hasattr(residual, "branch_factor") else 1.0,
+        "out_scale": _called(residual, "branch_factor", 1.0),
     }
     scales = {name: torch.as_tensor(scale).detach().double().cpu() for name, scale in scales.items()}
     return Wiring(

@@ -59,7 +59,7 @@ class Watch:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # that ends the process
-        self.__exit__(type(error), error, None)
+        self.__exit__(None if error is None else type(error), error, None)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step: call it once after each ``optimizer.step()``, with the step's loss.

@@ -345,8 +345,9 @@ class LayersWriter:
             import numpy as np
 
             kinds = {name: str if kind == "string" else kind for name, kind in zip(columns, types, strict=True)}
+            arrays = {name: np.array(column, kinds[name]) for name, column in columns.items()}
             with writing(path.with_suffix(".npz")) as temporary, temporary.open("wb") as file:
-                np.savez_compressed(file, **{name: np.array(c, kinds[name]) for name, c in columns.items()})
+                np.savez_compressed(file, allow_pickle=False, **arrays)
             return
         arrays = [pa.array(column, kind) for column, kind in zip(columns.values(), types, strict=True)]
         with writing(path.with_suffix(".parquet")) as temporary, temporary.open("wb") as file:
