@@ -21,11 +21,7 @@ from typing import Literal
 
 import pandas as pd
 
-from lamina.api.models import backbones as backbones
-from lamina.api.models import convert as convert
-from lamina.api.models import diagnose as diagnose
-from lamina.api.models import generate as generate
-from lamina.api.models import report as report
+{written}
 from lamina.api.results import Comparison as Comparison
 from lamina.api.results import Diagnosis as Diagnosis
 from lamina.api.results import RunResult as RunResult
@@ -42,7 +38,10 @@ def text() -> str:
     """The whole stub."""
     names = [row.function_name for row in JOBS.values()]
     jobs = {name: getattr(lamina.api, name) for name in names}
-    return HEAD + "".join(f"\n{declaration(name, inspect.signature(job))}" for name, job in jobs.items())
+    written = "\n".join(f"from lamina.api.models import {name} as {name}" for name in lamina.api.WRITTEN)
+    return HEAD.replace("{written}", written) + "".join(
+        f"\n{declaration(name, inspect.signature(job))}" for name, job in jobs.items()
+    )
 
 
 def declaration(name: str, signature: inspect.Signature) -> str:

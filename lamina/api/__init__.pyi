@@ -8,6 +8,9 @@ from lamina.api.models import backbones as backbones
 from lamina.api.models import convert as convert
 from lamina.api.models import diagnose as diagnose
 from lamina.api.models import generate as generate
+from lamina.api.models import graft as graft
+from lamina.api.models import placement_of as placement_of
+from lamina.api.models import prune as prune
 from lamina.api.models import report as report
 from lamina.api.results import Comparison as Comparison
 from lamina.api.results import Diagnosis as Diagnosis
