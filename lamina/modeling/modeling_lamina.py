@@ -216,10 +216,12 @@ def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: di
         for key, style in (CONFIG_MAPPING["olmo2"].base_model_tp_plan or {}).items():
             if ".self_attn." in key:
                 backbone.tp_plan[prefix + key.rpartition(".")[2]] = style
-    for half in ("attention", "feed_forward"):  # its channels are not all on every process: computed whole on each
+    for half in ("attention", "feed_forward"):  # a norm before the last projection reads all of its channels
         if any(layer[half].get("inner_norm") for layer in plan["layers"]):
+            whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
             inside_half = f"{adapter.layers}.*.{half}.module."
-            backbone.tp_plan = {k: style for k, style in backbone.tp_plan.items() if not k.startswith(inside_half)}
+            styles = {k: style for k, style in backbone.tp_plan.items() if k.startswith(inside_half)}
+            backbone.tp_plan.update({key: whole.get(style, style) for key, style in styles.items()})
     for part, scope in {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}.items():
         if scope == "head" and f"{prefix}{part}_proj" in backbone.tp_plan:
             backbone.tp_plan[f"{prefix}{part}_norm"] = "replicated_with_grad_allreduce"

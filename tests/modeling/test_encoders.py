@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from tiny import SIZES, TOKENS, VOCABULARY, shake, token_ids
+from tiny import SIZES, TOKENS, VOCABULARY, opened, shake, token_ids
 from transformers import (
     AutoConfig,
     AutoModelForImageClassification,
@@ -136,7 +136,7 @@ def test_dropout_between_module_and_add_is_that_of_transformers(model_type):
 @over_both
 @pytest.mark.parametrize("name", names())
 def test_every_placement_gives_every_parameter_a_gradient(model_type, name):
-    model = lamina.build(configuration(model_type, num_hidden_layers=2), name).train()
+    model = opened(lamina.build(configuration(model_type, num_hidden_layers=2), name).train())
     assert type(model) is {"modernbert": LaminaForMaskedLM, "vit": LaminaForImageClassification}[model_type]
     model(**inputs(model_type, labelled=True)).loss.backward()
     for key, parameter in model.named_parameters():

@@ -1,11 +1,13 @@
 """The fixed interface: Residual, Block, and plain modules of the user's own wired by a plan."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import llama
 from torch import nn
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkResidualGate
 
 import lamina
 from lamina.modeling import Block, LaminaModel, Residual
@@ -166,6 +168,20 @@ def test_norms_keep_the_dtype_and_do_not_overflow(kind, dtype):
     assert norm(x).dtype == dtype
     assert norm(x).isfinite().all()
     torch.testing.assert_close(norm(x).float().pow(2).mean(-1), torch.ones(2, 3), rtol=0.1, atol=0.0)
+
+
+def test_the_gate_is_muse_sparks():
+    config = SimpleNamespace(hidden_size=WIDTH, residual_gate_temperature=0.3)
+    theirs = MuseSparkResidualGate(config)
+    block = lamina.wire(nn.Identity(), nn.Identity(), resolve("muse_spark", 1).layers[0], WIDTH)
+    with torch.no_grad():
+        block.attention.gate.copy_(3 * torch.randn(WIDTH))  # so far that the variance's floor is reached
+        theirs.gate.copy_(block.attention.gate)
+    x, seen = torch.randn(2, 5, WIDTH), []
+    block.attention.register_terms_hook(seen.append)
+    block.attention(x)
+    branch = rms(rms(x))
+    torch.testing.assert_close(seen[0].sum, theirs(x, branch), rtol=1e-5, atol=1e-5)
 
 
 def normed(norm, x):

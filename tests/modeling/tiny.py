@@ -34,6 +34,15 @@ def shake(model):
             parameter.mul_(1 + 0.2 * torch.randn_like(parameter)).add_(0.05 * torch.randn_like(parameter))
 
 
+@torch.no_grad()
+def opened(model):
+    """The model with learned scales on its branches above 0: ReZero's are silent at the start."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".out_scale"):
+            parameter.add_(0.1)
+    return model
+
+
 def token_ids(batch=2, length=9, seed=1):
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
