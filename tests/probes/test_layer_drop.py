@@ -82,7 +82,8 @@ def test_each_layer_of_every_placement_against_deleting_it(placement):
         assert found[layer, "branch"] == pytest.approx(wanted, abs=2e-5), layer
     assert max(map(abs, found.values())) > 0.01
     norms = [norm for _, _, norm in context_of(model, [{"input_ids": ids}]).structure.norms()]
-    assert any(norm.role == "post_norm" for norm in norms) == any(
+    scaled = placement in ("doge", "muse_spark")  # a skip that is left when the branch is gone
+    assert (scaled or any(norm.role == "post_norm" for norm in norms)) == any(
         found[layer, "remove"] != found[layer, "branch"] for layer in range(4)
     )
 
