@@ -291,8 +291,8 @@ class RlhfSettings(TuningSettings):
     )
     reward_function: str | None = setting(
         None,
-        "FILE.py:NAME, a function reward(prompt, answer, row) that returns a number, in place of a reward model or "
-        "beside one; several, comma-separated; the file runs as code",
+        "FILE.py:NAME, a function reward(prompt, answer, row) that returns a number, or several, comma-separated; the "
+        "file runs as code",
         place,
     )
     reward_weights: str | None = setting(

@@ -301,8 +301,8 @@ class CoordCheckSettings(
 
     command_name = "coord-check"
     main = (
-        *("placement", "backbone", "widths", "depths", "width_scaling", "depth_scaling", "num_layers"),
-        *("learning_rate", "steps", "seeds", "corpus", "output"),
+        *("placement", "backbone", "widths", "depths", "width_scaling", "depth_scaling"),
+        *("learning_rate", "steps", "seeds", "output"),
     )
     without = frozenset({"num_heads", "gradient_accumulation", "eval_fraction"})
     order = ("placement", "backbone", "widths", "depths")
