@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict, overload
 
 import torch
 from torch import nn
@@ -192,12 +192,16 @@ class _Old:
 
     def run(self, model: LaminaForCausalLM, ids: torch.Tensor) -> list[_Seen]:
         """Run the model and keep what the new one is to have."""
+
+        def keep_output(residual: nn.Module, args: Args, output: torch.Tensor) -> None:
+            self.behind.append(output)
+
         residuals = [residual for _, _, residual in sublayers(body_of(model))]
         with temporary_hooks() as hooks:
             for residual in residuals:
                 hooks.append(residual.module.register_forward_pre_hook(_keep(self.entries), with_kwargs=True))
                 hooks.append(residual.register_terms_hook(lambda terms: self.branches.append(terms.sum - terms.skip)))
-                hooks.append(residual.register_forward_hook(lambda _, args, output: self.behind.append(output)))
+                hooks.append(residual.register_forward_hook(keep_output))
             hooks.append(residuals[0].register_forward_pre_hook(_keep(self.first), with_kwargs=True))
             hooks.append(model.lm_head.register_forward_pre_hook(_keep(self.read), with_kwargs=True))
             forward(model, {"input_ids": ids})
@@ -385,6 +389,12 @@ def as_factor(value: Factor) -> Factor:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
+@overload
+def over(value: torch.Tensor, divisor: Factor) -> torch.Tensor: ...
+@overload
+def over(value: float, divisor: Factor) -> Factor: ...
+@overload
+def over(value: Factor, divisor: Factor) -> Factor: ...
 def over(value: Factor, divisor: Factor) -> Factor:
     """Return value / divisor."""
     return as_factor(value) / as_factor(divisor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 import pandas as pd
 import torch
@@ -132,19 +132,19 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
     frame = run(context, probes)[name]
     metric = {ANGLE: ANGLE, HARM: "loss_increase"}.get(by, metric)
     known = sorted(set(frame["metric"])) if "metric" in frame else []
-    rows = frame[frame["metric"] == metric] if metric in known else frame[:0]
+    rows = cast(pd.DataFrame, frame[frame["metric"] == metric] if metric in known else frame[:0])
     if by == ANGLE:
-        values = rows[rows["size"] == drop].set_index("start")["value"]
-        start = int(values.idxmin())
+        values = cast(pd.Series, rows.query("size == @drop").set_index("start")["value"])
+        start = int(cast(int, values.idxmin()))
         return list(range(start, start + drop)), _by_layer(values)
     if not len(rows) or "layer" not in rows:
         raise unknown("metric", f"{name}.{metric}", [f"{name}.{one}" for one in known])
-    values = rows[rows["layer"].between(0, count - 1)].set_index("layer")["value"]
+    values = cast(pd.Series, rows.query("0 <= layer < @count").set_index("layer")["value"])
     if values.index.has_duplicates or len(values) != count or values.isna().any():
         raise UserError(
             f"by: {by!r} has not one value for each of {count} layers (allowed: {ANGLE}, {HARM}, a metric that has)"
         )
-    return sorted(int(layer) for layer in values.nsmallest(drop).index), _by_layer(values)
+    return sorted(int(str(layer)) for layer in values.nsmallest(drop).index), _by_layer(values)
 
 
 def _by_layer(values: pd.Series) -> dict[str, float]:
@@ -167,7 +167,7 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
     for index, layer in enumerate(layers):  # where each keeps its keys and values
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = index
+                vars(module)["layer_idx"] = index
     config = model.config
     assert isinstance(config, PreTrainedConfig)
     cut_config(config, kept, len(sites))
