@@ -1,20 +1,13 @@
-"""Do the layer monitor's alarms come before the loss rises, and do they stay silent in healthy training?
+"""Are the monitor's alarms right? They are fitted on one part of the corpus of `alarm_runs.py` and judged on the rest.
 
-Trains tiny Llamas on a Markov chain and breaks them on purpose, with seeds:
+    python benchmarks/alarm_runs.py RUNS                # trains the corpus, once: an hour of one core
+    python benchmarks/alarms.py RUNS --fit              # writes lamina/training/monitor/limits.json
+    python benchmarks/alarms.py RUNS --output benchmarks/results/alarms.json
 
-- rate: the learning rate grows a hundredfold in 20 steps
-- batch: three batches of random labels under a much larger loss
-- fp16: a layer's output projection grows by 60 % per step, and values above 65504 become infinite
-- dead: a feed-forward's output projection is zero and so is its input, from the start
-- init: one layer starts with weights 30 times too large
-
-Each has a healthy twin: the same seed, unbroken. The loss has risen at the first step at which the loss of a fixed
-batch, computed before the update, is not finite, or lies 0.15 nats above the twin's and stays there for three steps.
-"Before" means: an alarm at a step of the failure, and before that one. Failures after which the loss never leaves the
-twin's are counted apart. Healthy runs count false alarms by step. `python benchmarks/alarms.py` prints the
-counts.
-
-The rules were tuned on seeds below 200; the figures of merit are those of the seeds from 200 on.
+A run's loss has risen at the first step at which the loss of a fixed batch is not finite, or lies 0.15 nats above its
+healthy twin's and stays there for three measurements. "Before" means: an alarm at a step of the failure, and before
+that one. Failures after which the loss never leaves the twin's are counted apart. Set-ups and kinds that are not fitted
+count as judged; a fitted kind in a fitted set-up does not.
 """
 
 from __future__ import annotations
@@ -24,278 +17,281 @@ import json
 import logging
 import math
 import statistics
-import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
+import pyarrow.parquet as pq
+from alarm_runs import COLUMNS, HELD_EVERY, KINDS, SETUPS
 from common import settings_of_machine, write_record
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import lamina
-from lamina.reports.diagnosis import cause_of, gather
+from lamina.reports.causes import NOT_KNOWN, Learned, Signs, causes_of, signature
+from lamina.reports.diagnosis import loss_rise
+from lamina.training.monitor.alarms import NOTABLE, Alarm, Alarms
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.rules import LIMITS
+from lamina.training.monitor.writers import LOSS
 
-VOCAB, BATCH, LENGTH, LAYERS, RATE = 32, 8, 24, 4, 3e-3
-BREAKS, EVERY = 60, 5  # step, and steps between records: these runs are short
-NATS, STAYS = 0.15, 3  # above the twin's loss, for that many steps
-FP16_MAX = 65504.0
-
-
-class Chain:
-    """Tokens of a Markov chain: learnable, and as long as one likes."""
-
-    def __init__(self, seed: int):
-        self.draw = torch.Generator().manual_seed(seed)
-        self.next = torch.softmax(2.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(7)), -1)
-
-    def batch(self) -> torch.Tensor:
-        tokens = [torch.randint(0, VOCAB, (BATCH,), generator=self.draw)]
-        for _ in range(LENGTH - 1):
-            tokens.append(torch.multinomial(self.next[tokens[-1]], 1, generator=self.draw)[:, 0])
-        return torch.stack(tokens, 1)
-
-
-CAUSES = {
-    "rate": "learning rate too high",
-    "batch": "bad batch",
-    "fp16": "number range",
-    "dead": "dead layer",
-    "init": "initialization",
+NATS, STAYS = 0.15, 3
+RATE = 0.01  # false alarms a healthy run, over all series and rules
+MARGIN = 1.1  # times the highest score of all healthy runs, below which no limit may lie
+FLOORS = {"rise": math.log(2.0), "fall": math.log(1.25), "apart": math.log(2.0), "skipped": 6.0, "guess": 1.5}
+FLOORS |= {"rise/step_loss": 12.0, "fall/step_loss": 12.0, "fall/loss_noise": math.log(2.0)}  # noises, added up
+FLOORS |= {"rewritten/update_ratio": math.log(0.06)}  # tiny models without a warm-up come near it
+FLOORS |= {"apart/weight_norm": math.log(6.0), "apart/gradient_norm": math.log(6.0)}  # models differ more than here
+"""Less is nobody's concern, whatever the corpus says."""
+TARGETS = {
+    "alarmed_steps_in_10000": 1,
+    "diverged_in_200": 1,
+    "before_the_loss": 0.85,
+    "place": 0.8,
+    "cause": 0.75,
 }
-HELD = Chain(10_000).batch()
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a step leaves: its loss, and that of the fixed batch before its update."""
+class Recorded:
+    """A run of the corpus."""
 
-    loss: torch.Tensor
-    held: float
+    path: Path
+    about: Mapping[str, Any]
 
+    @classmethod
+    def read(cls, path: Path) -> Recorded:
+        return cls(path, json.loads(pq.read_schema(path).metadata[b"about"]))
 
-class Failure:
-    """A healthy run; the failures change one thing each."""
+    @property
+    def kind(self) -> str:
+        return self.about["kind"]
 
-    name, starts = "healthy", BREAKS
+    @property
+    def setup(self) -> str:
+        return self.about["setup"]
 
-    def __init__(self, seed: int):
-        self.draw = torch.Generator().manual_seed(1000 + seed)
-        self.layer = int(torch.randint(0, LAYERS, (), generator=self.draw))
+    @property
+    def fitted(self) -> bool:
+        return SETUPS[self.setup].fitted and (not self.kind or KINDS[self.kind].fitted)
 
-    def prepare(self, model: LlamaForCausalLM) -> None: ...
+    @cached_property
+    def calls(self) -> list[tuple[float | None, bool, list[tuple[Any, ...]]]]:
+        """What the monitor handed to its alarms: the learning rate, whether in float16, and the rows."""
+        columns = pq.read_table(self.path).to_pydict()
+        rows = list(zip(*(columns[name] for name in COLUMNS), strict=True))
+        by_call = {call: [row[1:] for row in group] for call, group in groupby(rows, key=lambda row: row[0])}
+        return [(rate, half, by_call.get(call, [])) for call, (rate, half) in enumerate(self.about["calls"])]
 
-    def rate(self, step: int) -> float:
-        return 1.0
+    def replay(self, limits: Mapping[str, float] | None = None) -> Alarms:
+        """Hand it all to the alarms again."""
+        alarms = (
+            Alarms(vocabulary=self.about["vocabulary"])
+            if limits is None
+            else Alarms(vocabulary=self.about["vocabulary"], limits=limits)
+        )
+        for rate, half, rows in self.calls:
+            alarms.half = half
+            alarms.see(rows, rate)
+        alarms.close()
+        return alarms
 
-    def labels(self, step: int, ids: torch.Tensor) -> torch.Tensor:
-        return ids
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        return {row[0]: row[6] for _, _, rows in self.calls for row in rows if row[5] == LOSS}
 
-    def weight(self, step: int) -> float:
-        return 1.0
+    @cached_property
+    def rates(self) -> dict[int, float]:
+        return {row[0]: row[6] for _, _, rows in self.calls for row in rows if row[5] == "learning_rate"}
 
-    def before(self, step: int, model: LlamaForCausalLM) -> None: ...
+    def signs(self, alarms: Alarms) -> Signs:
+        """What the diagnosis gets of it."""
+        told = sorted(alarms.told, key=lambda alarm: alarm.order)
+        return Signs(
+            alarms=tuple(alarm for alarm in told if alarm.rule != NOTABLE),
+            rose=loss_rise(self.losses, told),
+            losses=self.losses,
+            rates=self.rates,
+            half=bool(self.about["watched"]["half"]) or any(half for _, half, _ in self.calls),
+        )
 
+    @property
+    def diverged(self) -> int | None:
+        """The step at which the guard would have ended it."""
+        guard = DivergenceGuard(margin=1.0, patience=20)
+        try:
+            for step, loss in sorted(self.losses.items()):
+                guard.see_loss(step, loss)
+        except Diverged as diverged:
+            return diverged.step
+        return None
 
-class Rate(Failure):
-    name = "rate"
-
-    def rate(self, step: int) -> float:
-        return 1.0 if step < BREAKS else 100.0 ** min(1.0, (step - BREAKS) / 20)
-
-
-class Batch(Failure):
-    name = "batch"
-
-    def labels(self, step: int, ids: torch.Tensor) -> torch.Tensor:
-        if BREAKS <= step < BREAKS + 3:
-            return torch.randint(0, VOCAB, ids.shape, generator=self.draw)
-        return ids
-
-    def weight(self, step: int) -> float:
-        return 30.0 if BREAKS <= step < BREAKS + 3 else 1.0
-
-
-class Half(Failure):
-    name = "fp16"
-
-    def prepare(self, model: LlamaForCausalLM) -> None:
-        def overflow(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-            return torch.where(output.abs() > FP16_MAX, math.inf * output.sign(), output)
-
-        for layer in model.model.layers:
-            layer.mlp.register_forward_hook(overflow)
-
-    def before(self, step: int, model: LlamaForCausalLM) -> None:
-        if step >= BREAKS:
-            with torch.no_grad():
-                model.model.layers[self.layer].mlp.down_proj.weight.mul_(1.6)
-
-
-class Dead(Failure):
-    name, starts = "dead", 1
-
-    def prepare(self, model: LlamaForCausalLM) -> None:
-        mlp = model.model.layers[self.layer].mlp
-        with torch.no_grad():
-            for projection in (mlp.down_proj, mlp.up_proj, mlp.gate_proj):
-                projection.weight.zero_()
-
-
-class Init(Failure):
-    name, starts = "init", 1
-
-    def prepare(self, model: LlamaForCausalLM) -> None:
-        with torch.no_grad():
-            for parameter in model.model.layers[self.layer].parameters():
-                if parameter.ndim == 2:
-                    parameter.mul_(30.0)
+    def rose(self, twin: Recorded) -> int | None:
+        """The first step whose loss on the fixed batch is off the twin's."""
+        mine, other = self.about["held"], twin.about["held"]
+        above = [not math.isfinite(loss) or loss > usual + NATS for loss, usual in zip(mine, other, strict=False)]
+        for place, loss in enumerate(mine[: len(above)]):
+            if not math.isfinite(loss) or (above[place : place + STAYS] == [True] * STAYS):
+                return HELD_EVERY * (place + 1)
+        return None
 
 
-def make(failure: Failure, seed: int) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
-    """A tiny Llama, prepared for the failure, and its optimizer."""
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=LAYERS, tie_word_embeddings=True, **sizes))
-    failure.prepare(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
+def fitted_limits(healthy: Iterable[Recorded]) -> dict[str, float]:
+    """Fit each limit on the highest scores of healthy runs.
+
+    The upper half of them is taken for an exponential tail, and the limit lies where a run passes any of the limits
+    with the rate.
+    """
+    nothing_leaves: Mapping[str, float] = defaultdict(lambda: math.inf)
+    worst = [run.replay(nothing_leaves).worst for run in healthy]
+    names = sorted({name for one in worst for name in one})
+    limits = {}
+    for name in names:
+        values = [one[name] for one in worst if math.isfinite(one.get(name, math.inf))] or [0.0]
+        middle, highest = statistics.median(values), max(values)
+        scale = statistics.fmean(value - middle for value in values if value >= middle)
+        tail = middle + scale * math.log(0.5 * len(names) / RATE)
+        floor = FLOORS.get(name, FLOORS.get(name.partition("/")[0], -math.inf))
+        limits[name] = max(tail, highest + (MARGIN - 1) * abs(highest), floor)
+    return limits
 
 
-def step_through(
-    failure: Failure, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, seed: int, steps: int
-) -> Iterator[Step]:
-    """Train; whoever iterates ends a step before asking for the next."""
-    chain = Chain(seed)
-    for step in range(1, steps + 1):
-        failure.before(step, model)
-        held = held_loss(model)
-        optimizer.param_groups[0]["lr"] = RATE * min(1.0, step / 20) * failure.rate(step)
-        ids = chain.batch()
-        loss = failure.weight(step) * model(input_ids=ids, labels=failure.labels(step, ids)).loss
-        loss.backward()
-        if failure.name != "batch":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield Step(loss, held)
+def right_place(run: Recorded, first: Alarm | None) -> bool | None:
+    """Whether the alarm names the place that was broken; None where all of the model was."""
+    where, layer = KINDS[run.kind].where, run.about["layer"]
+    if where is None:
+        return None
+    if first is None:
+        return False
+    if where in ("embedding", "readout"):
+        return first.role == where or (first.role == "embedding" and run.setup.startswith(("gpt2", "qwen3")))
+    if where == "norms":
+        return first.metric.startswith("gain")
+    layers = {"swapped": {layer, layer - 1}, "experts": set(range(SETUPS[run.setup].layers))}.get(run.kind, {layer})
+    return first.layer in layers and (where == "layer" or first.sublayer in (where, "mixer"))
 
 
-def held_loss(model: LlamaForCausalLM) -> float:
-    """The loss of a batch that is the same for all."""
-    with torch.no_grad():
-        return float(model(input_ids=HELD, labels=HELD).loss)
-
-
-@cache
-def twin_losses(seed: int, steps: int) -> list[float]:
-    """The losses of the fixed batch in the healthy run, before each step's update."""
-    model, optimizer = make(Failure(seed), seed)
-    return [step.held for step in step_through(Failure(seed), model, optimizer, seed, steps)]
-
-
-def train(failure: Failure, seed: int, steps: int, folder: Path) -> dict[str, Any]:
-    """One run; returns whether its alarms came before the loss of a fixed batch rose."""
-    model, optimizer = make(failure, seed)
-    broken = failure.name != "healthy"
-    losses: list[float] = []
-    with lamina.watch(model, optimizer, output=str(folder), every=EVERY, on_divergence="stop") as monitor:
-        assert monitor.monitor is not None
-        if failure.name == "fp16":  # what LayerMonitor reads off Trainer's arguments
-            monitor.monitor.instruments.half = monitor.monitor.alarms.half = True
-        for step in step_through(failure, model, optimizer, seed, steps):
-            losses.append(step.held)
-            monitor.step(step.loss)
-    return judged(failure, seed, steps, folder, rise(losses, twin_losses(seed, steps)) if broken else None)
-
-
-def rise(losses: list[float], twin: list[float]) -> int | None:
-    """The first step whose loss is off the twin's; None if none is."""
-    above = [not math.isfinite(mine) or mine > other + NATS for mine, other in zip(losses, twin, strict=False)]
-    for place, loss in enumerate(losses):
-        if not math.isfinite(loss) or (len(above) >= place + STAYS and all(above[place : place + STAYS])):
-            return place + 1
-    return None
-
-
-def judged(failure: Failure, seed: int, steps: int, folder: Path, rose: int | None) -> dict[str, Any]:
-    """What the run's alarms are worth."""
-    evidence = gather(folder)
-    alarms = [alarm for alarm in evidence.alarms if alarm.step >= failure.starts]
-    first = min((alarm.step for alarm in alarms), default=None)
-    early = first is not None and (rose is None or first < rose)
-    false = [alarm for alarm in evidence.alarms if failure.name == "healthy" or alarm.step < failure.starts]
-    cause = cause_of(evidence)
+def judged(run: Recorded, twin: Recorded | None, learned: Learned | None) -> dict[str, Any]:
+    """What a run's alarms are worth."""
+    alarms = run.replay()
+    signs, breaks = run.signs(alarms), run.about["breaks"]
+    steps = sorted({alarm.step for alarm in signs.alarms})
+    about = {"setup": run.setup, "kind": run.kind or "healthy", "strength": run.about["strength"]}
+    row: dict[str, Any] = {**about, "seed": run.about["seed"], "fitted": run.fitted, "steps": run.about["steps"]}
+    if not run.kind:
+        notable = sum(alarm.rule == NOTABLE for alarm in alarms.told)
+        return {**row, "alarmed": steps, "notable": notable, "diverged": run.diverged}
+    assert twin is not None
+    first, causes = signs.first, causes_of(signs, learned)
+    named = causes[0][0] if causes else None
     return {
-        "failure": failure.name,
-        "seed": seed,
-        "rose": rose,
-        "first": first,
-        "early": early,
-        "false": [(a.step, a.rule, a.layer, a.sublayer, a.metric, round(a.excess, 2)) for a in false],
-        "healthy_steps": min(evidence.steps, steps if failure.name == "healthy" else failure.starts - 1),
-        "cause": None if cause is None else cause.name,
+        **row,
+        "breaks": breaks,
+        "rose": run.rose(twin),
+        "first": min((step for step in steps if step >= breaks), default=None),
+        "what": None if first is None else f"{first.rule}/{first.metric}",
+        "place": right_place(run, first),
+        "causes": [[name, round(odds, 2)] for name, odds in causes],
+        "right": named in KINDS[run.kind].cause,
+        "named": named not in (None, NOT_KNOWN),
+        "alarmed_before": [step for step in steps if step < breaks],
     }
 
 
-def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """What the alarms of failures were worth."""
-    rose = [row for row in rows if row["rose"] is not None]
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that the targets are about."""
+    healthy = [row for row in rows if row["kind"] == "healthy"]
+    broken = [row for row in rows if row["kind"] != "healthy"]
+    rose = [row for row in broken if row["rose"] is not None and row["rose"] > row["breaks"] + 1]
+    told = [row for row in broken if row["first"] is not None]
+    placed = [row for row in broken if row["place"] is not None]
+    leads = [row["rose"] - row["first"] for row in rose if row["first"] is not None and row["first"] < row["rose"]]
     return {
-        "runs": len(rows),
+        "healthy_runs": len(healthy),
+        "healthy_steps": sum(row["steps"] for row in healthy),
+        "alarmed_steps": sum(len(row["alarmed"]) for row in healthy),
+        "notable_batches": sum(row["notable"] for row in healthy),
+        "diverged": sum(row["diverged"] is not None for row in healthy),
+        "failures": len(broken),
+        "told": len(told),
         "rose": len(rose),
-        "early": sum(row["early"] for row in rose),
-        "seen": sum(row["first"] is not None for row in rows),
-        "named": sum(row["cause"] == CAUSES[row["failure"]] for row in rows),
-        "median_lead": int(statistics.median([row["rose"] - row["first"] for row in rose if row["first"]] or [0])),
+        "before": len(leads),
+        "median_lead": int(statistics.median(leads)) if leads else None,
+        "placed": len(placed),
+        "place": sum(row["place"] for row in placed),
+        "cause": sum(row["right"] for row in broken),
+        "wrong_cause": sum(row["named"] and not row["right"] for row in broken),
+    }
+
+
+def corpus(folder: Path) -> tuple[list[Recorded], dict[tuple[str, int], Recorded]]:
+    """All runs, and the healthy ones by set-up and seed."""
+    runs = [Recorded.read(path) for path in sorted(folder.glob("*.parquet"))]
+    return runs, {(run.setup, run.about["seed"]): run for run in runs if not run.kind}
+
+
+def fit(runs: list[Recorded], twins: Mapping[tuple[str, int], Recorded], provenance: Mapping[str, Any]) -> None:
+    """Write the limits, then the signatures that the limits give."""
+    limits = fitted_limits(run for run in runs if run.fitted and not run.kind)
+    what = {"rate": RATE, "runs": sum(run.fitted and not run.kind for run in runs)}
+    record: dict[str, Any] = {"provenance": {**provenance, **what}, "limits": limits}
+    write_record(LIMITS, record)
+    learned = Learned()
+    for run in runs:
+        if run.fitted and run.kind and (run.setup, run.about["seed"]) in twins:
+            signs = run.signs(run.replay(limits))
+            if signs.first is not None and signs.first.step >= run.about["breaks"]:
+                learned.see(KINDS[run.kind].cause[0], signature(signs))
+    write_record(LIMITS, {**record, "signatures": learned.to_dict()})
+
+
+def by(rows: Iterable[dict[str, Any]], name: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of each set-up, or of each kind."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row[name]].append(row)
+    return {
+        group: {"what": getattr(about[group], "what", ""), "fitted": about[group].fitted, **summary(groups[group])}
+        for group in about
+        if group in groups
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first-seed", type=int, default=200)
-    parser.add_argument("--healthy-steps", type=int, default=10_000, help="in runs of 1000 steps")
-    parser.add_argument("--runs", type=Path, default=None, help="folder for the runs (default: one that is deleted)")
+    parser.add_argument("runs", type=Path, help="folder of the corpus")
+    parser.add_argument("--fit", action="store_true", help="write limits.json")
     parser.add_argument("--output", type=Path, default=None, help="the record, as JSON")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as unused:
-        rows = measured(options, options.runs or Path(unused))
-    broken = [row for row in rows if row["failure"] != "healthy"]
-    healthy = [row for row in rows if row["failure"] == "healthy"]  # the others begin as one of them
-    kinds = {name: [row for row in broken if row["failure"] == name] for name in CAUSES}
+    runs, twins = corpus(options.runs)
+    where = settings_of_machine()
+    if options.fit:
+        fit(runs, twins, where)
+        return
+    rows = []
+    for run in runs:
+        twin = twins.get((run.setup, run.about["seed"]))
+        if twin is not None:
+            rows.append(judged(run, twin, None))
+            print(json.dumps(rows[-1]), flush=True)
+    parts = {
+        name: [row for row in rows if row["fitted"] == fitted] for name, fitted in (("fitted", True), ("judged", False))
+    }
     record = {
         "benchmark": "alarms",
-        "what": "alarms of the layer monitor before the loss rises, in runs broken on purpose, and in healthy ones",
-        "targets": {"early": 0.8, "false_alarms_in_10000_steps": 1},
-        "failures": {name: counts(these) for name, these in kinds.items() if these},
-        "all": counts(broken),
-        "healthy_steps": sum(row["healthy_steps"] for row in healthy),
-        "false_alarms": sum(len(row["false"]) for row in healthy),
+        "what": "alarms of the layer monitor in healthy runs, and in the same ones broken",
+        "targets": TARGETS,
+        "parts": {name: summary(these) for name, these in parts.items()},
+        "setups": by((row for row in rows if row["kind"] == "healthy"), "setup", SETUPS),
+        "kinds": by((row for row in rows if row["kind"] != "healthy"), "kind", KINDS),
         "runs": rows,
-        "settings": {name: getattr(options, name) for name in ("seeds", "first_seed")},
-        **settings_of_machine(),
+        **where,
     }
-    print(json.dumps({name: record[name] for name in ("failures", "all", "healthy_steps", "false_alarms")}, indent=1))
+    print(json.dumps(record["parts"], indent=1))
     if options.output:
         write_record(options.output, record)
-
-
-def measured(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """All runs, a row for each."""
-    rows = []
-    length = min(1000, options.healthy_steps)
-    kinds = [(kind, options.seeds, 100) for kind in (Rate, Batch, Half, Dead, Init)]
-    for kind, seeds, steps in [*kinds, (Failure, options.healthy_steps // length, length)]:
-        for seed in range(options.first_seed, options.first_seed + seeds):
-            failure = kind(seed)
-            rows.append(train(failure, seed, steps, folder / f"{failure.name}-{seed}"))
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
 
 
 if __name__ == "__main__":

@@ -7,36 +7,45 @@ from typing import Any
 
 from lamina.core.architectures import conversions
 
-BROKEN = {
-    "rate": "the learning rate grows a hundredfold in 20 steps",
-    "batch": "three batches of random labels under a loss 30 times as heavy",
-    "fp16": "a projection grows by 60 % a step, until float16 overflows",
-    "dead": "a feed-forward's projections are all zero from the start",
-    "init": "one layer starts with weights 30 times too large",
-}
-
 
 def alarms_table(record: dict[str, Any] | None, where: str) -> str:
-    """A row per failure, then the counts that the targets are about."""
+    """A row per failure, a row per healthy set-up, then the counts that the targets are about."""
     if record is None:
         return _unmeasured("alarms")
     lines = [
-        "| failure | seeds | loss rose | alarm before it rose | median lead | any alarm | cause named |",
+        "| failure | runs | alarm | loss rose | alarm before | place | cause |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, counts in record["failures"].items():
-        lead = f"{counts['median_lead']} steps" if counts["rose"] else ""
-        early = f"{counts['early']} of {counts['rose']}" if counts["rose"] else ""
+    for counts in record["kinds"].values():
+        early = f"{counts['before']}" if counts["rose"] else ""
+        place = f"{counts['place']} of {counts['placed']}" if counts["placed"] else ""
         lines.append(
-            f"| {BROKEN[name]} | {counts['runs']} | {counts['rose']} | {early} | {lead} | "
-            f"{counts['seen']} of {counts['runs']} | {counts['named']} of {counts['runs']} |"
+            f"| {_marked(counts['what'], counts)} | {counts['failures']} | {counts['told']} | "
+            f"{counts['rose']} | {early} | {place} | {counts['cause']} |"
         )
-    whole = record["all"]
-    summary = (
-        f"Before the loss rose in {whole['early']} of {whole['rose']} runs in which it did; "
-        f"{record['false_alarms']} false alarms in {record['healthy_steps']:,} healthy steps."
+    lines += ["", "| healthy set-up | steps | alarmed steps | notable batches | diverged |", "|---|---|---|---|---|"]
+    for name, counts in record["setups"].items():
+        lines.append(
+            f"| {_marked(name, counts)} | {counts['healthy_steps']:,} | {counts['alarmed_steps']} | "
+            f"{counts['notable_batches']} | {counts['diverged']} of {counts['healthy_runs']} |"
+        )
+    parts = record["parts"].items()
+    texts = [f"- What was {name}: {_alarm_counts(counts)}" for name, counts in parts if counts["healthy_runs"]]
+    return "\n".join([*lines, "", *texts, "", where])
+
+
+def _marked(name: str, counts: dict[str, Any]) -> str:
+    return name if counts["fitted"] else rf"{name} \*"
+
+
+def _alarm_counts(counts: dict[str, Any]) -> str:
+    return (
+        f"{counts['alarmed_steps']} alarmed steps in {counts['healthy_steps']:,} healthy ones, {counts['diverged']} "
+        f"of {counts['healthy_runs']} healthy runs called diverged; an alarm before the loss rose in "
+        f"{counts['before']} of {counts['rose']} failures in which it did, the right place in {counts['place']} of "
+        f"{counts['placed']}, the right cause in {counts['cause']} of {counts['failures']}, a wrong one in "
+        f"{counts['wrong_cause']}, no alarm in {counts['failures'] - counts['told']}."
     )
-    return "\n".join([*lines, "", summary, "", where])
 
 
 def census_table(record: dict[str, Any] | None, where: str) -> str:

@@ -11,7 +11,8 @@ from lamina.papers.engine.verdicts import all_verdicts
 from lamina.papers.results import write_results
 from lamina.papers.results.verdicts import findings
 from lamina.papers.study_catalog import names, read_study, records_folder
-from lamina.reports.diagnosis import CAUSES, FINDINGS
+from lamina.reports.causes import CAUSES
+from lamina.reports.diagnosis import FINDINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "results"

@@ -1,5 +1,6 @@
 """The benchmarks run where little is installed, leave out what isn't there, and compare models of the same size."""
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from lamina.training.monitor.alarms import read_alarms
 
 ROOT = Path(__file__).resolve().parent.parent
 # None of these may be needed by the GPU benchmark; trl, plotly and the others are asked for by name.
@@ -130,3 +133,24 @@ def test_the_arithmetic_of_memory_counts_weights_gradients_and_moments(common):
     nf4 = linear * (0.5 + 1 / 64 + 1 / 4096) + 2 * (weights - linear) + (4 + 4 + 8 + 4) * lora
     assert found["`--lora-rank 16 --weights nf4`"] == pytest.approx(nf4)
     assert module.activations(module.on_meta(config), config, 32, 4.0) > 2 * 32 * 64 * 4
+
+
+@pytest.mark.slow  # two trainings of 26 steps
+def test_a_recorded_run_gives_the_alarms_of_the_run_itself(common, tmp_path, monkeypatch):
+    """Of a run that breaks, judged while it trained and by its records; and one that goes on from a healthy one."""
+    runs, alarms = importlib.import_module("alarm_runs"), importlib.import_module("alarms")
+    monkeypatch.setattr(runs, "BREAKS", 18)
+    monkeypatch.setattr(runs, "AFTER", 8)
+    setup = dataclasses.replace(runs.SETUPS["llama-restarts"], layers=3, width=16, every=3, steps=30)
+    monkeypatch.setitem(runs.SETUPS, "llama-restarts", setup)
+    monkeypatch.setitem(alarms.SETUPS, "llama-restarts", setup)
+    tape, about = runs.train("llama-restarts", "creep", 1.5, 0, tmp_path / "watched", live=True)
+    tape.write(tmp_path / "alone.parquet", about)
+    alone = alarms.Recorded.read(tmp_path / "alone.parquet")
+    told = alone.replay().told
+    assert told == read_alarms(tmp_path / "watched")
+    assert (told[0].rule, told[0].layer, told[0].sublayer) == ("written", about["layer"], "feed_forward")
+    runs.make(tmp_path, ("llama-restarts", "", 1.0, 0), [("llama-restarts", "creep", 1.5, 0)])
+    forked = alarms.Recorded.read(tmp_path / "llama-restarts+creep+1.5+0.parquet")
+    assert forked.calls == alone.calls
+    assert forked.about["held"] == about["held"]

@@ -235,7 +235,7 @@ def diagnose(run: str | PathLike[str]) -> Diagnosis:
     Raises:
         UserError: (a ValueError) for a folder without records by layer, or with records of another version.
     """
-    from lamina.reports.diagnosis import cause_of, gather, sentences
+    from lamina.reports.diagnosis import gather, sentences
     from lamina.reports.histories import import_history, is_history
 
     folder, read = Path(path("run", run)), []
@@ -244,15 +244,14 @@ def diagnose(run: str | PathLike[str]) -> Diagnosis:
         folder = whole.with_name(f"{whole.name}-lamina")
         read = [f"Read from {source}: {import_history(source, folder)}."]
     evidence = gather(folder)
-    cause = cause_of(evidence)
-    texts = [*read, *sentences(evidence, cause)]
+    texts = [*read, *sentences(evidence)]
     try:
         require("the page", "report")
     except UserError as error:
         return Diagnosis(sentences=[*texts, f"{error}."], page=None)
     from lamina.reports.pages.diagnosis import PAGE, write_diagnosis
 
-    return Diagnosis(sentences=texts, page=write_diagnosis(folder / PAGE, evidence, cause, folder))
+    return Diagnosis(sentences=texts, page=write_diagnosis(folder / PAGE, evidence, folder))
 
 
 def report(folder: str | PathLike[str]) -> Path:

@@ -118,6 +118,10 @@ METRICS = {
         Metric("gain_abs_max", "Norm gains", "Largest gains", "largest |gain|", folded=True, log=False, caption=(
             "Largest magnitude of each norm's gain: far above the mean, the norm blows up few channels."
         )),
+        Metric("row_norm_abs_max", "Norm gains", "Longest rows", "largest row norm", folded=True, log=False, caption=(
+            "Norm of the longest row of the embedding, and of the readout where it is not tied: a token's vector that "
+            "grows alone."
+        )),
         Metric("expert_load", "Experts", "Load of the experts", "busiest expert's load / balanced load", caption=(
             "Load of each layer's busiest expert over that of a balanced one: 1 is perfect balance, the number of "
             "experts over those chosen is a router that always takes the same ones."

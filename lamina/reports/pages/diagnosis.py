@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from lamina.reports import charts
 from lamina.reports.charts import Line
-from lamina.reports.diagnosis import Cause, Evidence, sentences
+from lamina.reports.diagnosis import Evidence, sentences
 from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, figure, sentence, write_page
 from lamina.reports.style import polish
@@ -21,16 +21,16 @@ _SHOWN = 12  # alarms
 _COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
 
 
-def write_diagnosis(path: Path, evidence: Evidence, cause: Cause | None, source: Path) -> Path:
+def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
     """Write the page to ``path``; ``source`` is the run."""
-    texts = "".join(f"<p>{escape(text)}</p>" for text in sentences(evidence, cause))
+    texts = "".join(f"<p>{escape(text)}</p>" for text in sentences(evidence))
     losses, steps = evidence.losses, sorted(evidence.losses)
     course = _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
     html = figure(
         course if losses else None, "Training loss of every step. Red: where the loss rose; orange: the first alarm."
     )
     if (first := evidence.first) is not None:
-        quantity = sentence(METRICS[first.metric].quantity)
+        quantity = sentence(_quantity(first))
         caption = f"{quantity} of the sub-layer that left first, and of the same sub-layers of the other layers (gray)."
         html += figure(_series_figure(evidence, first), escape(caption))
     groups = events(evidence.alarms)
@@ -53,6 +53,10 @@ def write_diagnosis(path: Path, evidence: Evidence, cause: Cause | None, source:
     )
 
 
+def _quantity(alarm: Alarm) -> str:
+    return METRICS[alarm.metric].quantity if alarm.metric in METRICS else alarm.metric.replace("_", " ")
+
+
 def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:
     layers: dict[int, dict[int, float]] = {}
     for step, layer, sublayer, role, index, _, value in evidence.rows([first.metric]):
@@ -64,7 +68,7 @@ def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:
         lines.append((f"layer {layer}", color, sorted(values), [values[step] for step in sorted(values)]))
     if not lines:
         return None
-    picture = _drawn(evidence, lines, METRICS[first.metric].quantity)
+    picture = _drawn(evidence, lines, _quantity(first))
     picture.update_layout(showlegend=False)  # the caption says which is which, a layer's name stands at its points
     return charts.log_axis(picture)
 

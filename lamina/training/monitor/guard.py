@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 from lamina.core.json_types import Json, RunState
 from lamina.jobs.status import Status
-from lamina.training.monitor.alarms import Alarms, describe, noise_of
+from lamina.training.monitor.alarms import Alarms, describe
+from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import Row
 from lamina.training.setting_groups import GuardSettings
 

@@ -25,6 +25,7 @@ from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.alarms import Alarm, Alarms, events
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
+from lamina.training.monitor.parameter_measures import tables_of
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.training_hooks import Instruments
 from lamina.training.monitor.writers import (
@@ -160,6 +161,7 @@ class Monitor:
             return
         if followed.structure is not None:
             self.guard.paths = {site.index: site.path for site in followed.structure.layers}
+            self.alarms.vocabulary = max(map(len, tables_of(followed.structure).values()), default=None)
         if self.records is None:
             return
         notes = followed.notes

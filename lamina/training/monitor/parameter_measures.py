@@ -298,7 +298,7 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
 
 
 def gains_of(structure: Structure) -> list[Gain]:
-    """Every norm's learned gain, with its owner, of a model whose layers were found."""
+    """Every norm's learned gain, and the rows of embedding and readout, of a model whose layers were found."""
     gains: list[Gain] = []
     counts: Counter[Owner] = Counter()
     for layer, sublayer, norm in structure.norms():
@@ -306,7 +306,22 @@ def gains_of(structure: Structure) -> list[Gain]:
             owner = (layer, "block" if layer < 0 else sublayer, norm.role)
             gains.append((*owner, counts[owner], _offset(norm.module), weight))
             counts[owner] += 1
+    weights = tables_of(structure)
+    gains += [(-1, "block", role, 0, 0.0, weight) for role, weight in weights.items()]
     return gains
+
+
+def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
+    """Return the weights [rows, width] of the embedding, and of the readout unless it is tied: those of most rows."""
+    found: dict[str, nn.Parameter] = {}
+    kinds = {"embedding": nn.Embedding, "readout": nn.Linear}
+    for role, module in (("embedding", structure.embedding), ("readout", structure.head), *structure.outside):
+        for part in () if module is None or role not in kinds else module.modules():
+            if isinstance(part, kinds[role]) and (role not in found or len(part.weight) > len(found[role])):
+                found[role] = part.weight
+    if found.get("readout") is found.get("embedding"):
+        found.pop("readout", None)
+    return found
 
 
 def _offset(norm: nn.Module) -> float:
@@ -320,13 +335,16 @@ def _offset(norm: nn.Module) -> float:
 
 
 def rows_of_gains(gains: Iterable[Gain], step: int) -> list[Row]:
-    """The tidy rows of norms' gains: their mean and their largest magnitude."""
-    keys, sums, magnitudes, mesh = [], [], [], None
+    """The tidy rows of norms' gains, and of the norms of a table's rows: their mean and their largest magnitude."""
+    keys, names, sums, magnitudes, mesh = [], [], [], [], None
     for *key, offset, parameter in gains:
         keys.append(key)
-        value, whole = parameter.detach(), parameter.numel()
+        names.append("row_norm" if parameter.ndim == 2 else "gain")
+        value, whole = parameter.detach(), parameter.shape[0] if parameter.ndim == 2 else parameter.numel()
         if isinstance(value, DTensor):
             mesh, value = value.device_mesh, value.to_local()
+        if parameter.ndim == 2:
+            value = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
         value = value.float() + offset if offset else value.float()
         sums.append(value.sum() / whole)
         magnitudes.append(value.abs().max() if value.numel() else value.new_zeros(()))
@@ -337,9 +355,10 @@ def rows_of_gains(gains: Iterable[Gain], step: int) -> list[Row]:
         torch.distributed.all_reduce(means, group=mesh.get_group())
         torch.distributed.all_reduce(largests, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group())
     rows: list[Row] = []
-    for (layer, sublayer, role, index), mean, largest in zip(keys, means.tolist(), largests.tolist(), strict=True):
+    for key, name, mean, largest in zip(keys, names, means.tolist(), largests.tolist(), strict=True):
+        layer, sublayer, role, index = key
         rows += [
-            (step, layer, sublayer, role, index, "gain_mean", mean),
-            (step, layer, sublayer, role, index, "gain_abs_max", largest),
+            (step, layer, sublayer, role, index, f"{name}_mean", mean),
+            (step, layer, sublayer, role, index, f"{name}_abs_max", largest),
         ]
     return rows

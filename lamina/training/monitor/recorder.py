@@ -176,6 +176,7 @@ class RunRecorder(TrainerCallback):
         self.lines = ProgressLines(state.max_steps, state.global_step, show=self.show_bar and off)
         self.trainer.continue_records()
         self.alarms.half = bool(args.fp16)
+        self.alarms.vocabulary = getattr(self.trainer.bare_model().config, "vocab_size", None)
         self._begun_at = state.global_step
         self._logged_tokens = self.tokens_at(state.global_step)
         if state.global_step == 0:

@@ -1,0 +1,399 @@
+"""Causes of failures: what each looks like in the alarms, what to change, and how to check it.
+
+How likely a cause makes a sign was counted in runs broken on purpose (benchmarks/alarms.py) and stands in the monitor's
+``limits.json``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lamina.core.json_types import Json
+from lamina.training.monitor.alarms import Alarm, first_before
+from lamina.training.monitor.rules import calibration, noise_of
+
+NOT_KNOWN = "not known"
+TELLING = ("not_finite", "skipped", "guess", "dead", "unmoved", "written")
+"""Rules that say much by themselves, at any step of an event."""
+STEPS = 60  # behind the first alarm, in which others belong to it
+AFTER = "after"  # no sign: whether what has not come yet may still come
+START = 3  # steps in which what differs was so from the start
+GROWN = 1.3  # times the learning rate of the record before
+NOISES, NATS = 4.0, 0.1  # by which a loss has moved
+TEMPER = 2.0  # by which the evidence of signs that hang together is divided,
+ALONE = ("first", "telling", "where", "half")  # all but these
+SECOND = 0.2  # odds from which a second cause is told
+_AROUND = (16, 5)  # losses before the first alarm, and from it on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change that a run may already have: its ``setting`` is ``made``, or above 0 and at most this number."""
+
+    text: str
+    setting: str = ""
+    made: str | float | None = None
+
+    def is_made(self, settings: Json) -> bool:
+        """Whether the run was made with it."""
+        value = settings.get(self.setting)
+        if isinstance(self.made, float):
+            return isinstance(value, int | float) and 0 < value <= self.made
+        return self.made is not None and value == self.made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A kind of failure.
+
+    Attributes:
+        name: a few words.
+        meaning: what happens in it.
+        check: how to see in a few steps whether it is this one.
+        changes: what to change, most promising first, each with its source.
+        claims: studies of Lamina's own that tested one of these changes.
+        half_only: whether it can only be in float16.
+    """
+
+    name: str
+    meaning: str
+    check: str
+    changes: tuple[str | Change, ...]
+    claims: tuple[str, ...] = ()
+    half_only: bool = False
+
+
+CAUSES = {
+    cause.name: cause
+    for cause in (
+        Cause(
+            name="number range",
+            meaning="Values left the range of the number format before the loss showed it.",
+            check="run 20 steps from the last checkpoint in float32 or bfloat16: the alarm stays away",
+            changes=(
+                Change(
+                    text="train in bfloat16 (--precision bf16): it has float32's range",
+                    setting="precision",
+                    made="bf16",
+                ),
+                "put a norm on each sub-layer's output (Peri-LN, arXiv 2502.02732, Fig 11: its activations stay inside "
+                "float16 where Pre-LN's leave it)",
+                "lower the learning rate: largest magnitudes grow with it",
+            ),
+            claims=("peri-fp16", "peri-growth"),
+            half_only=True,
+        ),
+        Cause(
+            name="values that are not finite",
+            meaning="They came at once: from a batch, a weight, or one operation (0/0, log 0), not from growth.",
+            check="repeat the step with the same batch and weights under torch.autograd.set_detect_anomaly(True): it "
+            "names the operation",
+            changes=(
+                "look at that step's batch: values that are not finite, an example without a label (a mean over none)",
+                "leave such steps out: lamina.watch(..., skip_outliers=6) does",
+            ),
+        ),
+        Cause(
+            name="weights changed",
+            meaning="Between two records a layer's weights changed by far more than the recorded updates: something "
+            "else than the usual steps wrote to them.",
+            check="compare the layer's weights with the last checkpoint before it, tensor by tensor",
+            changes=(
+                "look for what was edited, loaded or initialized meanwhile: a checkpoint loaded in part, a layer or a "
+                "norm's gain written by hand",
+                "if nothing was, look for one huge step (lamina.watch(..., every=1) records them all), or for faulty "
+                "memory",
+            ),
+        ),
+        Cause(
+            name="learning rate too high",
+            meaning="The optimizer moves the weights further than before, and the stream follows.",
+            check="go on from the last checkpoint for 50 steps at a third of the rate: the updates' share of the "
+            "weights falls, and no alarm comes",
+            changes=(
+                "lower the peak learning rate by a factor of 2 to 3, or find the limit with lamina max-lr",
+                "lengthen the warm-up (Peri-LN, App G.1)",
+                Change(
+                    text="beta2 of 0.95 instead of 0.999: the second moment then forgets a calm time sooner, and a "
+                    "burst of gradients makes smaller updates",
+                    setting="beta2",
+                    made=0.95,
+                ),
+                "a placement that tolerates higher rates (Peri-LN, Keel): lamina compare on your text",
+            ),
+            claims=("peri-lr", "keel-maxlr", "peri-budget"),
+        ),
+        Cause(
+            name="attention logits",
+            meaning="Attention looks at single tokens: its softmax saturates and its gradient vanishes.",
+            check="print the largest logit of each head in that layer for one batch: one head, or all",
+            changes=(
+                "norms on queries and keys (Dehghani et al. 2023, arXiv 2302.05442; QK-norm)",
+                "lower the learning rate, or raise weight decay on the query and key projections",
+            ),
+            claims=("peri-qk",),
+        ),
+        Cause(
+            name="bad batch",
+            meaning="One step's gradient stood out while the layers' states and updates were as usual before it.",
+            check="compute the loss of that step's batch with the last checkpoint, example by example",
+            changes=(
+                "look at that step's batch: repeated text, wrong labels, another language or format",
+                "skip outliers: lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
+                Change(text="clip the gradient's norm (max_grad_norm=1.0)", setting="max_grad_norm", made=1.0),
+                "go back to a checkpoint before it and skip the data, as PaLM did (arXiv 2204.02311, Sec 5.1); "
+                "--rollback does in lamina pretrain",
+            ),
+            claims=("peri-instability",),
+        ),
+        Cause(
+            name="labels or data",
+            meaning="The loss itself left its course at one step while the weights were as before: what is learned "
+            "has changed.",
+            check="print that step's inputs and labels as text, and compute the loss of an earlier batch with the "
+            "weights of now: it is as it was",
+            changes=(
+                "look at how inputs and labels are made from that step on: a shift, a mask, a file, a repeated batch",
+                "see whether the loader repeats itself, or mixes in another source",
+            ),
+        ),
+        Cause(
+            name="dead layer",
+            meaning="A sub-layer receives no gradient: it is cut off, or all its units are off.",
+            check="run one forward pass with a hook on the sub-layer: is its output, or its input, zero",
+            changes=(
+                "see whether its output reaches the stream: a gain, gate or output projection of zero on both sides "
+                "stays zero",
+                "start its weights anew, with the initializer of the other layers",
+            ),
+        ),
+        Cause(
+            name="not trained",
+            meaning="A part gets a gradient and does not move, or no longer does: no optimizer has it.",
+            check="compare the ids of model.parameters() with those in optimizer.param_groups, and print requires_grad",
+            changes=(
+                "give the optimizer all parameters, after the last change of the model (a layer that was replaced, "
+                "wrapped or unfrozen later is missing)",
+                "if it is frozen on purpose, nothing is wrong",
+            ),
+        ),
+        Cause(
+            name="optimizer groups",
+            meaning="One part moves much further for its size than its peers: its group has settings of its own.",
+            check="print lr and weight_decay of each optimizer.param_groups with the names of its parameters",
+            changes=("give that group the learning rate of the others, or scale it on purpose and say so",),
+        ),
+        Cause(
+            name="optimizer state",
+            meaning="The optimizer's moments fell to a fraction at once: it has forgotten what it knew.",
+            check="print the optimizer's step count and the norm of exp_avg_sq right before and after that step",
+            changes=(
+                "load the optimizer's state with the weights when a run is resumed",
+                "warm up again where it cannot be loaded",
+            ),
+        ),
+        Cause(
+            name="weight decay",
+            meaning="Weights or gains shrink step by step: the decay is stronger than what the loss asks for.",
+            check="set weight_decay to 0 for that part for 50 steps from the last checkpoint: its norm stops falling",
+            changes=(
+                "leave norms' gains and biases out of weight decay, and usually the embedding",
+                "compare weight_decay times the learning rate with 1e-3: more shrinks weights within a run",
+            ),
+        ),
+        Cause(
+            name="embedding rows",
+            meaning="A token's vector grows alone.",
+            check="print the longest rows of the embedding with their tokens, at two checkpoints",
+            changes=(
+                "look at the batches for that token: padding that is learned, one that is repeated",
+                "lower the embedding's learning rate, or normalize it (Takase et al. 2023, arXiv 2312.16903)",
+            ),
+        ),
+        Cause(
+            name="experts",
+            meaning="The router sends more and more tokens to few experts; the others are no longer trained.",
+            check="draw the experts' loads of that layer (lamina report) over the last records",
+            changes=(
+                "raise the weight of the balancing loss, or see whether it is in the loss at all",
+                "lower the router's learning rate",
+            ),
+        ),
+        Cause(
+            name="initialization",
+            meaning="A part differed from its peers by an order of magnitude from the first steps on.",
+            check="print the standard deviation of each layer's weights at step 0 beside its peers'",
+            changes=(
+                "give it the initializer of the other layers: lamina.build(..., init=...) does for all of them",
+                "scale the output projections by 1/sqrt(2 num_layers) (GPT-2)",
+                "ask before the next run: lamina preflight",
+            ),
+            claims=("peri-init", "fuse-init", "mix-init"),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signs:
+    """What a run's records say of its cause.
+
+    Attributes:
+        alarms: oldest first; of one step the one that explains most first.
+        rose: the first step at which the loss had risen; None if it never did.
+        losses, rates: the training loss and the learning rate by step.
+        half: whether the model computes in float16.
+    """
+
+    alarms: tuple[Alarm, ...]
+    rose: int | None
+    losses: Mapping[int, float] = field(default_factory=dict)
+    rates: Mapping[int, float] = field(default_factory=dict)
+    half: bool = False
+
+    @property
+    def first(self) -> Alarm | None:
+        """Return the alarm that explains most (``first_before``)."""
+        return first_before(self.alarms, self.rose)
+
+
+_FAMILIES = {
+    "step_gradient_norm": "gradient",
+    "gradient_norm": "gradient",
+    "first_moment": "gradient",
+    "hidden_abs_max": "stream",
+    "hidden_variance": "stream",
+    "gain_abs_max": "gain",
+    "gain_mean": "size",
+    "row_norm_mean": "size",
+}
+
+
+def _kind(alarm: Alarm) -> str:
+    return f"{alarm.rule} {_FAMILIES.get(alarm.metric, alarm.metric)}"
+
+
+def signature(signs: Signs) -> dict[str, str]:
+    """Return the signs of a run's first alarm: what left, where, when, with what, and what loss and rate did.
+
+    Raises ValueError without an alarm.
+    """
+    if (first := signs.first) is None:
+        raise ValueError("no alarm")
+    with_it = [alarm for alarm in signs.alarms if first.step <= alarm.step <= first.step + STEPS]
+    at_once = {alarm.layer for alarm in with_it if alarm.step <= first.step + START}
+    inside = {layer for layer in at_once if layer >= 0}
+    rates = [signs.rates[at] for at in sorted(signs.rates) if at <= first.step]
+    return {
+        "first": _kind(first),
+        "telling": next((rule for rule in TELLING if any(alarm.rule == rule for alarm in with_it)), "none"),
+        "where": "inside" if first.layer >= 0 else first.role,
+        "when": "start" if first.step <= START else "later",
+        "layers": "none" if not inside else "one" if len(inside) == 1 else "several",
+        "loss": _loss_around(signs.losses, first.step),
+        "rate": "unknown" if len(rates) < 2 else "grown" if rates[-1] > GROWN * rates[-2] else "level",
+        "half": str(signs.half),
+        AFTER: "long" if max(signs.losses, default=0) >= first.step + STEPS // 2 else "short",
+    } | {f"then {_kind(alarm)}": "yes" for alarm in with_it}
+
+
+def _loss_around(losses: Mapping[int, float], step: int) -> str:
+    before = [losses[at] for at in sorted(losses) if at < step][-_AROUND[0] :]
+    after = [losses[at] for at in sorted(losses) if at >= step][: _AROUND[1]]
+    if not all(map(math.isfinite, after)):
+        return "not finite"
+    if len(before) < _AROUND[1] or not after:
+        return "unknown"
+    moved = statistics.median(after) - statistics.median(before)
+    limit = max(NATS, NOISES * noise_of(before) / math.sqrt(_AROUND[1]))
+    return "up" if moved > limit else "down" if moved < -limit else "level"
+
+
+@dataclass(kw_only=True)
+class Learned:
+    """How often each cause made each sign, in runs broken on purpose.
+
+    Attributes:
+        runs: by cause.
+        seen: by cause and sign.
+    """
+
+    runs: Counter[str] = field(default_factory=Counter)
+    seen: dict[str, Counter[str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls) -> Learned:
+        """Read what stands in the monitor's limits.json."""
+        record: Json = calibration()["signatures"]
+        return cls(
+            runs=Counter({cause: one["runs"] for cause, one in record.items()}),
+            seen={cause: Counter(one["signs"]) for cause, one in record.items()},
+        )
+
+    def to_dict(self) -> Json:
+        """Return it as ``read`` reads it."""
+        return {
+            cause: {"runs": runs, "signs": dict(sorted(self.seen[cause].items()))}
+            for cause, runs in sorted(self.runs.items())
+        }
+
+    def see(self, cause: str, signs: Mapping[str, str]) -> None:
+        """Count a run."""
+        self.runs[cause] += 1
+        self.seen.setdefault(cause, Counter()).update(
+            f"{name}: {value}" for name, value in signs.items() if name != AFTER
+        )
+
+    def odds(self, signs: Mapping[str, str]) -> dict[str, float]:
+        """Return each cause's probability, most likely first; "not known" is half what they have in common, half any.
+
+        Naive Bayes with equal priors; one run is added, with equal parts of a sign's values. Signs hang together, so
+        the logarithms of most are divided by ``TEMPER``.
+        """
+        values: dict[str, set[str]] = {}
+        for counts in self.seen.values():
+            for sign in counts:
+                name, _, value = sign.partition(": ")
+                values.setdefault(name, set()).add(value)
+        scores = dict.fromkeys((*self.runs, NOT_KNOWN), 0.0)
+        for name, known in values.items():
+            if name not in signs and signs.get(AFTER) == "short":
+                continue
+            count = max(2, len(known) + 1)
+            value = signs.get(name, "no")
+            shares: dict[str, float] = {}
+            for cause, runs in self.runs.items():  # only what is there was counted
+                of = self.seen[cause]
+                times = of[f"{name}: {value}"] if value != "no" else runs - of[f"{name}: yes"]
+                shares[cause] = (times + 1 / count) / (runs + 1)
+            shares[NOT_KNOWN] = (statistics.fmean(shares.values()) + 1 / count) / 2
+            for cause, share in shares.items():
+                scores[cause] += math.log(share) / (1.0 if name in ALONE else TEMPER)
+        highest = max(scores.values())
+        parts = {cause: math.exp(score - highest) for cause, score in scores.items()}
+        return {cause: part / sum(parts.values()) for cause, part in sorted(parts.items(), key=lambda pair: -pair[1])}
+
+
+def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
+    """Return the likely causes of the first alarm with their odds, at most two; "not known" alone; none without one."""
+    if signs.first is None:
+        return []
+    odds = (Learned.read() if learned is None else learned).odds(signature(signs))
+    possible = {
+        cause: part for cause, part in odds.items() if signs.half or cause == NOT_KNOWN or not CAUSES[cause].half_only
+    }
+    (best, share), *others = ((cause, part / sum(possible.values())) for cause, part in possible.items())
+    if best == NOT_KNOWN:
+        return [(best, share)]
+    second = [(cause, part) for cause, part in others if cause != NOT_KNOWN and part >= SECOND]
+    return [(best, share), *second[:1]]
+
+
+def open_changes(cause: Cause, settings: Json) -> list[str]:
+    """Return the changes that a run with these settings does not have yet, the most promising first."""
+    changes = [c if isinstance(c, Change) else Change(text=c) for c in cause.changes]
+    return [change.text for change in changes if not change.is_made(settings)]

@@ -1,0 +1,355 @@
+"""The rules behind the alarms: what each series of a run is compared with, and by how much it may differ.
+
+Each is a pure function of the rows so far, so that records can be judged again. The limits stand in
+``limits.json``, with the runs that they were fitted on (benchmarks/alarms.py).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from lamina.core.json_types import Json
+from lamina.jobs.files import read_json
+from lamina.training.monitor.writers import LOSS, NORM, Row
+
+Series: TypeAlias = tuple[int, str, str, str]
+"""layer, sub-layer, role, metric"""
+Place: TypeAlias = tuple[int, str, str]
+"""layer, sub-layer, role"""
+
+LIMITS = Path(__file__).parent / "limits.json"
+WINDOW = 32  # of a series' latest values
+DEVIATIONS = 5.0  # robust ones, by which a value must leave its series' past, beside the factor
+EVERY_STEP, RECORDS = 8, 4  # values that a series needs to be judged: of every step, and of records
+LEAST = 0.15  # of a score (the logarithm of a factor): less is not looked at
+LOGIT = 50.0  # attention logits at which ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442, Sec 3.1)
+FP16_MAX = 65504.0
+FEW = 0.25  # of the layers that may be apart in their weights: more of them are another kind, not an exception
+CHANGED = 0.02  # of a sub-layer's weights: less is no change that something else could have made
+LAG, CALM_LOSSES = 8, 16  # the latest losses, which are judged, and how many before them must be known
+LARGEST = 8.0  # noises that a single loss may add: no single batch is a rise
+SLACK = {"rise": 1.0, "fall": 3.0}  # noises a step: a healthy loss falls
+LEAST_NOISE = 0.02  # nats
+BENDS = 16  # losses whose noise is judged, for itself
+GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """How a metric's series are compared with their own past.
+
+    Attributes:
+        rises, falls: whether a value above the past, or below it, is told.
+        fewest: values that are needed.
+        calm: values below which a rise is none: attention still learns to choose, a gain that began at 0 grows.
+    """
+
+    rises: bool = True
+    falls: bool = False
+    fewest: int = RECORDS
+    calm: float = 0.0
+
+
+PASTS: Mapping[str, Past] = {
+    "gradient_norm": Past(fewest=EVERY_STEP),
+    NORM: Past(fewest=EVERY_STEP),
+    "first_moment": Past(),
+    "second_moment": Past(rises=False, falls=True),
+    "update_norm": Past(),
+    "hidden_abs_max": Past(),
+    "hidden_variance": Past(),
+    "attention_logit": Past(calm=10.0),
+    "gain_abs_max": Past(calm=4.0),
+    "gain_mean": Past(rises=False, falls=True),
+    "row_norm_abs_max": Past(),
+    "row_norm_mean": Past(rises=False, falls=True),
+    "experts_used": Past(rises=False, falls=True),
+    "loss_noise": Past(rises=False, falls=True, fewest=2 * EVERY_STEP),
+}
+_KEPT = {"weight_norm", "update_ratio", "expert_load", LOSS}
+JUDGED = {*PASTS, *_KEPT}
+_WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
+
+
+class Found(NamedTuple):
+    """A judgment: the rule, the row, what it is compared with, and whether it has left.
+
+    ``name`` and ``score`` are of the fitted limit, if the rule has one: it has left where the score is above it.
+    """
+
+    rule: str
+    row: Row
+    usual: float
+    left: bool
+    name: str = ""
+    score: float = 0.0
+
+
+@cache
+def calibration() -> Json:
+    """Read the fitted limits and signatures, with their provenance."""
+    return read_json(LIMITS)
+
+
+def limits() -> Mapping[str, float]:
+    """Return the fitted limits by rule and metric."""
+    return calibration()["limits"]
+
+
+def noise_of(losses: Sequence[float], differences: int = 1) -> float:
+    """Return the standard deviation of losses around their course, from their differences; 0 for too few.
+
+    Second differences leave out a straight course.
+    """
+    moved = list(losses)
+    for _ in range(differences):
+        moved = [later - earlier for earlier, later in pairwise(moved)]
+    size = math.sqrt(math.comb(2 * differences, differences))
+    return 1.4826 * statistics.median(map(abs, moved)) / size if moved else 0.0
+
+
+def series_of(row: Row) -> Series:
+    """Return a row's series; several norms of one role, as of queries and keys, are a series each."""
+    _, layer, sublayer, role, index, metric, _ = row
+    return layer, sublayer, f"{role} {index + 1}" if index else role, metric
+
+
+@dataclass(kw_only=True)
+class Rules:
+    """Judges the rows of one step after the other.
+
+    Attributes:
+        half: whether the model computes in float16, whose largest number is 65504.
+        vocabulary: how many tokens a model chooses among; None if that is not known.
+        limits: by rule and metric.
+    """
+
+    half: bool = False
+    vocabulary: int | None = None
+    limits: Mapping[str, float] = field(default_factory=limits)
+    _recent: dict[Series, deque[float]] = field(default_factory=dict)
+    _weights: dict[Place, tuple[int, float, float]] = field(default_factory=dict)  # step, norm, update of a record
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * WINDOW))
+    _sums: dict[str, float] = field(default_factory=dict)  # of the loss' control charts
+    _skipped: int = 0  # steps in a row that a loss scaler left out
+    _normed: bool = False
+
+    def judge(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
+        """Judge the rows of a step; ``rate``: the learning rate by which updates are divided."""
+        rows = [*rows, *_experts_used(step, rows)]
+        for row in rows:
+            if row[5] not in JUDGED or row[5] == "expert_load":
+                continue
+            if not math.isfinite(row[6]):
+                yield Found("not_finite", row, 0.0, left=True)
+                continue
+            yield Found("not_finite", row, 0.0, left=False)
+            yield from self._hard(row)
+            if (past := PASTS.get(row[5])) is not None:
+                yield from self._past(row, past, rate)
+        yield from self._peers(rows)
+        yield from self._updates(step, rows)
+        for row in rows:
+            if row[5] == LOSS and math.isfinite(row[6]):
+                yield from self._loss(row)
+        yield from self._scaler(rows)
+
+    def _fitted(self, rule: str, row: Row, usual: float, score: float, part: str = "") -> Found:
+        name = f"{rule}/{row[5]}{part}"
+        return Found(rule, row, usual, left=score > self.limits[name], name=name, score=score)
+
+    def _hard(self, row: Row) -> Iterator[Found]:
+        """Judge by the limits that are not fitted."""
+        if row[5] == "attention_logit":
+            yield Found("logit", row, LOGIT, left=row[6] > LOGIT)
+        if row[5] == "hidden_abs_max" and self.half:
+            yield Found("fp16", row, FP16_MAX, left=row[6] > FP16_MAX / 4)
+
+    def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
+        """Judge a value by its series' past: its median, and for records the course of the last two."""
+        _, layer, _, _, _, metric, value = row
+        scaled = value / rate if metric == "update_norm" and rate else value
+        recent = self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
+        for rule, sign in (("rise", 1.0), ("fall", -1.0)):
+            if not (past.rises if rule == "rise" else past.falls) or len(recent) < past.fewest:
+                continue
+            usual, score = _leaving(scaled, recent, sign, course=past.fewest == RECORDS)
+            if score and rule == "rise" and value <= self._calm(layer, metric, past):
+                score = 0.0
+            yield self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
+        recent.append(scaled)
+
+    def _calm(self, layer: int, metric: str, past: Past) -> float:
+        """Return the value below which a rise is none.
+
+        For gradients and moments it is the model's usual one: a sub-layer with a small part of it can go up tenfold in
+        healthy training, for a step or for good, and changes nothing of the model's.
+        """
+        if metric not in GRADIENTS or layer < 0:
+            return past.calm
+        parts = [
+            statistics.median(recent)
+            for (layer, sublayer, role, name), recent in self._recent.items()
+            if name == metric and sublayer == "block" and (layer < 0 or role == "all") and recent
+        ]
+        return math.hypot(*parts)
+
+    def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
+        """Judge sub-layers by the same ones of other layers.
+
+        Of gradients and updates, the first layer's are of their own kind in most models, and so are those outside.
+        """
+        for members in _groups(rows, "weight_norm"):
+            usual = statistics.median(row[6] for row in members)
+            if len(members) < 3 or not usual > 0:
+                continue
+            found = [
+                self._fitted("apart", row, usual, abs(math.log(max(row[6], 1e-30) / usual)), "") for row in members
+            ]
+            few = sum(one.left for one in found) <= max(1, FEW * len(members))
+            yield from (one if few else one._replace(left=False, score=0.0) for one in found)
+        groups = list(_groups(rows, "gradient_norm"))
+        for members in groups:
+            usual = statistics.median(row[6] for row in members)
+            for row in members:
+                others = [other[6] for other in members if other is not row]
+                yield Found("dead", row, usual, left=row[6] == 0.0 and max(others, default=1.0) > 0.0)
+        ratios = list(_groups(rows, "update_ratio"))
+        lowest = min((row[1] for members in (*groups, *ratios) for row in members), default=0)
+        for members in (*groups, *ratios):
+            peers = [row for row in members if row[1] > lowest]
+            usual = statistics.median([row[6] for row in peers] or [0.0])
+            for row in peers if len(peers) >= 3 and usual > 0 else ():
+                others = statistics.median(other[6] for other in peers if other is not row)
+                yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / max(others, usual)))
+
+    def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
+        """Judge what a record's updates do to the weights, and what else has been done to them."""
+        places: dict[Place, dict[str, Row]] = {}
+        for row in rows:
+            inside = row[1] >= 0 and row[2] != "block"
+            if (inside or row[3] in _WHOLE[1:]) and row[3] in _WHOLE and math.isfinite(row[6]):
+                places.setdefault((row[1], row[2], row[3]), {})[row[5]] = row
+        updates = [of["update_norm"][6] for of in places.values() if "update_norm" in of]
+        moving = sum(update > 0 for update in updates) > len(updates) / 2
+        for place, of in places.items():
+            before = self._weights.get(place)
+            if (ratio := of.get("update_ratio")) is not None and before is not None:  # Adam's first step is the largest
+                part = "" if ratio[1] >= 0 else "/outside"
+                limit = self.limits[f"rewritten/update_ratio{part}"]
+                yield self._fitted("rewritten", ratio, math.exp(limit), math.log(max(ratio[6], 1e-30)), part)
+            if (update := of.get("update_norm")) is not None:
+                has_gradient = "gradient_norm" in of and of["gradient_norm"][6] > 0
+                meant = has_gradient or (before is not None and before[2] > 0)
+                yield Found("unmoved", update, 0.0, left=update[6] == 0.0 and meant and moving)
+            if (weights := of.get("weight_norm")) is not None:
+                now = 0.0 if update is None else update[6]
+                if before is not None and step > before[0]:
+                    could, change = (step - before[0]) * max(before[2], now), abs(weights[6] - before[1])
+                    told = could > 0 and change > CHANGED * before[1]
+                    yield self._fitted("written", weights, before[1], math.log(change / could) if told else -math.inf)
+                self._weights[place] = (step, weights[6], now)
+
+    def _loss(self, row: Row) -> Iterator[Found]:
+        """Judge the loss by two control charts (CUSUM) of its distance from its median, in units of its noise."""
+        losses, value = self._losses, row[6]
+        if not losses and self.vocabulary:
+            guess = math.log(self.vocabulary)  # the logits are too large: what makes them is the readout
+            yield self._fitted("guess", (*row[:2], "block", "readout", *row[4:]), guess, value / guess)
+        before = list(losses)[:-LAG]
+        if len(before) >= CALM_LOSSES:
+            noise = max(noise_of(before), LEAST_NOISE)
+            level, earlier = statistics.median(before[-LAG:]), statistics.median(before[-3 * LAG : -LAG] or before)
+            usually = {"rise": statistics.median(before[-WINDOW:]), "fall": level + min(0.0, level - earlier)}
+            for rule, sign in (("rise", 1.0), ("fall", -1.0)):
+                usual, noise = usually[rule], max(noise, abs(level - earlier) if rule == "fall" else 0.0)
+                distance = min(LARGEST, sign * (value - usual) / noise) - SLACK[rule]
+                self._sums[rule] = max(0.0, self._sums.get(rule, 0.0) + distance)
+                yield self._fitted(rule, row, usual, self._sums[rule])
+        losses.append(value)
+        if len(losses) >= BENDS:
+            noise = max(noise_of(list(losses)[-BENDS:], 2), LEAST_NOISE / 4)
+            yield from self._past((*row[:5], "loss_noise", noise), PASTS["loss_noise"], None)
+
+    def _scaler(self, rows: Sequence[Row]) -> Iterator[Found]:
+        """Count the steps in a row that have a loss and no gradient: a loss scaler left them out."""
+        loss = next((row for row in rows if row[5] == LOSS), None)
+        if any(row[5] == NORM for row in rows):
+            self._skipped, self._normed = 0, True
+        elif loss is not None and self.half:
+            self._skipped += 1
+        if loss is not None and self.half:
+            row = (*loss[:5], "skipped_steps", float(self._skipped))
+            yield self._fitted("skipped", row, self.limits["skipped/skipped_steps"], self._skipped)
+
+    def state_dict(self) -> Json:
+        """Return the history of the series, for a checkpoint."""
+        return {
+            "recent": [[*series, list(values)] for series, values in self._recent.items()],
+            "weights": [[*place, list(values)] for place, values in self._weights.items()],
+            "course": [list(self._losses), self._sums, self._skipped],
+        }
+
+    def load_state_dict(self, state: Json) -> None:
+        """Resume with the history from a checkpoint."""
+        self._recent = {
+            (layer, sublayer, role, metric): deque(values, maxlen=WINDOW)
+            for layer, sublayer, role, metric, values in state.get("recent", [])
+        }
+        self._weights = {
+            (layer, sublayer, role): (int(step), norm, update)
+            for layer, sublayer, role, (step, norm, update) in state.get("weights", [])
+        }
+        losses, sums, self._skipped = state.get("course", [[], {}, 0])
+        self._losses, self._sums = deque(losses, maxlen=2 * WINDOW), dict(sums)
+
+
+def _groups(rows: Iterable[Row], metric: str) -> list[list[Row]]:
+    """The finite rows of a metric by kind of sub-layer."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row[5] == metric and row[1] >= 0 and row[2] != "block" and row[3] == "all" and math.isfinite(row[6]):
+            groups.setdefault(row[2], []).append(row)
+    return list(groups.values())
+
+
+def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
+    """How many experts each layer uses: the exponential of the entropy of their loads."""
+    loads: dict[tuple[int, str], list[float]] = {}
+    for row in rows:
+        if row[5] == "expert_load" and math.isfinite(row[6]):
+            loads.setdefault((row[1], row[2]), []).append(row[6])
+    used: list[Row] = []
+    for (layer, sublayer), values in loads.items():
+        if total := sum(values):
+            entropy = -sum(value / total * math.log(value / total) for value in values if value > 0)
+            used.append((step, layer, sublayer, "all", 0, "experts_used", math.exp(entropy)))
+    return used
+
+
+def _leaving(value: float, recent: Sequence[float], sign: float, *, course: bool) -> tuple[float, float]:
+    """Return what a value is compared with, and the logarithm of how many times it is that far; 0 within the noise.
+
+    ``course``: go on as from the second last value to the last one, if that is nearer.
+    """
+    usual, last, before = statistics.median(recent), recent[-1], recent[-2]
+    if course and before > 0 and last > 0:
+        ahead = last * (max if sign > 0 else min)(1.0, last / before)
+        usual = max(usual, ahead) if sign > 0 else min(usual, ahead)
+    if not usual > 0 or sign * (value - usual) <= 0:
+        return usual, 0.0
+    distance = abs(math.log(max(value, 1e-30) / usual))
+    if distance < LEAST:
+        return usual, 0.0
+    logs = [math.log(max(x, 1e-30)) for x in recent]
+    middle = statistics.median(logs)
+    spread = 1.4826 * statistics.median(abs(x - middle) for x in logs)
+    return usual, distance if distance > DEVIATIONS * spread else 0.0
