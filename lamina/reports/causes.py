@@ -56,7 +56,8 @@ class Cause:
         check: how to see in a few steps whether it is this one.
         changes: what to change, most promising first, each with its source.
         claims: studies of Lamina's own that tested one of these changes.
-        half_only: whether it can only be in float16.
+        unlike: signs that exclude it.
+        in_half: the cause that looks the same in float16.
     """
 
     name: str
@@ -64,7 +65,8 @@ class Cause:
     check: str
     changes: tuple[str | Change, ...]
     claims: tuple[str, ...] = ()
-    half_only: bool = False
+    unlike: tuple[str, ...] = ()
+    in_half: str = ""
 
 
 CAUSES = {
@@ -85,10 +87,11 @@ CAUSES = {
                 "lower the learning rate: largest magnitudes grow with it",
             ),
             claims=("peri-fp16", "peri-growth"),
-            half_only=True,
+            unlike=("half: False",),
         ),
         Cause(
             name="values that are not finite",
+            in_half="number range",
             meaning="They came at once: from a batch, a weight, or one operation (0/0, log 0), not from growth.",
             check="repeat the step with the same batch and weights under torch.autograd.set_detect_anomaly(True): it "
             "names the operation",
@@ -111,6 +114,7 @@ CAUSES = {
         ),
         Cause(
             name="learning rate too high",
+            unlike=("telling: written",),
             meaning="The optimizer moves the weights further than before, and the stream follows.",
             check="go on from the last checkpoint for 50 steps at a third of the rate: the updates' share of the "
             "weights falls, and no alarm comes",
@@ -139,6 +143,7 @@ CAUSES = {
         ),
         Cause(
             name="bad batch",
+            unlike=("telling: written",),
             meaning="One step's gradient stood out while the layers' states and updates were as usual before it.",
             check="compute the loss of that step's batch with the last checkpoint, example by example",
             changes=(
@@ -152,6 +157,7 @@ CAUSES = {
         ),
         Cause(
             name="labels or data",
+            unlike=("telling: written",),
             meaning="The loss itself left its course at one step while the weights were as before: what is learned "
             "has changed.",
             check="print that step's inputs and labels as text, and compute the loss of an earlier batch with the "
@@ -274,6 +280,8 @@ _FAMILIES = {
 
 
 def _kind(alarm: Alarm) -> str:
+    if alarm.rule == "not_finite":  # it is everywhere soon
+        return alarm.rule
     return f"{alarm.rule} {_FAMILIES.get(alarm.metric, alarm.metric)}"
 
 
@@ -382,11 +390,13 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
     """Return the likely causes of the first alarm with their odds, at most two; "not known" alone; none without one."""
     if signs.first is None:
         return []
-    odds = (Learned.read() if learned is None else learned).odds(signature(signs))
-    possible = {
-        cause: part for cause, part in odds.items() if signs.half or cause == NOT_KNOWN or not CAUSES[cause].half_only
-    }
+    found = signature(signs)
+    odds = (Learned.read() if learned is None else learned).odds(found)
+    seen = {f"{name}: {value}" for name, value in found.items()}
+    possible = {cause: part for cause, part in odds.items() if cause == NOT_KNOWN or not seen & {*CAUSES[cause].unlike}}
     (best, share), *others = ((cause, part / sum(possible.values())) for cause, part in possible.items())
+    if signs.half and best != NOT_KNOWN and (same := CAUSES[best].in_half):
+        return [(same, share / 2), (best, share / 2)]
     if best == NOT_KNOWN:
         return [(best, share)]
     second = [(cause, part) for cause, part in others if cause != NOT_KNOWN and part >= SECOND]
