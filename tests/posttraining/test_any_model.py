@@ -18,8 +18,8 @@ from lamina.posttraining.sft import sft
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 256}
-OWN = {"glm4": {"head_dim": 8}, "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}}
-KINDS = ("granite", "olmo3", "smollm3", "phi3", "glm4")
+OWN = {"glm4": {"head_dim": 8}}
+KINDS = ("phi3", "phi", "glm4", "stablelm", "gpt_neox")  # which lamina convert does not take
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_it_is_tuned_with_the_monitor_on_it_and_is_transformers_own_again(kind, 
 
 
 def test_the_recorded_stream_is_the_models_own(model, tmp_path):
-    base, data = model("olmo3"), write_rows(tmp_path / "d.jsonl", [{"text": "the same words"}] * 12)
+    base, data = model("glm4"), write_rows(tmp_path / "d.jsonl", [{"text": "the same words"}] * 12)
     sft({**common(base, data, tmp_path / "run"), "steps": 1}, bar=False)
     ids = torch.tensor([[*b"the same words", 256]])
     with torch.no_grad():
@@ -120,8 +120,8 @@ def test_every_job_takes_it_and_resumes(rank, model, tmp_path):
 
 def test_a_model_that_cannot_be_tuned_is_one_line(model, tmp_path):
     pairs = write_rows(tmp_path / "p.jsonl", preferences(12))
-    with pytest.raises(UserError, match=r"^from: transformers has no granite model that gives scores"):
-        reward(common(model("granite"), pairs, tmp_path / "run"), bar=False)
+    with pytest.raises(UserError, match=r"^from: transformers has no cohere model that gives scores"):
+        reward(common(model("cohere"), pairs, tmp_path / "run"), bar=False)
     config = AutoConfig.for_model("t5")
     config.save_pretrained(tmp_path / "t5")
     with pytest.raises(UserError, match="writes no text"):
