@@ -206,7 +206,7 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
     [
         ("data.jsonl", LINES),
         ("data [1].json", json.dumps(ROWS).encode()),
-        ("data.jsonl.gz", gzip.compress(LINES)),
+        ("data.jsonl.gz", gzip.compress(LINES, mtime=0)),
         ("data.csv", b"prompt,completion\na,b\nc,d\n"),
     ],
 )
