@@ -429,6 +429,10 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
         return _random_model(given)
     place = Path(given).expanduser()
     if not place.exists():
+        if len(place.parts) > 1:
+            raise UserError(
+                f"model: {str(given)!r}: no such folder (allowed: one with config.json, or a type of transformers)"
+            )
         if str(given) not in transformers.CONFIG_MAPPING:
             known = unknown("model", str(given), transformers.CONFIG_MAPPING)
             raise UserError(f"{known}; or a folder with config.json")
