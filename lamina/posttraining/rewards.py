@@ -184,7 +184,7 @@ def _of_function(named: str, *, seconds: float = 0.0, announced: bool = False) -
         raise UserError(f"reward_function: {str(path)!r} has no function {name!r}")
 
     def of(row: Fields, text: str) -> float | None:
-        clock = Clock(seconds)
+        clock, reward = Clock(seconds), None
         try:
             with clock, guarded(f"reward_function {named!r}"):
                 reward = function(row["prompt"], text, json.loads(row["row"]))

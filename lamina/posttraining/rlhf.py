@@ -18,6 +18,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pandas as pd
 import torch
@@ -71,7 +72,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         self.beta = beta
         self.ref_model: Passed = self.without_adapters  # the KL is measured with beta = 0, too
         if self.tuner is None:
-            add_fused_lm_head(reference, temperature=self.temperature)
+            add_fused_lm_head(cast(PreTrainedModel, reference), temperature=self.temperature)
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def get_train_dataloader(self) -> DataLoader:

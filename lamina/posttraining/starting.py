@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import math
 import shutil
@@ -231,7 +232,7 @@ def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtyp
     """
     if not settings.quantized:
         return
-    import bitsandbytes as bnb
+    bnb = importlib.import_module("bitsandbytes")  # an extra, without types
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # LLM.int8() says at every call that it rounds to float16
     device = device_of(settings.device)

@@ -83,8 +83,9 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     def __init__(self, *args: Passed, run: TrainingRun, schedule: Callable[[int], float] | None, **kwargs: Passed):
         self.processes, self.guard, self.order, self.states = run.processes, run.guard, run.order, run.states
-        self.schedule, self.trl, self.tuner = schedule, getattr(run.settings, "trl", {}), run.stage.tuner
-        self.series, self.watched = StepSeries(self.processes), run.stage.watched
+        stage: Passed = run.stage  # a TuningStage
+        self.schedule, self.trl, self.tuner = schedule, getattr(run.settings, "trl", {}), stage.tuner
+        self.series, self.watched = StepSeries(self.processes), stage.watched
         self.layer_rows, self.gradient_norms = [], None if run.followed is None else run.updates.groups
         super().__init__(*args, **kwargs)
 

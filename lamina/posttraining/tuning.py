@@ -7,12 +7,12 @@ import logging
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -230,7 +230,8 @@ class Watched:
                 read = partial(whole_blocks, settings.eval_corpus, start.tokenizer, length, progress=False)
                 self.blocks = processes.first_per_host(read)
         measure = partial(task_measure, settings.as_run())
-        self.tasks = processes.by_first(lambda: measure() is not None) and (measure() if processes.first else None)
+        wanted = processes.by_first(lambda: measure() is not None)
+        self.tasks = measure() if wanted and processes.first else None
         self.most = settings.as_run().eval_blocks
 
     def measure(self, trainer: TunedTrainer) -> LastEvaluation:
@@ -343,7 +344,8 @@ class TuningStage(TrainingStage[S]):
         self.plan, self.processor = self.start.plan, self.start.tokenizer
         self.watched = Watched(self.settings, self.start, processes)
         if settings.group_by_length:
-            lengths = [sum(len(row[name]) for name in LENGTHS if name in row) for row in self.train]
+            rows = cast("Iterable[Mapping[str, Sequence[int]]]", self.train)
+            lengths = [sum(len(row[name]) for name in LENGTHS if name in row) for row in rows]
             self.ordered = partial(TrainOrder, lengths=lengths)
 
     def read_examples(self) -> None:

@@ -317,8 +317,11 @@ def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
     kinds = {"embedding": nn.Embedding, "readout": nn.Linear}
     for role, module in (("embedding", structure.embedding), ("readout", structure.head), *structure.outside):
         for part in () if module is None or role not in kinds else module.modules():
-            if isinstance(part, kinds[role]) and (role not in found or len(part.weight) > len(found[role])):
-                found[role] = part.weight
+            if not isinstance(part, kinds[role]):
+                continue
+            weight = cast(nn.Parameter, part.weight)
+            if role not in found or len(weight) > len(found[role]):
+                found[role] = weight
     if found.get("readout") is found.get("embedding"):
         found.pop("readout", None)
     return found
