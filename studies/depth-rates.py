@@ -40,7 +40,9 @@ def _moved(trials: Trials, scaling: str, *, above_a_factor: bool) -> Finding:
         except ValueError:  # no rate trains
             continue
         if shallow.at_edge or deep.at_edge:
-            return inconclusive("", f"seed {seed}: a best rate is at the sweep's edge", seeds=len(trials.seeds))
+            return inconclusive(
+                f"{scaling}: a best rate is at the sweep's edge", f"seed {seed}", seeds=len(trials.seeds)
+            )
         apart[seed] = abs(math.log2(deep.rate / shallow.rate))
     judge = above if above_a_factor else below
     return judge(apart, 1.0, name=f"{scaling}: log2 of one best rate over the other, by seed")

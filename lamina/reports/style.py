@@ -65,6 +65,18 @@ _LOOKS = {
     "out_ln": Look("#661100", "dot", "circle"),
     "layernorm_scaling": Look("#88ccee", "dashdot", "circle"),
     "b2t": Look("#aa4499", "dashdot", "square"),
+    "granite": Look("#c0392b", "dash", "triangle-down"),
+    "minicpm": Look("#1f78b4", "dot", "triangle-up"),
+    "layerscale": Look("#33a02c", "dot", "cross"),
+    "rezero": Look("#6a3d9a", "dashdot", "diamond"),
+    "skipinit": Look("#b15928", "dashdot", "triangle-up"),
+    "muse_spark": Look("#ff7f00", "dashdot", "triangle-down"),
+    "gemma2": Look("#17becf", "dashdot", "cross"),
+    "gemma3": Look("#e7298a", "dash", "x"),
+    "minimax_01": Look("#66a61e", "dash", "star"),
+    "doge": Look("#a6761d", "dot", "x"),
+    "subln": Look("#7570b3", "dot", "star"),
+    "sandwich_depth_scaled": Look("#4d4d4d", "dashdot", "x"),
 }
 _PAPERS_OWN = 6  # of the looks
 _OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that colors its lines itself

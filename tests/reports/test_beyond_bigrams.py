@@ -8,9 +8,10 @@ from synthetic_study import write_study
 
 from lamina.core.initializers import check, unsuited
 from lamina.jobs.names import PAGE
-from lamina.reports import notices, page, sections, sentences, summarize
+from lamina.reports import notices, page, sections, summarize
 from lamina.reports.records import read_study
 from lamina.reports.registry import report
+from lamina.reports.sentences import sentences
 from lamina.reports.tables import ranking_table
 from lamina.reports.terminal import ranking
 

@@ -47,6 +47,7 @@ def recorded() -> pd.DataFrame:
         ratios.after_step([optimizer])
         rows += ratios.rows(step)
         rows += [*norms.rows(step, norms.squares()), *hidden_state_rows(model, ids, step), *gain_rows(model, step)]
+        rows += [(step, -1, "model", role, 0, "row_norm_abs_max", 2.0) for role in ("embedding", "readout")]
         rows += [(step, 1, "feed_forward", "expert", expert, "expert_load", 0.1 + expert) for expert in range(8)]
         rows += [(step, -1, "model", "all", 0, name, 3.0 - step) for name in (LOSS, NORM, "learning_rate")]
         rows += [(step, layer, "attention", "all", 0, "attention_logit", 1.0 + step) for layer in range(2)]

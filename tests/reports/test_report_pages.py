@@ -9,8 +9,9 @@ from training.tiny_runs import SMALL, write_corpus
 
 import lamina
 from lamina.errors import UserError
-from lamina.reports import figures, report, screenshot
+from lamina.reports import figures, report
 from lamina.reports.records import read_study
+from lamina.reports.screenshot import screenshot
 from lamina.reports.style import Shown, colors
 
 

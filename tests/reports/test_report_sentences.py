@@ -5,7 +5,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lamina.reports import notices, sentences, summarize
+from lamina.reports import notices, summarize
+from lamina.reports.sentences import sentences
 
 
 def results(*rows):
