@@ -121,7 +121,7 @@ class Nano(nn.Module):
     def __init__(self, layers: int, width: int):
         super().__init__()
         self.words, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(64, width)
-        self.storeys = nn.ModuleList(NanoLayer(width, 4) for _ in range(layers))
+        self.floors = nn.ModuleList(NanoLayer(width, 4) for _ in range(layers))
         self.calm, self.speak = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -129,7 +129,7 @@ class Nano(nn.Module):
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.words(idx) + self.places(torch.arange(idx.shape[1]))
-        for layer in self.storeys:
+        for layer in self.floors:
             x = layer(x)
         logits = self.speak(self.calm(x))[:, :-1]
         return logits, functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100)
@@ -206,7 +206,7 @@ PARTS: Mapping[str, Parts] = {
         "lm_head.weight",
     ),
     "nano": Parts(
-        "storeys", "talk.weight", "told.weight", "thought.weight", "think.weight", "words.weight", "speak.weight"
+        "floors", "talk.weight", "told.weight", "thought.weight", "think.weight", "words.weight", "speak.weight"
     ),
     "t5": Parts(
         "encoder.block",
