@@ -16,6 +16,7 @@ from documented_scenes import after_pretraining, lay, loop, shorten
 
 from lamina.cli import main
 from lamina.placements import registry as placements
+from lamina.placements.wirings import WIRINGS
 from lamina.probes.engine import registry as probes
 
 TYPED = {page: parts for page, parts in typed().items() if parts}
@@ -61,7 +62,7 @@ def marked(page):
 
 @pytest.fixture(autouse=True)
 def registries_as_before():
-    with placements.PLACEMENTS.isolated(), probes.REGISTRY.isolated():
+    with placements.PLACEMENTS.isolated(), WIRINGS.isolated(), probes.REGISTRY.isolated():
         yield
 
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 import lamina
 from lamina.cli import main
 from lamina.placements import registry
+from lamina.placements.wirings import WIRINGS
 from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
 
@@ -29,7 +30,7 @@ COMMANDS = re.findall(r"^lamina .*$", PAGE, re.M)
 
 @pytest.fixture(autouse=True)
 def registry_as_before():
-    with registry.PLACEMENTS.isolated():
+    with registry.PLACEMENTS.isolated(), WIRINGS.isolated():
         yield
 
 
