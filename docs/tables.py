@@ -212,8 +212,8 @@ def front_page_table() -> str:
             f"Nats per byte on held-out text; a table of bigrams is at {tested['bigram_entropy'].mean():.2f}. "
             "32 blocks of width 48 (0.9M parameters), `small_scaled`, 400 steps of 1,024 bytes of six novels by Austen "
             f"and Moby-Dick, {one['seeds']} seeds; mean ± standard deviation, and the mean paired difference with its "
-            "95 % t interval. Rates from five in factors of 2 on three other seeds; tolerance: the width in factors of "
-            "2, of the rates within 0.02 nats of the best. `lamina study run front-page`: "
+            "95 % t interval. Rates from five in factors of 2 on three other seeds; tolerance: how many factors of 2 "
+            "the rates within 0.02 nats of the best span. `lamina study run front-page`: "
             f"{len(trials)} trials; {one['machine']}; {one['date']}, revision {one['revision']}.",
         ]
     )
