@@ -96,7 +96,7 @@ def digest_of(data: Mapping[str, Any]) -> str:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a Parquet table, or an .npz, was not cut short; its rows are not read.
+    """Return whether a Parquet table or an .npz is whole, from its end alone.
 
     Raises UserError for a Parquet table without pyarrow.
     """

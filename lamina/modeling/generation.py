@@ -19,9 +19,9 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 
 
 class Teller(TextStreamer):
-    """Tells an answer's parts while it is written: what ``Speaker.answer`` returns, in order, each part once.
+    """Hands on an answer in parts while it is written; together they are what ``Speaker.answer`` returns.
 
-    What may be the beginning of a text that stops the answer waits, and white space waits for what follows it.
+    A possible beginning of a stop text is held back, and so is white space, until more text follows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], tell: Callable[[str], object]):

@@ -136,7 +136,7 @@ OTHER_NAMES: dict[str, str] = {"spannorm": "fusenorm", "olmo3": "olmo2"}  # unde
 
 
 def get(name: str) -> Placement:
-    """Return the placement of this name, also of another name of its. Raises UserError that suggests the nearest."""
+    """Return the placement by one of its names. Raises UserError that suggests the nearest."""
     return PLACEMENTS.get(OTHER_NAMES.get(name, name), other_names=OTHER_NAMES)
 
 

@@ -134,7 +134,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
 
 
 def _by_index(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
-    """Draw every expert's load at the last step over the mean of its layer: a map per placement, layers upward."""
+    """Draw a map per placement of each expert's load at the last step over its layer's mean, layers upward."""
     maps = []
     for item in items:
         rows = select(item.trials[0].layers, {"metric": metric.name})

@@ -181,7 +181,7 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
 
 
 def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
-    """Convert arguments to another ``kind`` of arguments (TRL's trainers have theirs), with the fields ``own``."""
+    """Convert arguments to another class ``kind``, such as TRL's, and set the fields ``own``."""
     if settings.batch_size % processes:
         raise UserError(
             f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes "

@@ -92,7 +92,7 @@ class BlockSettings(TextSettings, group="data"):
 
 
 class StreamSettings(Settings, group="data"):
-    """Whether the text is read before the run or during it."""
+    """The choice between a text read before the run and one read during it."""
 
     streaming: bool = setting(
         False, "read, tokenize and pack the corpus during training, not before; for very large corpora"

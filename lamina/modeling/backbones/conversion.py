@@ -512,7 +512,7 @@ def convert(
 
 @contextmanager
 def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give a folder to save a model in; at the end its files are ``output``'s, with the source's tokenizer's.
+    """Give a folder to save a model in; move its files, and the source's tokenizer, to ``output`` at the end.
 
     After an error ``output`` is as it was.
     """

@@ -143,7 +143,7 @@ def all_of(*findings: Finding) -> Finding:
 
 
 def any_of(*findings: Finding) -> Finding:
-    """Join findings by "or": the claim holds if one holds, and fails if all fail.
+    """Join findings by "or": the claim holds if one holds and fails if all fail.
 
     That one holds has its p times the number of parts. That all fail has the largest of their p.
     """

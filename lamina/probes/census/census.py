@@ -137,7 +137,7 @@ def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: 
 
 
 def _several_streams(model: nn.Module) -> str:
-    """Return that a list of layers hands on several tensors of the model's width; empty where none does."""
+    """Return a note if layers hand on several tensors of the model's width, or ""."""
     width = getattr(_text_config(model), "hidden_size", None)
     found: dict[str, int] = {}
 

@@ -69,7 +69,7 @@ class ModelCard:
         (folder / CARD).write_text(self.text(model, plan), encoding="utf-8")
 
     def text(self, model: PreTrainedModel, plan: Plan | None) -> str:
-        """The card as Markdown, with the fields in front that the hub reads; ``plan``: None for no Lamina model."""
+        """Return the card as Markdown after the hub's fields; ``plan`` is None if the model is not Lamina's."""
         backbone = backbone_of(model.config)
         tags, about = ["lamina", backbone.model_type], [f"# {_plain(backbone.model_type)}", "", "A model"]
         placed, used = [], []

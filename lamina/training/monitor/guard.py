@@ -98,7 +98,7 @@ class DivergenceGuard:
         return {}
 
     def first_to_leave(self) -> str:
-        """Name what left first, and when, in a clause."""
+        """Name the series that left first, and its step, in a clause."""
         if (first := self.alarms.first(math.inf if self.above_since is None else self.above_since)) is None:
             return "no layer's recorded statistics left before it"
         if first.layer < 0:
