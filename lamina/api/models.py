@@ -156,6 +156,10 @@ def prune(
     source, folder = path("model", model), path("output", output)
     if drop is not None:
         whole_number("drop", drop)
+    if by is not None:
+        text("by", by)
+    if not isinstance(layers, str | list | tuple):
+        raise UserError(f"layers: {layers!r} (allowed: a list of layers, or a text)")
     from lamina.probes.engine.probe_settings import ProbeSettings
     from lamina.surgery.prune import layers_of
     from lamina.surgery.prune import prune as run

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lamina.api.models import DTYPES, convert
 from lamina.commands.arguments import Parser
 from lamina.core.architectures import convertible
 from lamina.core.terminal import show
-from lamina.jobs.files import disk_full, full_disk
 
 EXAMPLES = """
   lamina convert models/smollm2 runs/smollm2-lamina
@@ -40,12 +37,7 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Convert, compare the two models' logits, then move the result into place."""
     options = parser().parse(argv)
-    try:
-        record = convert(**vars(options))
-    except Exception as error:
-        if disk_full(error):
-            raise full_disk(Path(options.output)) from error
-        raise
+    record = convert(**vars(options))
     written = ", ".join(f"{k}={str(v).lower()}" for k, v in record["placement_options"].items())
     placement = record["placement"] + (f"({written})" if written else "")
     names = (record["model_type"], f"{placement} on {record['backbone']}")

@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     show(f"{record['placement_before']} -> {record['placement']}")
     show(f"norms fitted: {len(record['fitted'])}, modules that took a factor: {len(record['folded'])}")
     if record["lost"]:
-        show(f"without a place: {', '.join(record['lost'][:4])}{' ...' if len(record['lost']) > 4 else ''}")
+        show(f"tensors without a place: {', '.join(record['lost'][:4])}{' ...' if len(record['lost']) > 4 else ''}")
     gap = record["loss"] - record["loss_before"]
     losses = f"{record['loss_before']:.4f} -> {record['loss']:.4f}"
     show(f"loss on {record['tokens']:,} tokens of the other half: {losses} ({gap:+.4f}) nats")

@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     options = {name: value for name, value in vars(parser().parse(argv)).items() if value is not None}
     output = options.pop("output")
     record = prune(options.pop("model"), output, **options)
-    show(f"without layers {ranges(record['dropped'])}: {record['num_layers']} layers")
+    show(f"layers taken out: {ranges(record['dropped'])}; {record['num_layers']} remain")
     show(f"parameters: {record['parameters_before']:,} -> {record['parameters']:,}")
     show(f"loss on {record['tokens']:,} tokens: {record['loss_before']:.4f} -> {record['loss']:.4f} nats")
     show(f"the model: {output}")

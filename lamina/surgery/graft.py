@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypedDict, overload
+from typing import TypeAlias, TypedDict, cast, overload
 
 import torch
 from torch import nn
@@ -22,8 +22,14 @@ from transformers import initialization as init
 
 from lamina.errors import UserError
 from lamina.jobs.files import write_json
-from lamina.modeling.backbones.conversion import copy_buffers, from_transformers, source_beside, written_model
-from lamina.modeling.backbones.loading import load_weights, quiet, read_config
+from lamina.modeling.backbones.conversion import (
+    copy_buffers,
+    from_transformers,
+    read_config,
+    saved,
+    source_beside,
+    written_model,
+)
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.modeling.parts import body_of, sublayers, temporary_hooks
@@ -54,7 +60,7 @@ class Grafting(TypedDict):
 
 
 def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str, overwrite: bool = False) -> Grafting:
-    """Write a trained model with another placement into a new folder. If it cannot, it stays as it was.
+    """Write a trained model with another placement into a new folder. After an error ``output`` is as it was.
 
     Args:
         source: a folder with a saved decoder that ``lamina convert`` takes, or a Lamina model's.
@@ -68,13 +74,16 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
             no factor.
     """
     source = source_beside(source, output, overwrite=overwrite)
+    stored = read_config(source, field="model").dtype
     context = make_context(source, settings)
-    model = context.model
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(f"model: {type(model).__name__} (allowed: a transformers or Lamina model)")
-    old = model if isinstance(model, LaminaForCausalLM) else from_transformers(model)
+    model = cast(PreTrainedModel, context.model)
+    old = model if isinstance(model.config, LaminaConfig) else from_transformers(model)
+    if not isinstance(old, LaminaForCausalLM):
+        raise UserError(f"model: {type(old).__name__} (allowed: a decoder)")
     before = Plan.from_dict(old.config.plan or {})
     plan = resolve(placement, before.num_layers)
+    if plan.streams > 1 or plan.has_memory:
+        raise UserError(f"placement: {placement!r} passes on more than one stream (allowed: one without a wiring)")
     blocks = torch.cat([batch["input_ids"] for batch in context.batches])
     if len(blocks) < 2:
         raise UserError("sequences: 1 block of text (allowed: 2 or more: one to fit the gains on, one for the losses)")
@@ -95,13 +104,8 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
         "loss": losses[1][0],
         "tokens": losses[0][1],
     }
-    stored = read_config(source, "model").dtype
     with written_model(source, output, overwrite=overwrite) as draft:
-        if isinstance(stored, torch.dtype):
-            nn.Module.to(new, stored)
-        new.save_pretrained(draft)
-        with quiet():
-            load_weights(draft, read_config(draft, "output"), LaminaForCausalLM, "output", extra=False)
+        saved(new, draft, stored)
         write_json(draft / "grafting.json", record)
     return record
 
@@ -121,8 +125,11 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
     config = copy.deepcopy(old.config)
     assert isinstance(config, LaminaConfig)
     config.plan = plan.to_dict()
-    with init.no_init_weights():
-        new = LaminaForCausalLM._from_config(config, dtype=old.dtype)
+    try:
+        with init.no_init_weights():
+            new = LaminaForCausalLM._from_config(config, dtype=old.dtype)
+    except ValueError as error:  # a norm on queries where the attention has one of its own
+        raise UserError(f"placement: {error}") from error
     assert isinstance(new, LaminaForCausalLM)
     tensors, own = old.state_dict(), new.state_dict()
     both = {

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.core.text import ranges
-from lamina.errors import UserError, one_line, unknown
+from lamina.errors import UserError, shortened, unknown
 from lamina.jobs.files import write_json
-from lamina.modeling.backbones.conversion import source_beside, written_model
-from lamina.modeling.backbones.loading import load_weights, quiet, read_config
-from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
+from lamina.modeling.backbones.conversion import saved, source_beside, written_model
+from lamina.modeling.backbones.loading import read_config
+from lamina.modeling.backbones.presets import cut_config
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import make_context, run
 from lamina.probes.engine.probe_settings import ProbeSettings
@@ -25,6 +25,8 @@ from lamina.probes.layer_drop import removed
 from lamina.probes.structure.hooks import evaluating
 
 ANGLE, HARM = "angular_distance", "layer_drop"
+_MEASURES = {ANGLE: (ANGLE, ANGLE), HARM: (f"{HARM}(meaning=remove, metric=loss)", "loss_increase")}  # probe, metric
+_MOST = 2**16  # layers
 _SAME = 1e-4  # of the largest logit: the written model against the whole one without the layers
 
 
@@ -49,8 +51,8 @@ def layers_of(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise UserError(f"layers: {text!r} (allowed: layers from 0, as in 3,5-7)")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or not int(first) <= int(last or first) < _MOST:
+            raise UserError(f"layers: {shortened(repr(text), 80)} (allowed: layers from 0, as in 3,5-7)")
         found += range(int(first), int(last or first) + 1)
     return sorted(set(found))
 
@@ -65,7 +67,7 @@ def prune(
     drop: int = 0,
     overwrite: bool = False,
 ) -> Pruning:
-    """Write a model without some layers into a new folder. If it cannot, raises UserError and leaves it as it was.
+    """Write a model without some layers into a new folder. If it cannot, raises UserError, ``output`` as it was.
 
     Args:
         source: a folder with a saved decoder, Lamina's or transformers', or a run's folder.
@@ -79,27 +81,30 @@ def prune(
         overwrite: delete the files that Lamina wrote into ``output`` earlier.
     """
     source = source_beside(source, output, overwrite=overwrite)
+    stored = read_config(source, "model").dtype
     context = make_context(source, settings)
     count = context.structure.num_layers
     with evaluating(context.model):
-        gone, measured = (sorted(layers), {}) if by is None else chosen_layers(context, by, drop)
+        gone, measured = (sorted(set(layers)), {}) if by is None else chosen_layers(context, by, drop)
         if not gone or gone[-1] >= count or len(gone) >= count:
             raise UserError(f"layers: {ranges(gone)} of {count} (allowed: some of 0-{count - 1}, not all)")
         before, tokens = mean_loss(context)
         few = context.on_device(context.batches[0], 1)
         with torch.no_grad(), removed(context, gone):
             expected = context.forward(few).logits.float()
-    model = context.model
-    assert isinstance(model, PreTrainedModel)
+    model = cast(PreTrainedModel, context.model)
     whole = sum(parameter.numel() for parameter in model.parameters())
     cut_layers(context, gone)
-    stored = read_config(source, "model").dtype
     with written_model(source, output, overwrite=overwrite) as draft:
-        again = _written(draft, model, stored, context)
+        try:
+            again = saved(model, draft, stored, dtype=torch.float32)
+        except UserError as error:
+            raise UserError(f"layers: without them the model does not load: {error} (allowed: others)") from error
+        context.model = context.base = nn.Module.to(again, context.device)
         difference = _difference(context, few, expected, gone)
         record: Pruning = {
             "source": source,
-            "dropped": list(gone),
+            "dropped": gone,
             "by": by,
             "measured": measured,
             "num_layers": count - len(gone),
@@ -126,11 +131,12 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
     count = context.structure.num_layers
     if not 0 < drop < count:
         raise UserError(f"drop: {drop} of {count} layers (allowed: 1 to {count - 1})")
-    name, _, metric = by.partition(".")
-    spec = f"{HARM}(meaning=remove, metric=loss)" if by == HARM else by if by == ANGLE else name
+    spec, metric = _MEASURES.get(by) or (by.rpartition(".")[::2] if "." in by else (by, ""))
     probes = make_all(spec)
+    if len(probes) > 1:
+        raise UserError(f"by: {by!r} is more than one probe (allowed: {ANGLE}, {HARM}, or PROBE.METRIC)")
+    name = probes[0].name
     frame = run(context, probes)[name]
-    metric = {ANGLE: ANGLE, HARM: "loss_increase"}.get(by, metric)
     known = sorted(set(frame["metric"])) if "metric" in frame else []
     rows = cast(pd.DataFrame, frame[frame["metric"] == metric] if metric in known else frame[:0])
     if by == ANGLE:
@@ -155,7 +161,7 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
     """Take layers out of the context's model and its configuration. Raises UserError where they are no plain list."""
     model, sites = context.model, context.structure.layers
     parents = {site.path.rpartition(".")[0] for site in sites}
-    holder = model.get_submodule(_inside(model, context.base, parents.pop())) if len(parents) == 1 else None
+    holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None
     if not isinstance(holder, nn.ModuleList) or len(holder) != len(sites):
         raise UserError(
             f"model: the layers of {type(model).__name__} are no list of their own (allowed: models with one)"
@@ -173,27 +179,6 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
     cut_config(config, kept, len(sites))
 
 
-def _inside(model: nn.Module, base: nn.Module, path: str) -> str:
-    """Return the path of a module in the whole model; the structure may have been found in its base."""
-    try:
-        model.get_submodule(path)
-        return path
-    except AttributeError:
-        name = next(name for name, module in model.named_modules() if module is base)
-        return f"{name}.{path}" if name else path
-
-
-def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Keep some layers in a configuration: their number, and every list with an entry for each."""
-    if isinstance(config, LaminaConfig) and config.plan is not None:
-        config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
-    text = backbone_of(config).get_text_config()
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list | tuple) and len(value) == count and "token" not in name and name != "architectures":
-            setattr(text, name, [value[index] for index in kept])
-    text.num_hidden_layers = len(kept)
-
-
 def _difference(context: Context, few: dict[str, torch.Tensor], expected: torch.Tensor, gone: Sequence[int]) -> float:
     """Return how far the written model's logits are from what was expected. Raises UserError where that is far."""
     with torch.no_grad():
@@ -204,18 +189,3 @@ def _difference(context: Context, few: dict[str, torch.Tensor], expected: torch.
             "the whole one that skips them: its configuration describes layers by their index (allowed: others)"
         )
     return difference
-
-
-def _written(draft: Path, model: PreTrainedModel, dtype: object, context: Context) -> nn.Module:
-    """Save the model in the checkpoint's type and load it again into the context, in float32."""
-    if isinstance(dtype, torch.dtype):
-        nn.Module.to(model, dtype)
-    model.save_pretrained(draft)
-    config = read_config(draft, "output")
-    try:
-        with quiet():
-            again, _ = load_weights(draft, config, type(model), "output", dtype=torch.float32, extra=False)
-    except UserError as error:
-        raise UserError(f"layers: without them the model does not load: {one_line(error)} (allowed: others)") from error
-    context.model = context.base = nn.Module.to(again, context.device)
-    return again

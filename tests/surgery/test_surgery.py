@@ -6,16 +6,19 @@ import pytest
 import torch
 from probes.small_models import stir
 from probes.tiny import gemma2, llama
+from reliability.tiny_families import SIZES, tiny_model
 from transformers import AutoModelForCausalLM
 
 import lamina
 from lamina.cli import main
+from lamina.errors import UserError
 from lamina.modeling.backbones.conversion import from_transformers, to_transformers
+from lamina.modeling.backbones.presets import cut_config
 from lamina.placements import resolve
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.surgery.graft import grafted
-from lamina.surgery.prune import cut_config, layers_of, mean_loss
+from lamina.surgery.prune import layers_of, mean_loss
 
 TEXT = {"sequence_length": 32, "sequences": 12, "batch_size": 4}
 
@@ -177,6 +180,30 @@ def test_a_measure_chooses_the_layers(trained, tmp_path, by):
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers) == 2
 
 
+def test_a_layer_that_is_named_twice_is_one(trained, tmp_path):
+    record = lamina.prune(trained, tmp_path / "out", layers=[1, 0, 1], **TEXT)
+    assert (record["dropped"], record["num_layers"]) == ([0, 1], 2)
+
+
+def test_a_measure_may_have_options(trained, tmp_path):
+    records = [
+        lamina.prune(trained, tmp_path / str(number), by=by, drop=1, **TEXT)
+        for number, by in enumerate(("layer_drop", "layer_drop(meaning=remove, metric=loss).loss_increase"))
+    ]
+    assert records[0]["measured"] == records[1]["measured"]
+
+
+@pytest.mark.parametrize("placement", ["pre_ln(qk_norm=head)", "pre_ln(wiring=mhc)", "pre_ln(wiring=x0)"])
+def test_a_placement_that_a_model_cannot_take_is_refused(placement, tmp_path, monkeypatch):
+    monkeypatch.setitem(SIZES, "vocab_size", 300)
+    torch.manual_seed(0)
+    tiny_model("qwen3").save_pretrained(tmp_path / "model")
+    text = {**TEXT, "tokenizer": "bytes", "corpus": write(tmp_path)}
+    with pytest.raises(UserError, match="placement: "):
+        lamina.graft(tmp_path / "model", tmp_path / "out", placement=placement, **text)
+    assert not (tmp_path / "out").exists()
+
+
 def test_lists_by_layer_are_cut_with_the_layers():
     config = gemma2().config
     config.layer_types = ["sliding_attention", "full_attention"]
@@ -186,7 +213,7 @@ def test_lists_by_layer_are_cut_with_the_layers():
 
 def test_layers_are_read_as_they_are_typed():
     assert layers_of("3,5-7") == [3, 5, 6, 7]
-    for wrong in ("", "a", "3-", "7-5", "-1"):
+    for wrong in ("", "a", "3-", "7-5", "-1", "0-99999999999"):
         with pytest.raises(ValueError, match="layers: "):
             layers_of(wrong)
 
@@ -197,6 +224,7 @@ def test_layers_are_read_as_they_are_typed():
         (["prune", "{run}"], "layers: name them, or give by and drop"),
         (["prune", "{run}", "--layers", "9"], "layers: 9 of 4 (allowed: some of 0-3, not all)"),
         (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),
+        (["prune", "{run}", "--by", "all", "--drop", "1"], "by: 'all' is more than one probe"),
         (["prune", "{run}", "--by", "layer_drop", "--drop", "4"], "drop: 4 of 4 layers (allowed: 1 to 3)"),
         (["graft", "{run}", "--placement", "perry_ln"], "unknown placement 'perry_ln'"),
         (["graft", "{run}", "--placement", "muse_spark", "--sequences", "1"], "sequences: 1 block of text"),

@@ -35,7 +35,7 @@ from lamina.core.architectures import Conversion, Target, conversions
 from lamina.errors import UserError, unknown
 from lamina.jobs import folder as job_folder
 from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json
+from lamina.jobs.files import disk_full, full_disk, write_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import ENVIRONMENT
@@ -528,8 +528,21 @@ def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Pat
         with job_folder.hold(output, overwrite=overwrite):
             for path in sorted(draft.iterdir()):
                 path.rename(output / path.name)
+    except Exception as error:
+        if disk_full(error):
+            raise full_disk(output) from error
+        raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
+    """Save a model, its weights of the type ``stored`` if that is one; returns what the files load as, in ``dtype``."""
+    if isinstance(stored, torch.dtype):
+        nn.Module.to(model, stored)
+    model.save_pretrained(draft)
+    config = loading.read_config(draft, "output")
+    return load_weights(draft, config, type(model), "output", dtype=dtype, extra=False)[0]
 
 
 def source_beside(source: str, output: Path, *, overwrite: bool) -> str:

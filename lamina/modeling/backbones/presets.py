@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from lamina.core.hub_access import local_when_unreachable
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError
 from lamina.modeling.backbones.loading import read_config
-from lamina.modeling.configuration_lamina import backbone_of
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import HEADS, adapter_of
 
 _SPECIAL = tuple(f"{token}_token_id" for token in ("pad", "bos", "eos", "cls", "sep"))
@@ -112,6 +112,17 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
     new = AutoConfig.for_model(fields.pop("model_type"), **fields)
     new._attn_implementation = config._attn_implementation
     return new
+
+
+def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
+    """Keep some of ``count`` layers in a configuration: their number, and every list with an entry for each."""
+    if isinstance(config, LaminaConfig) and config.plan is not None:
+        config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
+    text = backbone_of(config)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == count and "token" not in name and name != "architectures":
+            setattr(text, name, [value[index] for index in kept])
+    text.num_hidden_layers = len(kept)
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
