@@ -48,6 +48,10 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Print the list, or one placement."""
     options = parser().parse(argv)
+    idle, allowed = (("layers", "json"), "with") if options.of is None else (("svg",), "without")
+    for name in idle:
+        if value := getattr(options, name):
+            raise UserError(f"{name}: {value!r} has no effect here (allowed: {allowed} --of)")
     if options.of is not None:
         if options.name is not None:
             raise UserError(f"--of: {options.of!r} beside the placement {options.name!r} (allowed: one of them)")

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
@@ -17,7 +18,7 @@ from lamina.errors import UserError
 from lamina.jobs.manifest import model_folder, refuse_damaged
 from lamina.jobs.names import CONFIG, RESULT
 from lamina.modeling import modeling_lamina
-from lamina.modeling.backbones.loading import load_weights, read_config
+from lamina.modeling.backbones.loading import ModelClass, load_weights, read_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
@@ -128,12 +129,20 @@ def _is_of_a_head(model: PreTrainedModel, key: str) -> bool:
     return "pooler" in parts or not of_body
 
 
-def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+def _class(config: PreTrainedConfig) -> ModelClass:
     """Return the class that saved the checkpoint, or one with the head that its configuration names."""
     for architecture in config.architectures or ():
         for module in (modeling_lamina, transformers):
             if hasattr(module, architecture):
                 return getattr(module, architecture)
+    return auto_class(config)
+
+
+def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
+    """Return the class of transformers that builds and loads the model of a configuration, with a head if it has one.
+
+    Raises UserError for a model type without a model.
+    """
     for name in _HEADS:
         auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:

@@ -8,11 +8,14 @@ from probes.small_models import small_model
 from probes.tiny import llama
 from reliability.tiny_families import MORE, tiny_model
 from torch import nn
+from transformers import AutoConfig
 
 import lamina
 from lamina.cli import main
+from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
 from lamina.placements.matching import layer_facts, match
+from lamina.probes.census import census
 
 LAYERS = 8
 
@@ -147,6 +150,7 @@ def test_what_is_no_sum_is_not_named():
     found = lamina.placement_of(model)
     assert found.placement is None
     assert found.verdict.startswith("not known: ")
+    assert found.to_dict()["error"] is None
 
 
 def test_the_evidence_is_plain_data_and_text():
@@ -179,6 +183,8 @@ def test_the_command_measures_a_folder_a_configuration_and_a_model_type(tmp_path
         (["keel", "--of", "llama"], "--of: 'llama' beside the placement 'keel'"),
         (["--of", "lama"], "unknown model 'lama'; did you mean 'llama'?"),
         (["--of", "{tmp}"], "holds no saved model (config.json is missing)"),
+        (["--json"], "json: True has no effect here (allowed: with --of)"),
+        (["--of", "llama", "--svg", "{tmp}/a.svg"], "has no effect here (allowed: without --of)"),
     ],
 )
 def test_what_is_no_model_is_one_line(words, message, tmp_path, capsys):
@@ -186,6 +192,25 @@ def test_what_is_no_model_is_one_line(words, message, tmp_path, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 60, "n_positions": 8}
+LLAMA = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+LLAMA |= {"vocab_size": 19, "intermediate_size": 17, "max_position_embeddings": 23}  # all lengths that are tried
+LLAMA |= {"pad_token_id": 13, "eos_token_id": 11}
+
+
+@pytest.mark.parametrize(("model_type", "sizes"), [("gpt2", GPT2), ("llama", LLAMA)])
+def test_a_text_fits_few_positions_and_any_sizes(model_type, sizes):
+    assert lamina.placement_of(AutoConfig.for_model(model_type, **sizes)).placement == "pre_ln"
+
+
+def test_a_large_configuration_of_laminas_keeps_its_first_layers(monkeypatch):
+    monkeypatch.setattr(census, "_MOST_PARAMETERS", 1_000_000)
+    config = LaminaConfig(backbone_config=llama(layers=40).config, plan=resolve("keel", 40).to_dict())
+    found = lamina.placement_of(config)
+    assert found.num_layers == 4
+    assert found.placement == "keel(alpha=80)"
 
 
 def test_code_beside_a_checkpoint_is_not_run(tmp_path, capsys):

@@ -11,13 +11,15 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from lamina.core.json_types import Json
 from lamina.core.text import ranges
 from lamina.errors import UserError, one_line, shortened, unknown
+from lamina.jobs.files import finite
 from lamina.modeling.backbones.loading import quiet, read_config
-from lamina.modeling.checkpoint import load
+from lamina.modeling.backbones.presets import cut_config
+from lamina.modeling.checkpoint import auto_class, load
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.parts import temporary_hooks
 from lamina.placements.matching import PARALLEL, SEQUENTIAL, Facts, Match, learned_fact, match
@@ -34,7 +36,7 @@ from lamina.probes.census.equations import (
 )
 from lamina.probes.census.inner_norms import KEY, OUTPUT, QUERY, VALUE, InnerNorm, inner_norms
 from lamina.probes.engine.inputs import batches_of, reads_images
-from lamina.probes.engine.measure import structure_of
+from lamina.probes.engine.measure import refuse_meta, structure_of
 from lamina.probes.structure.hooks import base_of, evaluating, watch
 from lamina.probes.structure.hooks import forward as run
 from lamina.probes.structure.proof import prove
@@ -45,7 +47,6 @@ _LENGTHS = (13, 11, 17, 19, 23)
 _FEW_LAYERS, _FEW_TOKENS = 4, 512
 _MOST_PARAMETERS = 1_000_000_000  # of a model that is made of a configuration alone
 _CLOSE = 1e-5
-_HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +99,20 @@ class Census:
 
     def text(self) -> str:
         """The answer with its evidence, for a terminal."""
-        lines = [f"{self.model_type}, {self.num_layers} layers", f"placement: {self.verdict}"]
+        layers = [f"{self.num_layers} layer{'s' * (self.num_layers != 1)}"] if self.num_layers else []
+        lines = [", ".join([self.model_type, *layers]), f"placement: {self.verdict}"]
         for group in self.groups:
             lines.append(f"\nlayer {ranges(group.layers)}:")
             lines += [f"  {total.text()}    (to {total.error:.1g} of the largest value)" for total in group.sums]
             lines += [f"  {n.path}: {n.kind} on {n.on or 'something inside'}, {n.scope}" for n in group.inner]
         if self.groups:
-            lines += ["", *(f"{name.replace('_', ' ')}: {value}" for name, value in self.ends.items())]
+            known = {name: value for name, value in self.ends.items() if value is not None}
+            lines += ["", *(f"{name.replace('_', ' ')}: {value}" for name, value in known.items())]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> Json:
         """The same as plain data, fit for JSON."""
-        return {**asdict(self), "placement": self.placement, "verdict": self.verdict}
+        return finite({**asdict(self), "placement": self.placement, "verdict": self.verdict})
 
 
 def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: str | None = None) -> Census:
@@ -407,7 +410,8 @@ def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     text = _text_config(model)
     sizes = {v for v in vars(text).values() if isinstance(v, int)} if text is not None else set()
     size = getattr(text, "vocab_size", None) or _FEW_TOKENS
-    length = next(n for n in (*_LENGTHS, _LENGTHS[0]) if n not in sizes)
+    most = getattr(text, "max_position_embeddings", None) or _LENGTHS[-1]
+    length = next((n for n in _LENGTHS if n not in sizes and n <= most), min(_LENGTHS[0], most))
     low = 6 if size > 16 else 0
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(low, size, (_SEQUENCES, length), generator=generator)
@@ -416,14 +420,12 @@ def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _text_config(model: nn.Module) -> PreTrainedConfig | None:
     config = getattr(model, "config", None)
-    return config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+    return backbone_of(config) if isinstance(config, PreTrainedConfig) else None
 
 
 def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Module, list[str]]:
     if isinstance(given, nn.Module):
-        for name, parameter in given.named_parameters():
-            if parameter.is_meta:
-                raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
+        refuse_meta(given)
         return given, []
     if isinstance(given, PreTrainedConfig):
         return _random_model(given)
@@ -463,7 +465,7 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
         )
     torch.manual_seed(0)
     with quiet():
-        model = _class_of(config)(config).eval()
+        model = auto_class(config).from_config(config, dtype=torch.float32).eval()
     return stirred(model), [note]
 
 
@@ -477,18 +479,10 @@ def stirred(model: nn.Module) -> nn.Module:
     return model
 
 
-def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    for name in _HEADS:
-        auto = getattr(transformers, name)
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
-    raise UserError(f"model: transformers has no model for the model type {config.model_type!r}")
-
-
 def _size(config: PreTrainedConfig) -> int:
     try:
         with torch.device("meta"), quiet():
-            return sum(parameter.numel() for parameter in _class_of(config)(config).parameters())
+            return sum(parameter.numel() for parameter in auto_class(config).from_config(config).parameters())
     except UserError:
         raise
     except Exception as error:
@@ -496,17 +490,15 @@ def _size(config: PreTrainedConfig) -> int:
 
 
 def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration with few layers and tokens; a list with an entry for each layer is cut with them."""
+    """Return the configuration with few layers and tokens."""
     small = copy.deepcopy(config)
-    text = small.get_text_config()
+    text = backbone_of(small)
     layers = getattr(text, "num_hidden_layers", None)
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list | tuple) and len(value) == layers:
-            setattr(text, name, value[:_FEW_LAYERS])
-        elif name.endswith("_token_id") and isinstance(value, int):
-            setattr(text, name, 0)
     if isinstance(layers, int):
-        text.num_hidden_layers = min(layers, _FEW_LAYERS)
+        cut_config(small, range(min(layers, _FEW_LAYERS)), layers)
+    for name, value in list(vars(text).items()):
+        if name.endswith("_token_id") and isinstance(value, int):
+            setattr(text, name, 0)
     if getattr(text, "vocab_size", None):
         text.vocab_size = min(text.vocab_size, _FEW_TOKENS)
     return small

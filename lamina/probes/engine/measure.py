@@ -273,10 +273,15 @@ def make_context(
 def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> Loaded:
     if not isinstance(model_or_path, nn.Module):
         return load(text("checkpoint", model_or_path), dtype=settings.dtype, device=checked_device(settings.device))
-    for name, parameter in model_or_path.named_parameters():
+    refuse_meta(model_or_path)
+    return Loaded(model=model_or_path)
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise UserError naming the first weight without values."""
+    for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
-    return Loaded(model=model_or_path)
 
 
 def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: str | None = None) -> Structure:
