@@ -34,7 +34,7 @@ def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
         ids = ids[:1, :_TOKENS]
         try:
             share = _by_gradient(model, ids)
-        except (NotImplementedError, RuntimeError, AttributeError):
+        except RuntimeError:  # quantized weights have no gradient, nor has what transformers does not implement
             share = None
         share = _by_change(model, ids) if share is None else share
         _causal[model] = share < _LEAST
@@ -42,19 +42,21 @@ def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
 
 
 def _by_gradient(model: nn.Module, ids: torch.Tensor) -> float | None:
-    embeddings = getattr(model, "get_input_embeddings", None)
-    if embeddings is None:
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    if not isinstance(embeddings, nn.Module):
         return None
     states: list[torch.Tensor] = []
 
-    def begin(module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+    def begin(module: nn.Module, args: Args, output: Output) -> torch.Tensor | None:
+        if not isinstance(output, torch.Tensor):
+            return None
         states.append(output.detach().requires_grad_())
         return states[-1].clone()  # some models write into it
 
     with temporary_hooks() as hooks, torch.enable_grad():
-        hooks.append(embeddings().register_forward_hook(begin))
+        hooks.append(embeddings.register_forward_hook(begin))
         output = forward(model, {"input_ids": ids})[0]
-    shapes = [tensor.shape[:2] for tensor in (*states, output)]
+    shapes = [tensor.shape[:2] for tensor in (*states, output) if isinstance(tensor, torch.Tensor)]
     if shapes != [ids.shape] * 2 or not output.requires_grad:
         return None
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)

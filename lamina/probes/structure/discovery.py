@@ -204,7 +204,7 @@ def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: 
 
 
 def _asked(model: nn.Module, method: str) -> nn.Module | None:
-    """Return a part of a transformers model, or None where transformers raises NotImplementedError."""
+    """Return a part of a transformers model; None for a plain module, and where transformers knows no such part."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):
