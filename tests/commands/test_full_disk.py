@@ -43,7 +43,7 @@ def tmpfs(folder, size):
         yield folder
     finally:
         with contextlib.suppress(OSError):
-            subprocess.run(["umount", str(folder)], check=False, capture_output=True)
+            subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
 
 
 @pytest.fixture(params=["300k", "1500k"], ids=["model does not fit", "optimizer does not fit"])
