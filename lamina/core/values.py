@@ -62,6 +62,7 @@ MOST = 2**31 - 1  # of any count
 # A typing error (a zero too many, a value in the wrong place) must not fill the memory before anything is said.
 LIMITS = {
     **dict.fromkeys(("num_layers", "base_depth", "depths"), 10_000),
+    "size": 2**10,  # streams of a wiring, or layers in its blocks
     **dict.fromkeys(("trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor"), 2**10),
     **dict.fromkeys(("threads", "workers"), 2**12),
     **dict.fromkeys(("num_hidden_layers", "height"), 2**14),

@@ -223,7 +223,7 @@ def norm(kind: str) -> Callable[[N], N]:
     Raises UserError for a name that is taken, or that is no name.
     """
     taken = [known for known in NORMS if known not in OWN_KINDS]
-    if not kind.isidentifier() or kind in (*taken, "backbone"):
+    if not str(kind).isidentifier() or kind in (*taken, "backbone"):
         raise UserError(f"norm: {kind!r} (allowed: a name other than {', '.join(taken)}, backbone)")
 
     def register(cls: N) -> N:

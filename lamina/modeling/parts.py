@@ -13,7 +13,7 @@ from transformers.models.convnext.modeling_convnext import ConvNextDropPath
 from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import LaminaModel
 from lamina.modeling.streams_lamina import LaminaWiring
-from lamina.modeling.wiring_lamina import Residual
+from lamina.modeling.wiring_lamina import LaminaNorm, Residual
 
 SUBLAYERS = ("attention", "feed_forward")
 
@@ -53,14 +53,14 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
 
 
 def decaying(model: nn.Module) -> list[str]:
-    """Name the parameters that decay: matrices, but no gains, biases or what the wiring learns, of whatever shape."""
-    wiring = {
+    """Name the parameters that decay: matrices, but no biases and nothing of norms or the wiring, of whatever shape."""
+    kept = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, Residual | LaminaWiring)
+        if isinstance(module, Residual | LaminaWiring | LaminaNorm)
         for parameter in module.parameters(recurse=False)
     }
-    return [name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in wiring]
+    return [name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in kept]
 
 
 def drop_branches(model: PreTrainedModel, rate: float) -> None:

@@ -7,6 +7,7 @@ Copied beside a checkpoint by transformers, so it imports only torch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,25 +22,28 @@ class State(NamedTuple):
     memory: tuple[torch.Tensor, ...]
 
 
-class LaminaWiring(nn.Module):
+class LaminaWiring(nn.Module, ABC):
     """The base of what a plan learns beside norms and scales: not drawn by initializers, not decayed, float32 inside.
 
     ``begin`` registers a parameter for each of ``starts``, or keeps its values as numbers where none is learned.
     """
 
     def begin(self, learned: bool = True) -> None:
-        with torch.device("cpu"):  # a model may be built on the meta device, which has no values
-            starts = self.starts()
-        for name, start in starts.items():
+        for name, start in self.initial().items():
             if learned:
                 start = start.to(device=torch.get_default_device(), dtype=torch.get_default_dtype())
                 self.register_parameter(name, nn.Parameter(start))
             else:
                 setattr(self, name, start.tolist())
 
+    @abstractmethod
     def starts(self) -> dict[str, torch.Tensor]:
         """The values of its parameters at the start."""
-        raise NotImplementedError
+
+    def initial(self) -> dict[str, torch.Tensor]:
+        """Return ``starts`` on the CPU: a model may be built on the meta device, which has no values."""
+        with torch.device("cpu"):
+            return self.starts()
 
     def held(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """A parameter, or the constant in its place, in float32."""
@@ -242,7 +246,8 @@ class StatePlan:
         """What stands in the final norm's place. State N, the last block's output, is the stream itself."""
         if self.plan.get("readout"):
             return Collapse(norm, StreamMixer(self.plan["readout"], self.width, eps))
-        depth = any(layer["feed_forward"].get("read") == "depth" for layer in self.plan["layers"])
+        halves = [layer[half] for layer in self.plan["layers"] for half in ("attention", "feed_forward")]
+        depth = any(half.get("read", "stream") != "stream" for half in halves)
         reader = DepthAttention(self.width, eps) if depth else self._sources(self.plan.get("final_sources"))
         return Collapse(norm, reader)
 

@@ -512,7 +512,7 @@ class InitializesPlan:
                 if isinstance(parameter := getattr(module, name), nn.Parameter):
                     init.constant_(parameter, start)
         elif isinstance(module, LaminaWiring):
-            for name, start in module.starts().items():
+            for name, start in module.initial().items():
                 if isinstance(parameter := getattr(module, name), nn.Parameter):
                     init.copy_(parameter, start.to(parameter.device))
         elif isinstance(module, LaminaNorm):

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from lamina.core.json_types import Json
-from lamina.core.values import is_finite
+from lamina.core.values import is_finite, whole_number
 from lamina.errors import UserError, unknown
 
 NormKind = Literal["backbone", "rms", "layer", "group", "l2", "dyt", "derf"]
@@ -54,6 +55,21 @@ def _finite(field_name: str, value: object, more: str = "") -> None:
         raise UserError(f"{field_name}: {value!r} is not a finite number{more}")
 
 
+def _tuple(field_name: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{field_name}: {value!r} is not a list")
+    return tuple(value)
+
+
+def _typed(record: object, **kinds: type | UnionType) -> None:
+    """Raise UserError for a field of a record whose value is of another type."""
+    words = {bool: "true or false", str: "a text", Mapping: "a mapping", NoneType: "none"}
+    for name, kind in kinds.items():
+        if not isinstance(value := getattr(record, name), kind):
+            allowed = " or ".join(words.get(one, f"a {one.__name__}") for one in get_args(kind) or (kind,))
+            raise UserError(f"{name}: {value!r} (allowed: {allowed})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Norm:
     """A norm at one position.
@@ -74,9 +90,7 @@ class Norm:
     def __post_init__(self) -> None:
         """Raise UserError for a kind, gain or number of groups that is invalid."""
         _one_of("kind", self.kind, NormKind)
-        for name in ("learnable_gain", "zero_centered"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name}: {getattr(self, name)!r} is not true or false")
+        _typed(self, learnable_gain=bool, zero_centered=bool)
         for name in ("initial_gain", "alpha"):
             _finite(name, getattr(self, name))
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
@@ -123,15 +137,17 @@ class Streams:
         _one_of("weights", self.weights, Weights)
         _one_of("mix", self.mix, Mix)
         for name in ("read", "write", "normed"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, _tuple(name, getattr(self, name)))
+        n = len(self.read)
+        if n < 2 or {len(self.write), len(self.normed)} - {0, n}:
+            raise UserError(f"read: {n} streams (allowed: at least 2, and as many in write and normed)")
+        _finite("magnitude", self.magnitude)
+        whole_number("rank", self.rank, low=int(self.weights == "gate"))
         for name, value in (*(("read", v) for v in self.read), *(("write", v) for v in self.write)):
             _finite(name, value)
             top = 1.0 if name == "read" else self.magnitude
             if self.weights == "sigmoid" and not 0 < value < top:
                 raise UserError(f"{name}: {value!r} of a sigmoid (allowed: between 0 and {top:g})")
-        n = len(self.read)
-        if n < 2 or {len(self.write), len(self.normed)} - {0, n}:
-            raise UserError(f"read: {n} streams (allowed: at least 2, and as many in write and normed)")
         fits = {"identity": get_args(Weights), "free": ("learned", "tanh"), "sinkhorn": ("sigmoid",)}[self.mix]
         if self.weights not in fits:
             raise UserError(f"mix: {self.mix!r} with weights {self.weights!r} (allowed: {', '.join(fits)})")
@@ -150,8 +166,11 @@ class Sources:
 
     def __post_init__(self) -> None:
         """Raise UserError for weights that are no numbers."""
-        object.__setattr__(self, "states", tuple((int(index), weight) for index, weight in self.states))
-        for weight in (self.stream, *(weight for _, weight in self.states)):
+        states = tuple(_tuple("states", state) for state in _tuple("states", self.states))
+        if any(len(state) != 2 or type(state[0]) is not int for state in states):
+            raise UserError(f"states: {self.states!r} (allowed: pairs of a state's index and its weight at the start)")
+        object.__setattr__(self, "states", states)
+        for weight in (self.stream, *(weight for _, weight in states)):
             _finite("sources", weight)
         _one_of("learned", self.learned, Learned)
 
@@ -198,6 +217,9 @@ class Sublayer:
             _finite(name, getattr(self, name))
         _one_of("coupling", self.coupling, Coupling)
         _one_of("read", self.read, Read)
+        _typed(self, streams=Streams | None)
+        if self.streams and not self.streams.write:
+            raise UserError("streams.write: none given (allowed: as many weights as in read; a readout has none)")
         if self.read != "stream" and (self.streams or self.skip != "stream"):
             what = "several streams" if self.streams else f"skip {self.skip!r}: the memory holds the block's input"
             raise UserError(f"read: {self.read!r} has no meaning with {what}")
@@ -245,9 +267,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         """Raise UserError where the attention's skip asks for the block's input, which the stream is already."""
-        for name in SUBLAYERS:
-            if not isinstance(getattr(self, name), Sublayer):
-                raise UserError(f"{name}: {getattr(self, name)!r} is not a sub-layer (a Sublayer, or its fields)")
+        _typed(self, attention=Sublayer, feed_forward=Sublayer, sources=Sources | None, boundary=bool)
         if self.attention.skip != "stream":
             raise UserError(
                 f"attention.skip: {self.attention.skip!r} contradicts its place (the stream that enters a block's "
@@ -287,10 +307,8 @@ class Plan:
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise UserError("layers: a plan needs at least one layer")
-        for name, kind in (("placement", str), ("initialization", str), ("options", Mapping)):
-            if not isinstance(getattr(self, name), kind):
-                expected = "a text" if kind is str else "a mapping"
-                raise UserError(f"{name}: {getattr(self, name)!r} is not {expected}")
+        kinds = {"readout": Streams | None, "final_sources": Sources | None}
+        _typed(self, placement=str, initialization=str, options=Mapping, **kinds)
         if self.qkv_norm is None or isinstance(self.qkv_norm, bool):
             raise UserError(
                 f"qkv_norm: {self.qkv_norm!r} is not a norm (a kind, or its fields; qk_norm and v_norm switch it)"
@@ -309,7 +327,9 @@ class Plan:
         counts = {len(half.streams.read) if half.streams else 1 for half in halves}
         counts.add(len(self.readout.read) if self.readout else 1)
         if len(counts) > 1:
-            raise UserError(f"streams: {sorted(counts)} in one plan (allowed: one number, the readout's, too)")
+            raise UserError(f"streams: {sorted(counts)} in one plan (allowed: one number, also in the readout)")
+        if self.readout and (self.readout.write or self.readout.mix != "identity"):
+            raise UserError("readout: it writes or mixes, behind the last block (allowed: a read alone)")
         if self.streams > 1 and self.has_memory:
             raise UserError("streams: several have no meaning beside sources or a memory, which hold one")
         ends = [*enumerate(layer.sources for layer in self.layers), (len(self.layers), self.final_sources)]
@@ -317,8 +337,11 @@ class Plan:
             for state, _ in sources.states if sources else ():
                 if not 0 <= state <= (last := min(index, len(self.layers) - 1)):
                     raise UserError(f"sources: state {state} at layer {index} (allowed: 0 to {last}, those before it)")
-        if any(half.read != "stream" for half in halves) and not self.layers[0].boundary:
-            raise UserError("read: 'depth' needs a memory (allowed: boundary in the first layer)")
+        if any(half.read != "stream" for half in halves) and (self.final_sources or not self.layers[0].boundary):
+            raise UserError(
+                "read: 'depth' needs a memory, which is read at the end, too (allowed: boundary in the first layer, no "
+                "final_sources)"
+            )
 
     @property
     def streams(self) -> int:

@@ -98,7 +98,7 @@ def _alternatives(hint: object) -> tuple[object, ...]:
 
 def _fits(value: object, kind: object) -> bool:
     if get_origin(kind) is Literal:
-        return value in get_args(kind) or (kind is NormKind and value in OWN_KINDS)
+        return value in (*get_args(kind), *(OWN_KINDS if kind is NormKind else ()))
     assert isinstance(kind, type)
     if kind in (int, float) and isinstance(value, bool):
         return False

@@ -97,9 +97,9 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
             changes[key] = _like_others(plan) if options[key] else None
     plan = replace(plan, **changes)
     if "wiring" in options:
-        made = WIRINGS.get(options["wiring"]).make
+        chosen = WIRINGS.get(options["wiring"])
         try:
-            plan = made(plan, options.get("size"))
+            plan = chosen.apply(plan, options.get("size"))
         except UserError as error:
             raise UserError(f"wiring: {options['wiring']!r} on {plan.placement!r}: {error}") from None
     elif "size" in options:

@@ -1,35 +1,46 @@
 """What a placement's residual may carry beside its norms: the option ``wiring`` of every placement.
 
-A wiring changes a plan whose sub-layers are placed already. Each is a function of the plan and of ``size``: the number
-of streams, or the layers of a block of depth (None: the wiring's own default).
+A wiring changes a plan whose sub-layers are placed already. Each is a function of the plan, and some of ``size``: the
+number of streams, or the layers of a block of depth (None: the wiring's own default).
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from lamina.core.registry import Registry
+from lamina.core.values import whole_number
 from lamina.errors import UserError
-from lamina.placements.plan import Layer, Norm, Plan, Sources, Streams, Sublayer
+from lamina.placements.plan import Layer, Plan, Sources, Streams, Sublayer
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWiring:
     """A wiring: what it does to a plan, its equation and its source."""
 
-    make: Callable[[Plan, int | None], Plan]
+    make: Callable[..., Plan]
     equation: str
     source: str
 
+    def apply(self, plan: Plan, size: int | None) -> Plan:
+        """Return the wired plan. Raises UserError for a size or a plan that the wiring does not take."""
+        if "size" in inspect.signature(self.make).parameters:
+            return self.make(plan, size if size is None else whole_number("size", size))
+        if size is not None:
+            raise UserError(f"size: {size!r} has no effect (allowed: none)")
+        return self.make(plan)
+
 
 WIRINGS: Registry[PlanWiring] = Registry("wiring")
-Make = Callable[[Plan, "int | None"], Plan]
+Make = TypeVar("Make", bound=Callable[..., Plan])
 
 
 def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
-    """Register a function (plan, size) -> plan as the wiring ``name``."""
+    """Register a function (plan, size) -> plan, or (plan) -> plan where no size matters, as the wiring ``name``."""
 
     def register(make: Make) -> Make:
         WIRINGS.add(name, PlanWiring(make=make, equation=equation, source=source))
@@ -103,15 +114,17 @@ def gated_residual(plan: Plan, size: int | None) -> Plan:
 
 
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
-def residual(plan: Plan, size: int | None) -> Plan:
+def residual(plan: Plan) -> Plan:
     """A second stream beside a Post-LN's that no norm touches before the end."""
 
     def fits(sub: Sublayer) -> bool:
         return sub.post_norm is not None and (sub.skip, sub.skip_scale, sub.skip_scale_learned) == ("stream", 1.0, "no")
 
     if not all(fits(half) for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
-        raise UserError("its second stream is a plain sum beside normed ones (allowed: post_norm, a plain skip)")
-    plan = replace(plan, final_norm=plan.final_norm or Norm())
+        raise UserError("its second stream is the plain sum beside normed ones (allowed: post-norms, unscaled skips)")
+    if plan.options.get("final_norm") is False:
+        raise UserError("final_norm: False leaves its second stream without the norm at the end (allowed: true)")
+    plan = replace(plan, final_norm=plan.final_norm or plan.layers[-1].feed_forward.post_norm)
     one = Streams(weights="constant", read=(1.0, 0.0), write=(1.0, 1.0), normed=(True, False))
     return with_streams(plan, lambda index: one, Streams(weights="constant", read=(1.0, 1.0), normed=(False, True)))
 
@@ -122,13 +135,13 @@ def _with_sources(plan: Plan, of: Callable[[int], Sources | None], last: Sources
 
 
 @wiring("x0", equation="x <- a x + b x_0 before each block", source="modded-nanogpt; nanochat's lambdas")
-def x0(plan: Plan, size: int | None) -> Plan:
+def x0(plan: Plan) -> Plan:
     """The embedding comes back in every block; a = 1 and b = 0 at the start."""
     return _with_sources(plan, lambda index: Sources(states=((0, 0.0),)))
 
 
 @wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
-def denseformer(plan: Plan, size: int | None) -> Plan:
+def denseformer(plan: Plan) -> Plan:
     """A weighted average of all states before; the last one has 1 at the start, the others 0."""
 
     def before(index: int) -> Sources | None:
@@ -138,7 +151,7 @@ def denseformer(plan: Plan, size: int | None) -> Plan:
 
 
 @wiring("unet", equation="x <- x + w x_(N-l) in the second half", source="modded-nanogpt's U-net skips")
-def unet(plan: Plan, size: int | None) -> Plan:
+def unet(plan: Plan) -> Plan:
     """The outputs of the first half come back in the second, the last first."""
     n = plan.num_layers
     return _with_sources(plan, lambda index: Sources(states=((n - index, 1.0),)) if 2 * index >= n and index else None)
@@ -147,13 +160,13 @@ def unet(plan: Plan, size: int | None) -> Plan:
 @wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
 def attn_res(plan: Plan, size: int | None) -> Plan:
     """Each sub-layer attends to the sums of the blocks before and of its own so far; 8 blocks unless size says."""
-    layers_of_block = size or math.ceil(plan.num_layers / 8)
+    layers_of_block = math.ceil(plan.num_layers / 8) if size is None else size
 
     def wired(index: int, layer: Layer) -> Layer:
         starts = index % layers_of_block == 0
         attention = replace(layer.attention, read="memory" if starts else "depth")
         if starts:
-            attention = replace(attention, skip_scale=0.0)
+            attention = replace(attention, skip_scale=0.0, skip_scale_learned="no")
         feed_forward = replace(layer.feed_forward, read="depth")
         return replace(layer, attention=attention, feed_forward=feed_forward, boundary=starts)
 

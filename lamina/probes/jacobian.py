@@ -141,7 +141,7 @@ class JacobianProbe(ShortProbe):
             odd = [block.site.index for block in blocks if not _all_divide(block.site)]
             if odd:
                 context.note(
-                    f"Jacobians: no closed formulas, norms of layer {ranges(odd)} divide by no such statistic."
+                    f"Jacobians: no closed formulas, norms of layer {ranges(odd)} do not divide by a mean square."
                 )
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
                 norms = self._block(block, path=not bare)

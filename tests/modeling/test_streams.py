@@ -281,7 +281,9 @@ def test_what_it_learns_is_the_wirings_and_does_not_decay(wiring):
     assert all(p.ndim > 0 and p.dtype == torch.float32 for m in own for p in m.parameters())
     assert not {id(model.get_parameter(name)) for name in decaying(model)} & parameters
     for module in own:  # no initializer drew it
-        for name, start in module.starts().items():
+        with torch.device("meta"):
+            starts = module.initial()
+        for name, start in starts.items():
             if isinstance(value := getattr(module, name), torch.Tensor):
                 assert torch.equal(value, start)
     plain = dict(built(base).named_parameters())
@@ -334,13 +336,23 @@ def test_a_checkpoint_is_read_where_the_package_is_not(wiring, base, tmp_path):
         ("keel", {"wiring": "residual"}, "plain sum beside normed ones"),
         ("pre_ln", {"wiring": "mhcc"}, "did you mean 'mhc'"),
         ("pre_ln", {"size": 4}, "needs wiring"),
-        ("pre_ln", {"wiring": "mhc", "size": 1}, "at least 2|between 0 and 1"),
+        ("pre_ln", {"wiring": "mhc", "size": 1}, "1 streams .allowed: at least 2"),
+        *(("pre_ln", {"wiring": wiring, "size": 0}, "size: 0") for wiring in ("mhc", "hc", "attn_res")),
+        ("pre_ln", {"wiring": "mhc", "size": 10**6}, "size: 1000000 is too large"),
+        ("pre_ln", {"wiring": "x0", "size": 4}, "size: 4 has no effect"),
+        ("post_ln", {"wiring": "residual", "final_norm": False}, "final_norm: False"),
     ],
 )
 def test_what_has_no_meaning_is_refused_in_a_line(base, options, reason):
     with pytest.raises(UserError, match=reason) as refusal:
         resolve(base, 4, **options)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("base", ["pre_ln", "doge", "admin"])
+def test_a_block_of_depth_begins_without_a_skip_also_where_skips_are_learned(base):
+    attention = resolve(base, 4, wiring="attn_res", size=2).layers[2].attention
+    assert (attention.skip_scale, attention.skip_scale_learned) == (0.0, "no")
 
 
 @pytest.mark.parametrize("wiring", ["mhc", "x0", "attn_res"])

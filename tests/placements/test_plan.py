@@ -89,6 +89,14 @@ def _attention(**fields):
     return plan_of(layers=[{"attention": fields}])
 
 
+def _streams(readout=(), **fields):
+    one = {"weights": "learned", "read": [1.0, 0.0], "write": [1.0, 1.0], **fields}
+    return plan_of(
+        layers=[dict.fromkeys(("attention", "feed_forward"), {"streams": one})],
+        readout={"weights": "learned", "read": [1, 1], **dict(readout)},
+    )
+
+
 @pytest.mark.parametrize(
     ("data", "mentions"),
     [
@@ -117,6 +125,23 @@ def _attention(**fields):
         (_attention(coupling="lerp", out_scale=1.5), ["out_scale", "1.5", "0 to 1"]),
         (_attention(coupling="variance", out_scale_learned="vector"), ["out_scale", "1.0", "between"]),
         (_attention(coupling="lerp", gate_temperature=0), ["gate_temperature", "0", "above 0"]),
+        (_streams(read=3), ["streams.read", "3", "list"]),
+        (_streams(read=[1.0]), ["read", "1 streams", "at least 2"]),
+        (_streams(magnitude="2"), ["magnitude", "'2'", "number"]),
+        (_streams(weights="gate"), ["rank", "0", "at least 1"]),
+        (_streams(write=[]), ["streams.write", "none given", "as many"]),
+        (_streams({"write": [1.0, 1.0]}), ["readout", "writes", "a read alone"]),
+        (plan_of(layers=[{"sources": {"states": 0}}]), ["layers[0].sources.states", "0", "list"]),
+        *(
+            (plan_of(layers=[{"sources": {"states": [state]}}]), ["sources.states", repr(state), "pairs"])
+            for state in (["a", 1.0], [0], [0, 1.0, 2.0], [0.5, 1.0])
+        ),
+        (plan_of(layers=[{"boundary": "first"}]), ["boundary", "'first'", "true or false"]),
+        (_attention(read="depth"), ["read", "'depth'", "boundary"]),
+        (
+            plan_of(layers=[{"attention": {"read": "depth"}, "boundary": True}], final_sources={"states": [[0, 1.0]]}),
+            ["read", "'depth'", "final_sources"],
+        ),
         (_attention(pre_scale_learned="matrix"), ["pre_scale_learned", "'matrix'", "'scalar'", "'vector'"]),
         (plan_of(layers=[]), ["layers", "at least one"]),
         (plan_of(layers=4), ["layers", "4", "list"]),
@@ -141,7 +166,10 @@ def test_what_has_no_meaning_is_refused_by_field_value_and_what_is_allowed(data,
         assert mention in str(error.value)
 
 
-@pytest.mark.parametrize("build", [lambda: Layer(attention=None), lambda: Plan(placement="mine", layers=("pre_ln",))])
+@pytest.mark.parametrize(
+    "build",
+    [lambda: Layer(attention=None), lambda: Sublayer(streams=4), lambda: Plan(placement="mine", layers=("pre_ln",))],
+)
 def test_records_of_the_wrong_type_are_refused_in_python_too(build):
     with pytest.raises(UserError):
         build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -78,9 +79,9 @@ class DirectionsProbe(Probe):
         if self._mask is not None:
             self._vectors[:, key].masked_fill_(~self._mask[..., None], 0.0)
 
+    @abstractmethod
     def compare(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the batch's ``cosines`` or ``angles``."""
-        raise NotImplementedError
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         totals, counts = self.compare()

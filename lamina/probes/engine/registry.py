@@ -6,6 +6,7 @@ import ast
 import contextlib
 import inspect
 import textwrap
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def sample_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> Sample:
     return Sample(sequences, tokens)
 
 
-class Probe:
+class Probe(ABC):
     """A measurement of a model's layers. ``@probe`` registers a subclass, whose ``__init__`` takes its options.
 
     A probe that streams names the tensors that it watches in ``points``: the engine runs the forward passes once for
@@ -111,9 +112,9 @@ class Probe:
         """Whether it takes part in the shared forward passes."""
         return bool(self.points()) or type(self).end_batch is not Probe.end_batch
 
+    @abstractmethod
     def finish(self, context: Context) -> pd.DataFrame:
         """Return a tidy frame. Layers count from 0; state l is the stream before layer l, N after the last."""
-        raise NotImplementedError
 
     def figures(self, frame: pd.DataFrame) -> Iterable[tuple[Figure, str]]:
         """Plotly figures of a result, each with its caption (plain text)."""
