@@ -180,7 +180,7 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
         residual.skip_scale.fill_(omegas[-1])
 
     def after(terms: Terms) -> None:
-        variances = [term.float().var(correction=0) for term in (terms.skip, terms.output)]
+        variances = [term.float().var(correction=0) for term in (terms.skip, terms.branch)]
         omegas.append(float((variances[0] + variances[1]).sqrt()))
 
     was_training = model.training

@@ -129,7 +129,7 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
         )
     ]
     if feed_forward.feed_forward is not None:
-        product = product_norm(block, feed_forward.feed_forward)
+        product = product_norm(block, feed_forward.feed_forward) * abs(wirings[1].out_scale * wirings[1].pre_scale)
         right = bound([1 / sigma.mean(1) for sigma in sigmas], product)
         sides.append(Sides(block.site.index, "block", "fusenorm_eq_19", whole, right))
     return sides

@@ -1,6 +1,7 @@
 """Admin's omegas: the profiling chain written out, and the starts that need no profiling."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,13 +19,13 @@ def omegas(model):
     return [r.skip_scale.detach() for block in model.model.layers for r in (block.attention, block.feed_forward)]
 
 
-def profiled(num_layers=3, **options):
+def profiled(num_layers=3, placement="admin", **options):
     torch.manual_seed(0)
-    return lamina.build(llama(num_layers), "admin", init=WIDE, profile_ids=IDS, **options).eval()
+    return lamina.build(llama(num_layers), placement, init=WIDE, profile_ids=IDS, **options).eval()
 
 
 @torch.no_grad()
-def naive_profile(model):
+def naive_profile(model, out_scale):
     """omega_1 = 1, omega_(i+1) = sqrt(Var(omega_i x_i) + Var(f_i(x_i))), x_(i+1) = LN(omega_i x_i + f_i(x_i))."""
     kwargs = observe(model, IDS).attention_kwargs
     x, omega, chain = model.get_input_embeddings()(IDS), 1.0, []
@@ -33,15 +34,18 @@ def naive_profile(model):
             chain.append(omega)
             module = getattr(block, branch).module
             f = module(hidden_states=x, **kwargs[index])[0] if branch == "attention" else module(x)
-            scaled = omega * x
+            f, scaled = out_scale * f, omega * x
             omega = math.sqrt(scaled.var().item() + f.var().item())
             x = rms_norm(scaled + f, 1.0, EPS)
     return chain
 
 
-def test_the_profiled_omegas_follow_the_chain_and_belong_to_the_next_sublayer():
-    model = profiled()
-    expected = naive_profile(model)
+@pytest.mark.parametrize("out_scale", [1.0, 0.5])
+def test_the_profiled_omegas_follow_the_chain_and_belong_to_the_next_sublayer(out_scale):
+    plan = resolve("admin", 3)
+    layers = tuple(layer.map(lambda sub: replace(sub, out_scale=out_scale)) for layer in plan.layers)
+    model = profiled(placement=replace(plan, layers=layers))
+    expected = naive_profile(model, out_scale)
     assert min(abs(one / other - 1) for one, other in pairwise(expected)) > 0.01  # a chain off by one would show
     for omega, value in zip(omegas(model), expected, strict=True):
         assert omega.shape == (32,)

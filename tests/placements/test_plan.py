@@ -92,7 +92,7 @@ def _attention(**fields):
 def _streams(readout=(), **fields):
     one = {"weights": "learned", "read": [1.0, 0.0], "write": [1.0, 1.0], **fields}
     return plan_of(
-        layers=[dict.fromkeys(("attention", "feed_forward"), {"streams": one})],
+        layers=[{half: {"streams": one} for half in ("attention", "feed_forward")}],
         readout={"weights": "learned", "read": [1, 1], **dict(readout)},
     )
 

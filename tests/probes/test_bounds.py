@@ -1,7 +1,7 @@
 """Both sides of the papers' statements against the equations written out, and the propositions' own toy."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,7 @@ from tiny_contexts import (
 )
 from torch import nn
 
+from lamina.placements import resolve
 from lamina.probes.bounds import Bounds, LastLayer, last_layer_sides
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.registry import COLUMNS
@@ -238,8 +239,11 @@ def test_the_distance_to_the_identity_against_sigma(placement):
     assert not {"fusenorm_eq_19", "fusenorm_eq_20"} & set(frame.role)
 
 
-def test_the_bound_of_a_fused_blocks_jacobian():
-    model = lamina_model("fusenorm", num_layers=3)
+@pytest.mark.parametrize("out_scale", [1.0, 0.5])
+def test_the_bound_of_a_fused_blocks_jacobian(out_scale):
+    plan = resolve("fusenorm", 3)
+    layers = tuple(layer.map(lambda sub: replace(sub, out_scale=out_scale)) for layer in plan.layers)
+    model = lamina_model(replace(plan, layers=layers), num_layers=3)
     context = context_of(model, sequences=1)
     ids = context.batches[0]["input_ids"]
     frame = measured(Bounds(sequences=1, tokens=5, tolerance=1e-4), context)
@@ -263,9 +267,9 @@ def test_the_bound_of_a_fused_blocks_jacobian():
         for hook in hooks:
             hook.remove()
     y = inputs[attention][1].detach()
-    inner = float(torch.linalg.matrix_norm(jacobian_matrix(feed_forward.module, y), ord=2))
+    inner = out_scale * float(torch.linalg.matrix_norm(jacobian_matrix(feed_forward.module, y), ord=2))
     up, down = (getattr(feed_forward.module, name).weight.detach().double() for name in ("up_proj", "down_proj"))
-    product = float(torch.linalg.matrix_norm(down @ up, ord=2))
+    product = out_scale * float(torch.linalg.matrix_norm(down @ up, ord=2))
     sigmas = [inputs[part][0][0].detach().double().square().mean(-1).sqrt() for part in (attention, feed_forward)]
     gains = [float(part.post_norm.weight.detach().abs().max()) for part in (attention, feed_forward)]
 
