@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
 from lamina.core.scaling_schemes import DEPTH_SCHEMES, PARAMETRIZATIONS, SCHEMES
+from lamina.core.values import whole_number
 from lamina.errors import UserError, unknown
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
@@ -54,13 +55,15 @@ class Scaling:
     base_depth: int = 1
 
     def __post_init__(self) -> None:
-        """Raise UserError for an unknown scheme."""
+        """Raise UserError for an unknown scheme, and for a base that is no size."""
         for name, value, schemes in (
             ("width_scaling", self.width, SCHEMES),
             ("depth_scaling", self.depth, DEPTH_SCHEMES),
         ):
             if value not in ("none", *schemes):
                 raise unknown(name, value, ["none", *schemes])
+        whole_number("base_width", self.base_width)
+        whole_number("base_depth", self.base_depth)
 
     @property
     def placement_options(self) -> Json:

@@ -264,6 +264,8 @@ def test_what_cannot_be_scaled_is_one_line():
     grouped = lamina.build(llama(32), "group_ln", groups=8)
     with pytest.raises(UserError, match="base_width: 4 cannot be"):
         list(scaled_weights(grouped, Scaling(width="standard", base_width=4)))
+    with pytest.raises(UserError, match="base_width: 0 is not a whole number of at least 1"):
+        Scaling(width="standard", base_width=0)
     with pytest.raises(UserError, match="did you mean 'mup'"):
         Scaling(width="mupp", base_width=16)
 

@@ -24,7 +24,7 @@ def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3)
 
     Args:
         start: b at the start.
-        temperature: by which g is divided: it acts as a factor on g's learning rate.
+        temperature: the divisor of g, in effect a factor on g's learning rate.
     """
     sublayer = Sublayer(
         pre_norm=Norm(zero_centered=True),
