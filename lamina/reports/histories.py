@@ -35,6 +35,7 @@ Owner: TypeAlias = tuple[int, str, str]
 
 _STEPS = ("trainer/global_step", "train/global_step", "global_step", "step", "Step", "_step", "iter", "iteration")
 _MODEL: Owner = (-1, "model", "all")
+_JUDGED = ("gradient_norm", NORM, LOSS)  # metrics whose steps are judged
 # Names of series, without case; of several the first that a history has.
 _WHOLE = {
     LOSS: r"(train(ing)?[/_.])?loss(_step)?|loss/train(ing)?|train(ing)?/.*_loss|loss_metrics/global_avg_loss",
@@ -92,7 +93,7 @@ def read_points(path: Path) -> Iterator[Point]:
     except ModuleNotFoundError:
         name = "wandb" if reader is _wandb else "tensorboard"
         raise UserError(f"run: {str(path)!r} needs {name} (to install it: pip install 'lamina[{name}]')") from None
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError, csv.Error) as error:
         raise UserError(f"run: {str(path)!r} is not readable ({one_line(error)})") from None
 
 
@@ -102,8 +103,9 @@ def _csv(path: Path) -> Iterator[Point]:
 
 
 def _json(path: Path) -> Iterator[Point]:
-    text = path.read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines() if line] if path.suffix == ".jsonl" else json.loads(text)
+    text = path.read_text(encoding="utf-8-sig")
+    each = path.suffix == ".jsonl"
+    lines = [json.loads(line) for line in text.split("\n") if line.strip()] if each else json.loads(text)
     lines = lines.get("log_history", []) if isinstance(lines, Mapping) else lines  # Trainer's trainer_state.json
     yield from _of_lines(line for line in lines if isinstance(line, Mapping))
 
@@ -120,13 +122,11 @@ def _of_lines(lines: Iterable[Mapping[str, object]]) -> Iterator[Point]:
 
 def _number(value: object) -> float | None:
     """Return a value as a number: of a histogram, the norm that its bins say; None for anything else."""
-    if isinstance(value, Mapping):
-        return _norm_of_bins(value)
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool):
         return None
     try:
-        return float(str(value))
-    except ValueError:
+        return _norm_of_bins(value) if isinstance(value, Mapping) else float(str(value))
+    except (ValueError, TypeError, LookupError, OverflowError):  # bins that are none
         return None
 
 
@@ -135,7 +135,7 @@ def _norm_of_bins(histogram: Mapping[str, Proto]) -> float | None:
     counts, edges, packed = histogram.get("values"), histogram.get("bins"), histogram.get("packedBins")
     if isinstance(packed, Mapping):
         low, size, count = (float(packed[name]) for name in ("min", "size", "count"))
-        edges = [low + size * index for index in range(int(count) + 1)]
+        edges = [low + size * index for index in range(len(counts) + 1)] if count == len(counts) else None
     if not isinstance(counts, list) or not isinstance(edges, list) or len(edges) != len(counts) + 1:
         return None
     bins = zip(counts, edges, edges[1:], strict=False)
@@ -199,8 +199,8 @@ def _tensorboard(path: Path) -> Iterator[Point]:
                 yield value.tag, event.step, value.simple_value
             elif kind == "histo":
                 yield value.tag, event.step, math.sqrt(value.histo.sum_squares)
-            elif kind == "tensor" and (array := make_ndarray(value.tensor)).size == 1:
-                yield value.tag, event.step, float(array.item())
+            elif kind == "tensor" and (array := make_ndarray(value.tensor)).size == 1 and array.dtype.kind in "fiu":
+                yield value.tag, event.step, float(array.item())  # else a text
 
 
 def owner_of(name: str) -> tuple[str, Owner] | None:
@@ -244,7 +244,7 @@ class History:
 
     def __str__(self) -> str:
         layers = len({row[1] for row in self.rows if row[1] >= 0})
-        steps = sorted({row[0] for row in self.rows if row[5] in ("gradient_norm", NORM)})
+        steps = sorted({row[0] for row in self.rows if row[5] in _JUDGED[:2]})
         found = f"gradient norms of {self.parameters['gradient_norm']} parameters in {layers} layers"
         return "; ".join([f"{found}, {len(steps)} records from step {steps[0]} to {steps[-1]}", *self.notes])
 
@@ -272,10 +272,10 @@ def read_history(path: Path) -> History:
     for metric, parameters in placed.items():
         history.parameters[metric] = len(parameters)
         history.rows += _summed(metric, parameters.values(), main, NORM in whole)
-    if main is None and NORM not in whole:
+    if (main is None and NORM not in whole) or not any(row[5] in _JUDGED[:2] for row in history.rows):
         raise UserError(
-            f"run: {str(path)!r} has no gradient norms among its {len(series)} series (allowed: names such as "
-            "gradients/model.layers.0.mlp.up_proj.weight, as wandb.watch, Lightning's grad_norm or add_histogram write)"
+            f"run: {str(path)!r} has no gradient norms of one step among its {len(series)} series (allowed: names such "
+            "as gradients/layers.0.mlp.up_proj.weight, as wandb.watch, Lightning's grad_norm or add_histogram write)"
         )
     history.rows.sort(key=lambda row: row[0])
     history.notes = _notes(history, whole, {*stacks} - {main})
@@ -335,7 +335,7 @@ def import_history(path: Path, folder: Path) -> History:
     ``read_history`` does, and for a folder that another job wrote.
     """
     history = read_history(path)
-    judged = sorted({row[0] for row in history.rows if row[5] in ("gradient_norm", LOSS)})
+    judged = sorted({row[0] for row in history.rows if row[5] in _JUDGED})
     place = {step: number for number, step in enumerate(judged, start=1)}
     rates = {row[0]: row[6] for row in history.rows if row[5] == "learning_rate"}
     layers = 1 + max(row[1] for row in history.rows)

@@ -1,6 +1,7 @@
 """What other tools recorded is placed in layers, judged by the same rules, and says what it could not use."""
 
 import csv
+import importlib.util
 import json
 import math
 
@@ -44,6 +45,7 @@ def tensorboard(path, run, *, histograms):
 
     _, gradients, lines = run
     with SummaryWriter(str(path)) as writer:
+        writer.add_text("args", "a text, as Trainer's callback writes it")
         for step, (tensors, numbers) in enumerate(zip(gradients, lines, strict=True), start=1):
             writer.add_scalar("train/loss", numbers["loss"], step)
             writer.add_scalar("eval/loss", 9.0, step)
@@ -152,6 +154,15 @@ def test_wandbs_histograms_are_nearly_the_norm(tmp_path):
         assert row[6] == pytest.approx(values.norm().item(), rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    "broken", [{"min": "low"}, {"min": 0.0, "size": 1.0}, {"min": 0.0, "size": 1.0, "count": 1e18}]
+)
+def test_bins_that_are_none_are_left_out(tmp_path, broken):
+    line = {"_step": 3, "grad_norm": 2.0, "gradients/h.0.mlp.weight": {"values": [1, 2], "packedBins": broken}}
+    (tmp_path / "history.jsonl").write_text(json.dumps(line))
+    assert [row[5:] for row in read_history(tmp_path / "history.jsonl").rows] == [("step_gradient_norm", 2.0)]
+
+
 def test_an_offline_run_of_wandb(tmp_path, run, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -206,7 +217,21 @@ def test_what_is_no_history_is_one_line(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("nothing")
     (tmp_path / "cut.json").write_text('{"log_history": [')
     (tmp_path / "loss.csv").write_text("Step,train/loss\n1,2.0\n")
-    cases = {"notes.txt": "is not a history", "cut.json": "is not readable", "loss.csv": "no gradient norms"}
+    parameters = [f"gradients/model.layers.0.mlp.{name}.weight" for name in ("up_proj", "down_proj")]
+    (tmp_path / "apart.jsonl").write_text("".join(f'{{"{name}": 1.0}}\n' for name in parameters))  # a line is a step
+    (tmp_path / "number.json").write_text("3")
+    (tmp_path / "endless.jsonl").write_text('{"step": 1e999, "loss": 2.0}')
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "empty.wandb").write_bytes(b"")
+    for name in ("empty.csv", "empty.jsonl", "events.out.tfevents.1"):
+        (tmp_path / name).write_bytes(b"")
+    cases = {"notes.txt": "is not a history"}
+    cases |= dict.fromkeys(("cut.json", "number.json", "endless.jsonl", "deep.json"), "is not readable")
+    cases |= dict.fromkeys(("loss.csv", "apart.jsonl", "empty.csv", "empty.jsonl"), "no gradient norms")
+    if importlib.util.find_spec("tensorboard"):
+        cases["events.out.tfevents.1"] = "no gradient norms"
+    if importlib.util.find_spec("wandb"):
+        cases["empty.wandb"] = "is not readable"
     for name, said in cases.items():
         assert main(["diagnose", str(tmp_path / name)]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
@@ -216,16 +241,19 @@ def test_what_is_no_history_is_one_line(tmp_path, capsys):
         lamina.diagnose(tmp_path / "missing")
 
 
-def test_only_the_models_norm_is_judged_where_no_other_is_there(tmp_path):
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_only_the_models_norm_is_judged_where_no_other_is_there(tmp_path, has_loss):
     log = [{"step": step, "loss": 4.0 - 0.01 * step, "grad_norm": 1.0 + 0.01 * (step % 3)} for step in range(1, 41)]
     for line in log[30:]:
         line |= {"grad_norm": 900.0, "loss": 9.0}
+    for line in [] if has_loss else log:
+        del line["loss"]
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({"log_history": log}))
     found = lamina.diagnose(path)
     assert "no gradient norm by parameter: only the model's is judged" in found.sentences[0]
     assert gather(tmp_path / "trainer_state.json-lamina").first.step == 31
-    assert gather(tmp_path / "trainer_state.json-lamina").rose == 31
+    assert gather(tmp_path / "trainer_state.json-lamina").rose == (31 if has_loss else None)
 
 
 def test_the_current_folder_has_a_name(tmp_path, run, monkeypatch):
