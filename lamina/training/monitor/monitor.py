@@ -196,7 +196,7 @@ class Monitor:
 
     def _end_untold(self) -> None:
         """End a step of a loop that never says where its steps end. Raises Diverged."""
-        if self._open and not self._told and self.instruments.stepped:
+        if self._open and not self._told and self.instruments.ended:
             self._end()
 
     def _end(self) -> None:

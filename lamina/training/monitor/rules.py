@@ -140,7 +140,6 @@ class Rules:
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * WINDOW))
     _sums: dict[str, float] = field(default_factory=dict)  # of the loss' control charts
     _skipped: int = 0  # steps in a row that a loss scaler left out
-    _normed: bool = False
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
         """Judge the rows of a step; ``rate``: the learning rate by which updates are divided."""
@@ -211,9 +210,7 @@ class Rules:
             usual = statistics.median(row[6] for row in members)
             if len(members) < 3 or not usual > 0:
                 continue
-            found = [
-                self._fitted("apart", row, usual, abs(math.log(max(row[6], 1e-30) / usual)), "") for row in members
-            ]
+            found = [self._fitted("apart", row, usual, abs(math.log(max(row[6], 1e-30) / usual))) for row in members]
             few = sum(one.left for one in found) <= max(1, FEW * len(members))
             yield from (one if few else one._replace(left=False, score=0.0) for one in found)
         groups = list(_groups(rows, "gradient_norm"))
@@ -283,7 +280,7 @@ class Rules:
         """Count the steps in a row that have a loss and no gradient: a loss scaler left them out."""
         loss = next((row for row in rows if row[5] == LOSS), None)
         if any(row[5] == NORM for row in rows):
-            self._skipped, self._normed = 0, True
+            self._skipped = 0
         elif loss is not None and self.half:
             self._skipped += 1
         if loss is not None and self.half:

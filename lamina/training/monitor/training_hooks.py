@@ -257,6 +257,9 @@ class Listener(Protocol):
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Get what a GradScaler made of a loss."""
 
+    def tries(self, optimizer: object) -> None:
+        """Get an optimizer whose step a GradScaler has just taken, or left out."""
+
 
 Telling: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
 """Makes of a function of torch's one that tells the listeners first."""
@@ -274,6 +277,7 @@ def listening(listener: Listener) -> Iterator[None]:
         patches: list[tuple[object, str, Telling]] = [
             *((holder, name, _telling_clip) for holder in (torch_clipping, torch.nn.utils) for name in _INNER),
             *((scaler, "scale", _telling_scale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)),
+            (torch.amp.GradScaler, "step", _telling_try),  # ShardedGradScaler inherits it
             (torch.autograd, "backward", _telling_loss),
         ]
         for holder, name, telling in patches:
@@ -310,6 +314,17 @@ def _telling_scale(inner: Callable[..., object]) -> Callable[..., object]:
         return scaled
 
     return scale
+
+
+def _telling_try(inner: Callable[..., object]) -> Callable[..., object]:
+    @wraps(inner)
+    def step(scaler: object, optimizer: object, *args: object, **kwargs: object) -> object:
+        result = inner(scaler, optimizer, *args, **kwargs)
+        for listener in tuple(_LISTENERS):
+            listener.tries(optimizer)
+        return result
+
+    return step
 
 
 def _telling_clip(inner: Callable[..., object]) -> Callable[..., object]:
@@ -366,7 +381,7 @@ class Instruments:
         self._measuring = ExitStack()
         self._looking = self._looked = self._measured = self._moved = False
         self._began: set[int] = set()  # the optimizers whose step began
-        self._ended: set[int] = set()
+        self._ended: set[int] = set()  # those whose step has ended, or was left out by a loss scaler
         self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
         self._measured_rate = 0.0  # that of the last measured update
         self.losses: list[torch.Tensor] = []  # of the step's micro-batches, or their shares
@@ -402,7 +417,7 @@ class Instruments:
             return
         if not torch.is_grad_enabled():
             return  # an evaluation, or a policy that generates; a model may be trained in evaluation mode
-        if self._began:
+        if self._ended:  # a closure's passes are within a step
             self._untold()
         inner, inputs = called(module, args, kwargs)
         self.half |= in_half(self._device)
@@ -442,15 +457,24 @@ class Instruments:
         self._found()
 
     def differentiates(self, loss: torch.Tensor) -> None:
-        """Keep what a loop differentiates: the loss, where neither the model nor the user says it."""
+        """Keep what a loop differentiates: the loss, where neither the model nor the user says it.
+
+        What comes after the optimizer's step is another model's.
+        """
         whole, scaled = self._scaled
         self._scaled = None, None
-        if self._passed and self._inside is None and not self._looking:
+        stepped = self._began or self._ended
+        if self._passed and not stepped and self._inside is None and not self._looking:
             self._differentiated.append((whole if scaled is loss and whole is not None else loss).detach())
 
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Keep what a GradScaler scales, until the loop differentiates it."""
         self._scaled = loss, scaled
+
+    def tries(self, optimizer: object) -> None:
+        """Note that a loss scaler has taken a step, or left it out: then the optimizer is not called."""
+        if any(optimizer is own for own in self.optimizers):
+            self._ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Measure gradients before torch clips them, if this model's are among them."""
@@ -506,9 +530,9 @@ class Instruments:
             self._updates.after_step(self.optimizers)  # behind all optimizers' steps, in any order
 
     @property
-    def stepped(self) -> bool:
-        """Return whether an optimizer has taken the step that has not ended."""
-        return bool(self._began)
+    def ended(self) -> bool:
+        """Return whether an optimizer has taken the step that nobody has ended, or a loss scaler has left it out."""
+        return bool(self._ended)
 
     @property
     def accumulates(self) -> bool:
@@ -532,7 +556,7 @@ class Instruments:
             self._updates.after_step(self.optimizers)  # if one of the optimizers left the step out
         squares, self._current = self._current, None
         norm = None if squares is None else squares.sum().sqrt()
-        stepped = self.stepped
+        stepped = bool(self._began)
         rate = self._rate if stepped else largest_rate(self.optimizers)
         taken = Taken(loss=self.step_loss(), norm=norm, stepped=stepped, measured=self._moved, rate=rate)
         self._moved = self._measured = False

@@ -1,7 +1,9 @@
 """The one line that docs/watch.md gives for each kind of loop, in that loop, with every step's loss and gradient."""
 
 import atexit
+import math
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -197,6 +199,69 @@ def test_lightning(tmp_path, monkeypatch, accumulated):
     trainer.fit(Module(), torch.utils.data.DataLoader(IDS, batch_size=2))
     sums = [sum(losses[i : i + accumulated]) for i in range(0, len(losses), accumulated)]
     check(Path("runs/lightning"), sums, norms)
+
+
+def test_a_step_that_a_loss_scaler_leaves_out_is_a_step_of_its_own(tmp_path):
+    model, losses, norms = NanoGpt(), [], {}
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+    watched = lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1)
+    with watched:
+        for step in range(1, 9):
+            loss = model(IDS[:2, :-1], IDS[:2, 1:])[1]
+            scaler.scale(loss).backward()
+            if step in (1, 2, 5):
+                model.lm_head.weight.grad[0, 0] = math.inf
+            scaler.unscale_(optimizer)
+            norms |= {step: norm} if math.isfinite(norm := gradient(model)) else {}
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    rows = rows_of(tmp_path / "run")
+    assert rows.query("metric == 'step_loss'")["value"].tolist() == pytest.approx(losses, rel=1e-6)
+    seen = rows.query("metric == 'step_gradient_norm'")
+    assert dict(zip(seen["step"], seen["value"], strict=True)) == pytest.approx(norms, rel=1e-5)
+    assert norms.keys() == {3, 4, 6, 7, 8}
+
+
+def test_two_models_in_turn_have_a_loss_each(tmp_path):
+    models, losses = [NanoGpt(), NanoGpt(layers=3)], ([], [])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with ExitStack() as watched:
+        for place, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            watched.enter_context(lamina.watch(model, optimizer, output=str(tmp_path / str(place))))
+        for step in range(4):
+            for model, optimizer, kept in zip(models, optimizers, losses, strict=True):
+                loss = model(IDS[step : step + 2, :-1], IDS[step : step + 2, 1:])[1]
+                kept.append(loss.item())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for place, kept in enumerate(losses):
+        seen = rows_of(tmp_path / str(place)).query("metric == 'step_loss'")["value"].tolist()
+        assert seen == pytest.approx(kept, rel=1e-6)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_the_passes_of_a_closure_are_one_step(tmp_path, says):
+    model, first = NanoGpt(), []
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(IDS[:2, :-1], IDS[:2, 1:])[1]
+        loss.backward()
+        return loss
+
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run")) as monitor:
+        for _ in range(3):
+            first.append(optimizer.step(closure).item())
+            if says:
+                monitor.step(first[-1])
+    seen = rows_of(tmp_path / "run").query("metric == 'step_loss'")
+    assert seen["step"].tolist() == [1, 2, 3]
+    assert seen["value"].tolist() == pytest.approx(first, rel=1e-6)
 
 
 def test_without_lightning_it_is_one_line():
