@@ -199,6 +199,8 @@ class Alarms(Rules):
 
     def _once(self, found: Found) -> list[Alarm]:
         """Return the alarm of a series that has left and was not out; a gradient's waits for its next two values."""
+        if not (found.left or found.name or self._out):
+            return []
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
         key = (rule, series_of(found.row))
         waits = rule in ("rise", "apart") and metric in GRADIENTS

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.status import Status
 from lamina.training.monitor.guard import Diverged
-from lamina.training.monitor.monitor import Monitor, OnAlarm
-from lamina.training.monitor.watch import open_monitor
-from lamina.training.monitor.writers import WatchSettings
+from lamina.training.monitor.monitor import OnAlarm
+from lamina.training.monitor.watch import WatchCallback
 
 Lightning = Any
 """An object of Lightning, which may be installed under either of two names."""
@@ -33,7 +31,7 @@ def _callback() -> Lightning:
     raise UserError("lamina.LightningMonitor: needs lightning (to install it: pip install lightning)")
 
 
-class LightningMonitor(_callback()):
+class LightningMonitor(WatchCallback, _callback()):
     """Watches a training of Lightning's Trainer layer by layer.
 
     >>> trainer = lightning.Trainer(callbacks=[lamina.LightningMonitor("runs/mine")])
@@ -53,30 +51,14 @@ class LightningMonitor(_callback()):
     """
 
     def __init__(self, output: str, *, overwrite: bool = False, on_alarm: OnAlarm | None = None, **settings: object):
-        super().__init__()
-        self.settings = WatchSettings.from_dict({"output": output, **settings})
-        self.overwrite, self.on_alarm = overwrite, on_alarm
-        self.monitor: Monitor | None = None
+        super().__init__(output, overwrite=overwrite, on_alarm=on_alarm, **settings)
         self._steps = 0
         self._shares: list[torch.Tensor] = []
-
-    @property
-    def diverged(self) -> Diverged | None:
-        """Why and where the run diverged; None if it did not."""
-        return None if self.monitor is None else self.monitor.diverged
 
     def on_train_start(self, trainer: Lightning, pl_module: nn.Module) -> None:
         self._steps, count = trainer.global_step, sum(1 for _ in pl_module.parameters())
         inner = [child for child in pl_module.children() if sum(1 for _ in child.parameters()) == count]
-        modes: Json = {"resume": "auto" if self._steps else False, "overwrite": self.overwrite and not self._steps}
-        self.monitor = open_monitor(
-            inner[0] if len(inner) == 1 else pl_module,
-            trainer.optimizers,
-            self.settings,
-            step=self._steps,
-            on_alarm=self.on_alarm,
-            **modes,
-        )
+        self._begin(inner[0] if len(inner) == 1 else pl_module, trainer.optimizers, self._steps)
 
     def on_train_batch_end(
         self, trainer: Lightning, pl_module: nn.Module, outputs: Lightning, batch: object, batch_idx: int
@@ -97,8 +79,3 @@ class LightningMonitor(_callback()):
 
     def on_exception(self, trainer: Lightning, pl_module: nn.Module, exception: BaseException) -> None:
         self._close(Status.INTERRUPTED if isinstance(exception, KeyboardInterrupt) else Status.FAILED)
-
-    def _close(self, status: Status) -> None:
-        if self.monitor is not None:
-            reason = "" if status is Status.FINISHED else f"ended at step {self.monitor.step}"
-            self.monitor.close(status, reason)

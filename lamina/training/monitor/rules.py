@@ -76,6 +76,7 @@ PASTS: Mapping[str, Past] = {
 }
 _KEPT = {"weight_norm", "update_ratio", "expert_load", LOSS}
 JUDGED = {*PASTS, *_KEPT}
+_UPDATES = ("update_norm", "update_ratio", "weight_norm")
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
 
 
@@ -215,23 +216,23 @@ class Rules:
             yield from (one if few else one._replace(left=False, score=0.0) for one in found)
         groups = list(_groups(rows, "gradient_norm"))
         for members in groups:
-            usual = statistics.median(row[6] for row in members)
+            usual, others = statistics.median(row[6] for row in members), max(row[6] for row in members) > 0.0
             for row in members:
-                others = [other[6] for other in members if other is not row]
-                yield Found("dead", row, usual, left=row[6] == 0.0 and max(others, default=1.0) > 0.0)
+                yield Found("dead", row, usual, left=row[6] == 0.0 and (others or len(members) == 1))
         ratios = list(_groups(rows, "update_ratio"))
         lowest = min((row[1] for members in (*groups, *ratios) for row in members), default=0)
         for members in (*groups, *ratios):
             peers = [row for row in members if row[1] > lowest]
             usual = statistics.median([row[6] for row in peers] or [0.0])
-            for row in peers if len(peers) >= 3 and usual > 0 else ():
-                others = statistics.median(other[6] for other in peers if other is not row)
-                yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / max(others, usual)))
+            for row in (
+                peers if len(peers) >= 3 and usual > 0 else ()
+            ):  # without a row above it, the median is no higher
+                yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
 
     def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge what a record's updates do to the weights, and what else has been done to them."""
         places: dict[Place, dict[str, Row]] = {}
-        for row in rows:
+        for row in rows if any(row[5] in _UPDATES for row in rows) else ():
             inside = row[1] >= 0 and row[2] != "block"
             if (inside or row[3] in _WHOLE[1:]) and row[3] in _WHOLE and math.isfinite(row[6]):
                 places.setdefault((row[1], row[2], row[3]), {})[row[5]] = row

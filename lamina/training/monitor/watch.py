@@ -191,7 +191,38 @@ def open_monitor(
     return monitor
 
 
-class LayerMonitor(TrainerCallback):
+class WatchCallback:
+    """What the callbacks of two libraries' trainers share: arguments as of ``lamina.watch``, and a monitor.
+
+    Args:
+        output: the folder of the records.
+        overwrite: replace what it holds.
+        on_alarm, settings: those of ``lamina.watch``.
+    """
+
+    def __init__(self, output: str, *, overwrite: bool = False, on_alarm: OnAlarm | None = None, **settings: object):
+        super().__init__()
+        self.settings = WatchSettings.from_dict({"output": output, **settings})
+        self.overwrite, self.on_alarm = overwrite, on_alarm
+        self.monitor: Monitor | None = None
+
+    @property
+    def diverged(self) -> Diverged | None:
+        """Why and where the run diverged; None if it did not."""
+        return None if self.monitor is None else self.monitor.diverged
+
+    def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
+        """Begin the monitor after ``step`` steps, those of a checkpoint: then it continues the records."""
+        resume: Resume = "auto" if step else False
+        modes: Json = {"resume": resume, "overwrite": self.overwrite and not step, "on_alarm": self.on_alarm}
+        self.monitor = open_monitor(model, optimizers, self.settings, step=step, **modes)
+
+    def _close(self, status: Status) -> None:
+        if self.monitor is not None:
+            self.monitor.close(status, "" if status is Status.FINISHED else f"ended at step {self.monitor.step}")
+
+
+class LayerMonitor(WatchCallback, TrainerCallback):
     """Watches a Trainer's run layer by layer.
 
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[lamina.LayerMonitor("runs/mine")])
@@ -210,15 +241,8 @@ class LayerMonitor(TrainerCallback):
     """
 
     def __init__(self, output: str, *, overwrite: bool = False, on_alarm: OnAlarm | None = None, **settings: object):
-        self.settings = WatchSettings.from_dict({"output": output, **settings})
-        self.overwrite, self.on_alarm = overwrite, on_alarm
-        self.monitor: Monitor | None = None
+        super().__init__(output, overwrite=overwrite, on_alarm=on_alarm, **settings)
         self._release: Callable[[], None] | None = None
-
-    @property
-    def diverged(self) -> Diverged | None:
-        """Why and where the run diverged; None if it did not."""
-        return None if self.monitor is None else self.monitor.diverged
 
     def on_train_begin(
         self,
@@ -233,10 +257,7 @@ class LayerMonitor(TrainerCallback):
         assert optimizer is not None
         if (stale := _OPEN.get(Path(self.settings.output).resolve())) is not None:
             stale._end(Status.INTERRUPTED)  # its training failed, else it would have ended it
-        resume: Resume = "auto" if state.global_step else False
-        overwrite = self.overwrite and not resume
-        modes: Json = {"resume": resume, "overwrite": overwrite, "step": state.global_step}
-        self.monitor = open_monitor(model, [optimizer], self.settings, on_alarm=self.on_alarm, **modes)
+        self._begin(model, [optimizer], state.global_step)
         if self.monitor is None:
             return
         self.monitor.instruments.half |= bool(args.fp16)
@@ -293,8 +314,7 @@ class LayerMonitor(TrainerCallback):
             self._release = None
         atexit.unregister(self._end)
         _OPEN.pop(Path(self.settings.output).resolve(), None)
-        if self.monitor is not None:
-            self.monitor.close(status, "" if status is Status.FINISHED else f"ended at step {self.monitor.step}")
+        self._close(status)
 
 
 def _calling_trainer() -> Trainer | None:
