@@ -103,7 +103,7 @@ CAUSES = {
         Cause(
             name="weights changed",
             meaning="Between two records a layer's weights changed by far more than the recorded updates: something "
-            "else than the usual steps wrote to them.",
+            "other than the usual steps wrote to them.",
             check="compare the layer's weights with the last checkpoint before it, tensor by tensor",
             changes=(
                 "look for what was edited, loaded or initialized meanwhile: a checkpoint loaded in part, a layer or a "
@@ -122,8 +122,8 @@ CAUSES = {
                 "lower the peak learning rate by a factor of 2 to 3, or find the limit with lamina max-lr",
                 "lengthen the warm-up (Peri-LN, App G.1)",
                 Change(
-                    text="beta2 of 0.95 instead of 0.999: the second moment then forgets a calm time sooner, and a "
-                    "burst of gradients makes smaller updates",
+                    text="beta2 of 0.95 instead of 0.999: the second moment then forgets a calm stretch sooner, so "
+                    "that a burst of gradients makes smaller updates",
                     setting="beta2",
                     made=0.95,
                 ),
@@ -134,7 +134,7 @@ CAUSES = {
         Cause(
             name="attention logits",
             meaning="Attention looks at single tokens: its softmax saturates and its gradient vanishes.",
-            check="print the largest logit of each head in that layer for one batch: one head, or all",
+            check="print the largest logit of each head in that layer for one batch: is it one head, or all of them",
             changes=(
                 "norms on queries and keys (Dehghani et al. 2023, arXiv 2302.05442; QK-norm)",
                 "lower the learning rate, or raise weight decay on the query and key projections",
@@ -161,7 +161,7 @@ CAUSES = {
             meaning="The loss itself left its course at one step while the weights were as before: what is learned "
             "has changed.",
             check="print that step's inputs and labels as text, and compute the loss of an earlier batch with the "
-            "weights of now: it is as it was",
+            "current weights: it is what it was",
             changes=(
                 "look at how inputs and labels are made from that step on: a shift, a mask, a file, a repeated batch",
                 "see whether the loader repeats itself, or mixes in another source",
@@ -170,16 +170,16 @@ CAUSES = {
         Cause(
             name="dead layer",
             meaning="A sub-layer receives no gradient: it is cut off, or all its units are off.",
-            check="run one forward pass with a hook on the sub-layer: is its output, or its input, zero",
+            check="run one forward pass with a hook on the sub-layer, to see whether its output or its input is zero",
             changes=(
                 "see whether its output reaches the stream: a gain, gate or output projection of zero on both sides "
                 "stays zero",
-                "start its weights anew, with the initializer of the other layers",
+                "initialize its weights again, as those of the other layers",
             ),
         ),
         Cause(
             name="not trained",
-            meaning="A part gets a gradient and does not move, or no longer does: no optimizer has it.",
+            meaning="A part gets a gradient but does not move, or no longer does: no optimizer has it.",
             check="compare the ids of model.parameters() with those in optimizer.param_groups, and print requires_grad",
             changes=(
                 "give the optimizer all parameters, after the last change of the model (a layer that was replaced, "
@@ -195,7 +195,7 @@ CAUSES = {
         ),
         Cause(
             name="optimizer state",
-            meaning="The optimizer's moments fell to a fraction at once: it has forgotten what it knew.",
+            meaning="The optimizer's moments fell to a fraction in one step: it has forgotten what it knew.",
             check="print the optimizer's step count and the norm of exp_avg_sq right before and after that step",
             changes=(
                 "load the optimizer's state with the weights when a run is resumed",
@@ -208,12 +208,12 @@ CAUSES = {
             check="set weight_decay to 0 for that part for 50 steps from the last checkpoint: its norm stops falling",
             changes=(
                 "leave norms' gains and biases out of weight decay, and usually the embedding",
-                "compare weight_decay times the learning rate with 1e-3: more shrinks weights within a run",
+                "compare weight_decay times the learning rate with 1e-3: a larger product shrinks weights within a run",
             ),
         ),
         Cause(
             name="embedding rows",
-            meaning="A token's vector grows alone.",
+            meaning="One token's vector grows, and no other does.",
             check="print the longest rows of the embedding with their tokens, at two checkpoints",
             changes=(
                 "look at the batches for that token: padding that is learned, one that is repeated",

@@ -137,6 +137,7 @@ FINDINGS = Path(__file__).parent / "assets" / "findings.json"
 """The verdicts on the claims of ``CAUSES`` in sentences, written by docs/results.py from the records of studies."""
 _SHOWN = 12  # alarms
 _LOOK = "Look at that step's batch, learning rate and weights, and record more often (every=1)."
+_ODDS = "Odds compare the causes that Lamina knows, as counted in small runs; elsewhere they are not calibrated."
 RATE = "learning_rate"
 
 
@@ -160,8 +161,8 @@ def sentences(evidence: Evidence) -> list[str]:
     texts.append(f"What left first: {describe(first)}{f', {name}' if name else ''}.")
     if (lead := evidence.lead) is not None:
         early = f"It could have been seen {lead} step{'s' * (lead > 1)} before the loss rose."
-        late = "in the step in which the loss rose" if lead == 0 else "only after the loss rose"
-        texts.append(early if lead > 0 else f"It was seen {late}.")
+        late = "The loss rose in the same step." if lead == 0 else "It showed only after the loss rose."
+        texts.append(early if lead > 0 else late)
     then: dict[tuple[int, str, bool], str] = {}  # the first alarm of each other sub-layer, the telling ones first
     telling = {alarm: alarm.rule in ("not_finite", "written") for alarm in evidence.alarms}
     for alarm in sorted(evidence.alarms, key=lambda alarm: not telling[alarm]):
@@ -190,4 +191,4 @@ def _causes(evidence: Evidence) -> list[str]:
         texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
         texts.append(f"To check: {cause.check}.")
         texts += [f"Lamina's own study: {findings[claim]}" for claim in cause.claims if claim in findings]
-    return texts
+    return [*texts, _ODDS] if texts else []

@@ -254,8 +254,8 @@ def describe(alarm: Alarm) -> str:
     others = "the other layers' median" if alarm.layer >= 0 else "the layers' median"
     words = {
         "not_finite": f"{name} is not finite",
-        "skipped": f"the loss scaler left out {alarm.value:g} steps in a row",
-        "guess": f"the first loss is {alarm.value:.3g}, and a guess costs {alarm.usual:.3g}",
+        "skipped": f"the loss scaler skipped {alarm.value:g} steps in a row",
+        "guess": f"the first loss is {alarm.value:.3g}, and that of guessing is {alarm.usual:.3g}",
         "unmoved": "its weights do not move, though the others do",
         "written": f"its weights' norm went from {alarm.usual:.3g} to {alarm.value:.3g}, more than its updates could",
         "fall": f"{name} is {alarm.excess:.2g} times its recent median",
