@@ -224,9 +224,7 @@ class Rules:
         for members in (*groups, *ratios):
             peers = [row for row in members if row[1] > lowest]
             usual = statistics.median([row[6] for row in peers] or [0.0])
-            for row in (
-                peers if len(peers) >= 3 and usual > 0 else ()
-            ):  # without a row above it, the median is no higher
+            for row in peers if len(peers) >= 3 and usual > 0 else ():  # who is above it leaves it no higher
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
 
     def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
