@@ -75,7 +75,7 @@ class LightningMonitor(WatchCallback, _callback()):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Lightning, pl_module: nn.Module) -> None:
-        self._close(Status.FINISHED)
+        self._end(Status.FINISHED)
 
     def on_exception(self, trainer: Lightning, pl_module: nn.Module, exception: BaseException) -> None:
-        self._close(Status.INTERRUPTED if isinstance(exception, KeyboardInterrupt) else Status.FAILED)
+        self._end(Status.INTERRUPTED if isinstance(exception, KeyboardInterrupt) else Status.FAILED)

@@ -217,7 +217,7 @@ class WatchCallback:
         modes: Json = {"resume": resume, "overwrite": self.overwrite and not step, "on_alarm": self.on_alarm}
         self.monitor = open_monitor(model, optimizers, self.settings, step=step, **modes)
 
-    def _close(self, status: Status) -> None:
+    def _end(self, status: Status) -> None:
         if self.monitor is not None:
             self.monitor.close(status, "" if status is Status.FINISHED else f"ended at step {self.monitor.step}")
 
@@ -314,7 +314,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
             self._release = None
         atexit.unregister(self._end)
         _OPEN.pop(Path(self.settings.output).resolve(), None)
-        self._close(status)
+        super()._end(status)
 
 
 def _calling_trainer() -> Trainer | None:
