@@ -42,6 +42,7 @@ STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the next seed's break comes later: most lie between two records
 AFTER, FROM_START = 60, 90  # steps behind the break, and of what is broken from the start
 BROKEN_SEEDS = 2
+FRESH = 4  # the first seed of runs that are judged; those before were looked at while rules were made
 HELD, HELD_EVERY = 4, 2  # sequences of the batch whose loss says when a model is worse than its twin, and steps
 COLUMNS = ("call", "step", "layer", "sublayer", "role", "index", "metric", "value")
 
@@ -92,7 +93,9 @@ SETUPS: Mapping[str, Setup] = {
     "t5": Setup(family="t5", layers=3, schedule="constant", fitted=False),
     "mamba": Setup(family="mamba", layers=3, length=16, fitted=False),
     "grpo": Setup(family="llama", layers=2, rate=5e-4, steps=80, seeds=2, data="trl", fitted=False),
+    "olmo2": Setup(family="olmo2", layers=5, width=56, batch=6, schedule="linear", fitted=False),
 }
+EVERYTHING = "olmo2"  # the set-up in which each kind that can is tried, too
 
 VOCABULARY = 256
 
@@ -144,6 +147,7 @@ def model_of(setup: Setup) -> nn.Module:
     t5 = {"d_model": width, "d_kv": width // 4, "d_ff": 2 * width, "num_heads": 4, "decoder_start_token_id": 0}
     made: dict[str, Callable[[], nn.Module]] = {
         "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**modern)),
+        "olmo2": lambda: transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**modern)),
         "qwen3": lambda: transformers.Qwen3ForCausalLM(
             transformers.Qwen3Config(**modern, head_dim=width // 4, tie_word_embeddings=True)
         ),
@@ -195,6 +199,7 @@ _MODERN = Parts(
 PARTS: Mapping[str, Parts] = {
     "llama": _MODERN,
     "qwen3": _MODERN,
+    "olmo2": _MODERN,
     "mixtral": replace(_MODERN, down="mlp.experts.down_proj", up="mlp.experts.gate_up_proj"),
     "gpt2": Parts(
         "transformer.h",
@@ -832,6 +837,30 @@ KINDS: Mapping[str, Kind] = {
         where="layer",
         before=load_wrongly,
     ),
+    "layer-decay": Kind(
+        cause=("weight decay", "optimizer groups"),
+        what="weight decay on one layer",
+        runs={"llama-cosine": (60,), "gpt2-linear": (60,), "qwen3-wsd": (40,)},
+        where="layer",
+        before=decaying(lambda run: run.of_layer()),
+        fitted=False,
+    ),
+    "readout-rate": Kind(
+        cause=("optimizer groups",),
+        what="the readout's group has a higher rate",
+        runs={"llama-cosine": (20,), "nano-batch1": (30,), "llama-bf16-code": (20,)},
+        where="readout",
+        from_start=True,
+        groups=lambda run: apart(run, [run.model.get_parameter(run.parts.readout)], lr=run.setup.rate * run.strength),
+        fitted=False,
+    ),
+    "other-tokens": Kind(
+        cause=(_DATA,),
+        what="tokens have other numbers, as of another tokenizer",
+        runs={"llama-cosine": (1,), "gpt2-linear": (1,), "mixtral-code": (1,)},
+        batch=lambda run, step, ids, labels: ((ids + 7) % VOCABULARY, (labels + 7) % VOCABULARY),
+        fitted=False,
+    ),
     "swapped": Kind(
         cause=(_WRITTEN,),
         what="two layers change places",
@@ -1013,12 +1042,20 @@ Wanted = tuple[str, str, float, int]
 
 
 def wanted() -> Iterator[Wanted]:
-    """All runs of the corpus."""
-    for name, setup in SETUPS.items():
-        yield from ((name, "", 1.0, seed) for seed in range(setup.seeds))
+    """All runs of the corpus: what is fitted with the first seeds, what is judged with fresh ones, beside its twins."""
+    begins = {name: 0 if setup.fitted else FRESH for name, setup in SETUPS.items()}
+    healthy = {(name, begins[name] + seed) for name, setup in SETUPS.items() for seed in range(setup.seeds)}
+    broken: list[Wanted] = []
     for kind, failure in KINDS.items():
-        for name, strengths in failure.runs.items():
-            yield from ((name, kind, strength, seed) for strength in strengths for seed in range(BROKEN_SEEDS))
+        first, strengths = next(iter(failure.runs.items()))
+        elsewhere = {} if first in ("llama-fp16", "mixtral-cosine") else {EVERYTHING: strengths[:1]}
+        for name, strengths in {**elsewhere, **failure.runs}.items():
+            begin = begins[name] if failure.fitted else FRESH
+            seeds = range(begin, begin + BROKEN_SEEDS)
+            broken += [(name, kind, strength, seed) for strength in strengths for seed in seeds]
+    healthy |= {(name, seed) for name, _, _, seed in broken}
+    yield from ((name, "", 1.0, seed) for name, seed in sorted(healthy))
+    yield from broken
 
 
 def path_of(folder: Path, run: Wanted) -> Path:
@@ -1050,14 +1087,14 @@ def make(folder: Path, run: Wanted, forks: Sequence[Wanted] = ()) -> None:
 
 
 def make_runs(folder: Path, seconds: float, only: str = "") -> None:
-    """Make the runs that are not there yet, until the time is over: seed by seed, set-up by set-up."""
+    """Make the runs that are not there yet, until the time is over: failures first, seed by seed, set-up by set-up."""
     begun = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     missing = [run for run in wanted() if not path_of(folder, run).exists() and only in path_of(folder, run).name]
     groups: dict[tuple[int, str], list[Wanted]] = {}
     for run in missing:
         groups.setdefault((run[3], run[0]), []).append(run)
-    for (seed, name), runs in sorted(groups.items(), key=lambda pair: (pair[0][0], -len(pair[1]))):
+    for (seed, name), runs in sorted(groups.items(), key=lambda pair: (len(pair[1]) == 1, pair[0][0], -len(pair[1]))):
         late = [run for run in runs if run[1] and not KINDS[run[1]].from_start]
         early = [run for run in runs if run[1] and run not in late]
         healthy = [run for run in runs if not run[1]]

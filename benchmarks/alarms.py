@@ -6,8 +6,8 @@
 
 A run's loss has risen at the first step at which the loss of a fixed batch is not finite, or lies 0.15 nats above its
 healthy twin's and stays there for three measurements. "Before" means: an alarm at a step of the failure, and before
-that one. Failures after which the loss never leaves the twin's are counted apart. Set-ups and kinds that are not fitted
-count as judged; a fitted kind in a fitted set-up does not.
+that one. Failures after which the loss never leaves the twin's are counted apart. Runs of set-ups and kinds that are
+not fitted have seeds of their own; no run of these seeds is looked at before rules and limits are final.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from alarm_runs import COLUMNS, HELD_EVERY, KINDS, SETUPS
+from alarm_runs import COLUMNS, FRESH, HELD_EVERY, KINDS, SETUPS, path_of, wanted
 from common import settings_of_machine, write_record
 
 from lamina.reports.causes import NOT_KNOWN, Learned, Signs, causes_of, signature
@@ -74,7 +74,7 @@ class Recorded:
 
     @property
     def fitted(self) -> bool:
-        return SETUPS[self.setup].fitted and (not self.kind or KINDS[self.kind].fitted)
+        return self.about["seed"] < FRESH
 
     @cached_property
     def calls(self) -> list[tuple[float | None, bool, list[tuple[Any, ...]]]]:
@@ -227,7 +227,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def corpus(folder: Path) -> tuple[list[Recorded], dict[tuple[str, int], Recorded]]:
     """All runs, and the healthy ones by set-up and seed."""
-    runs = [Recorded.read(path) for path in sorted(folder.glob("*.parquet"))]
+    runs = [Recorded.read(path) for path in sorted(path_of(folder, run) for run in wanted()) if path.exists()]
     return runs, {(run.setup, run.about["seed"]): run for run in runs if not run.kind}
 
 
