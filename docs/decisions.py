@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 import yaml
+from verdict_words import best, number, plain
 
 from lamina.core.json_types import Json
 from lamina.papers.judging.findings import FAILED, Verdict
-from lamina.papers.results.verdicts import best, number, plain
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "which-placement.md"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
+
+import decisions
+from results_pages import write_results
+from verdict_words import findings
 
 from lamina.papers.engine.verdicts import all_verdicts
-from lamina.papers.results import write_results
-from lamina.papers.results.verdicts import findings
 from lamina.papers.study_catalog import names, read_study, records_folder
 from lamina.reports.causes import CAUSES
 from lamina.reports.diagnosis import FINDINGS
@@ -26,18 +26,11 @@ def write(folder: Path = PAGES, *, draw: bool = True, advice: Path = ADVICE, cit
     pages = write_results(verdicts, studies, records_folder(), folder, draw=draw)
     lines = (folder / "index.md").read_text(encoding="utf-8").splitlines()
     scale = next((line for line in lines if line.startswith("At scale")), "")
-    advice.write_text(_decisions().page(verdicts, scale), encoding="utf-8")
+    advice.write_text(decisions.page(verdicts, scale), encoding="utf-8")
     names_cited = {claim for cause in CAUSES.values() for claim in cause.claims}
     sentences = {name: text for name, text in sorted(findings(verdicts).items()) if name in names_cited}
     cited.write_text(json.dumps(sentences, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return pages
-
-
-def _decisions() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("decisions", ROOT / "docs" / "decisions.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

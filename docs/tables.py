@@ -18,12 +18,12 @@ from measured_tables import (
     studies_sentence,
     watching_sentence,
 )
+from results_pages import tolerance
 from scipy import stats
 
 from lamina.core.architectures import conversions, verified
 from lamina.jobs import aliases
 from lamina.jobs.columns import RESULT_COLUMNS
-from lamina.papers.judging.scaling import tolerance
 from lamina.placements import get, names
 from lamina.placements.wirings import WIRINGS
 

@@ -141,8 +141,9 @@ def prune(
         model: a folder with a saved model, Lamina's or transformers', or a run's folder.
         output: a new or empty folder.
         layers: the layers to take out, counted from 0: a list, or a text such as "3,5-7".
-        by: in their place, the measure that chooses ``drop`` layers: "angular_distance" (the block that turns the
-            stream least), "layer_drop" (those whose absence harms the loss least, one at a time), or PROBE.METRIC.
+        by: in their place, the measure that chooses ``drop`` layers: "angular_distance" (the block of as many layers
+            that turns the stream least, Gromov et al. 2024), "layer_drop" (those whose absence harms the loss least,
+            one at a time), or PROBE.METRIC with one value per layer (the lowest go).
         drop: how many layers to take out.
         overwrite: first delete what Lamina wrote into ``output``.
         text_settings: those of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.

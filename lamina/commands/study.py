@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from lamina.api import study
 from lamina.commands.arguments import Parser
@@ -15,9 +14,6 @@ from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.catalog import JOBS
 from lamina.jobs.names import PAGE
 from lamina.papers.engine.settings import StudySettings
-
-if TYPE_CHECKING:
-    from argparse import Namespace
 
 EXAMPLES = """
   lamina study list
@@ -82,15 +78,15 @@ def _list(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    settings = _given("show", "Show what a study asks, its trials, and the verdicts so far.", argv)[0]
+    flags = _parser("show", "Show what a study asks, its trials, and the verdicts so far.")
     from lamina.papers.engine.describe_study import description
 
-    show(description(_record(settings)))
+    show(description(_record(flags.settings_from(argv)[0])))
     return 0
 
 
 def _run(argv: list[str]) -> int:
-    typed, others = _given("run", "Train what is missing, measure, and judge the claims.", argv)
+    typed, others = parser().settings_from(argv)
     from lamina.papers.study_catalog import names
 
     listed = str(typed.pop("study", None) or "")
@@ -140,11 +136,11 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
 
 
 def _worker(argv: list[str]) -> int:
-    settings = _given("worker", "Train a share of a study's trials; other workers share the store.", argv)[0]
+    flags = _parser("worker", "Train a share of a study's trials; other workers share the store.")
     from lamina.jobs.status import ENDED
     from lamina.papers.engine.study_run import work
 
-    outcome = work(_record(settings))
+    outcome = work(_record(flags.settings_from(argv)[0]))
     ended = sum(result["status"] in ENDED for result in outcome.values())
     show(f"{ended} trials are done")
     return _failures([str(one.get("reason")) for one in outcome.values() if one["status"] not in ENDED])
@@ -171,7 +167,3 @@ def _parser(command: str, what: str) -> Parser:
         for switch in row.switches:
             flags.add_flag(f"--{switch.name.replace('_', '-')}", switch.help, False)
     return flags
-
-
-def _given(command: str, what: str, argv: list[str]) -> tuple[Json, Namespace]:
-    return _parser(command, what).settings_from(argv)

@@ -52,6 +52,19 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
             hook.remove()
 
 
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run modules compiled in place eagerly: a compiled one calls no hooks inside it, and recompiles for each shape."""
+    calls = {module: module._compiled_call_impl for module in model.modules()}
+    for module in calls:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in calls.items():
+            module._compiled_call_impl = call
+
+
 def decaying(model: nn.Module) -> list[str]:
     """Name the parameters that decay: matrices, but no biases and nothing of norms or the wiring, of whatever shape."""
     kept = {

@@ -294,6 +294,8 @@ class Bounds(ShortProbe):
             self._near_identity(by_role["fusenorm_eq_9", "block"])
 
     def _near_identity(self, plain: Sequence[Sides]) -> None:
+        from scipy import stats  # late, since that takes a second
+
         constant = float(torch.stack([(sides.left * sides.right).log() for sides in plain]).mean().exp())
         for sides in plain:
             self._add(replace(sides, right=constant / sides.right))
@@ -304,7 +306,8 @@ class Bounds(ShortProbe):
         depths = np.log([sides.layer + 1 for sides in plain])
         for role, x, expected in (("fusenorm_eq_9", sigmas, -1.0), ("fusenorm_eq_9_depth", depths, -0.5)):
             if np.ptp(x) > 0 and np.isfinite(distances).all():
-                slope, error = _slope(x, distances)
+                line: Any = stats.linregress(x, distances)
+                slope, error = float(line.slope), float(line.stderr)
                 for metric, value, spread in (
                     ("left", slope, error),
                     ("right", expected, math.nan),
@@ -356,14 +359,6 @@ class Bounds(ShortProbe):
                         f"How ||J - I|| goes with {bound} can't be told from {layers} layers (the exponent is "
                         f"{slope:.2g} ± {error:.2g}; the paper has {expected:g})."
                     )
-
-
-def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Least squares: the slope and its standard error."""
-    x, y = x - x.mean(), y - y.mean()
-    slope = float((x * y).sum() / (x * x).sum())
-    rest = float(((y - slope * x) ** 2).sum())
-    return slope, math.sqrt(rest / max(len(x) - 2, 1) / float((x * x).sum()))
 
 
 @dataclass(frozen=True)

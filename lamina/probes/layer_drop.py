@@ -22,7 +22,7 @@ from lamina.core.values import number, one_of, whole_number
 from lamina.errors import UserError
 from lamina.evaluation.harness import Runner
 from lamina.evaluation.task_files import Tasks
-from lamina.modeling.parts import temporary_hooks
+from lamina.modeling.parts import temporary_hooks, uncompiled
 from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart
@@ -424,7 +424,7 @@ class PassesWithoutLayers(ExitStack):
 
     def __enter__(self) -> PassesWithoutLayers:
         """Intercept the layers' calls."""
-        self.enter_context(_uncompiled(self.context.model))
+        self.enter_context(uncompiled(self.context.model))
         modules = {site.module for site in self.context.structure.layers}
         self.enter_context(forwards({m: partial(self._call, m, m.forward) for m in modules}))
         hooks = self.enter_context(temporary_hooks())
@@ -522,7 +522,7 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
     several layers share a module, only the calls of the removed layers change.
     """
     roots = context.roots
-    with _uncompiled(context.model), ExitStack() as stack:
+    with uncompiled(context.model), ExitStack() as stack:
         for index in layers:
             site, kept = context.structure.layers[index], {}
 
@@ -537,19 +537,6 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
             else:
                 stack.enter_context(intercept(_contributions(site), _zeros, roots=roots))
         yield
-
-
-@contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run modules compiled in place uncompiled, since a compiled module calls no hooks inside it."""
-    compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
-    for module, _ in compiled:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
 
 
 def _contributions(site: LayerSite) -> dict[int, Point]:

@@ -19,11 +19,10 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS
-from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED
 from lamina.studies.record import refuse_another_trial, stored_study, write_study
 from lamina.studies.running import cores, run_tasks
-from lamina.studies.settings import CompareSettings, MaxRateSettings, MaxRateStudySettings
+from lamina.studies.settings import CompareSettings, MaxRateSettings, MaxRateStudySettings, TransferSettings
 from lamina.studies.task import Task
 from lamina.training.checkpointing.resuming import refuse_another_text
 from lamina.training.execution.devices import decided
@@ -35,9 +34,8 @@ from lamina.training.resolve import resolve_run
 from lamina.training.setting_groups import GuardSettings
 from lamina.training.settings import PretrainSettings
 
-S = TypeVar("S", bound=Settings)
+G = TypeVar("G", CompareSettings, MaxRateStudySettings, TransferSettings)
 OneRun: TypeAlias = PretrainSettings | MaxRateSettings
-_FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 
 def compare(
@@ -55,18 +53,40 @@ def compare(
         OSError: the disk is full.
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
-    job = open_study(Kind.COMPARE, CompareSettings, settings, resume=resume, overwrite=overwrite)
-    complete = decided(job.settings)
-    trials = complete.trials()
-    check_trials(list(trials.values()), resume=resume, bar=bar)
+    job, complete, trials = open_study(Kind.COMPARE, CompareSettings, settings, resume, overwrite, bar)
     with job:
-        return run_study(job.settings, complete.to_dict(), trials, job.folder, bar=bar)
+        return run_study(job, complete, trials, bar=bar)
+
+
+def max_lr(
+    settings: MaxRateStudySettings | Mapping[str, Any],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> pd.DataFrame:
+    """Raise the learning rate of every placement and seed until it fails; returns the rows of results.csv.
+
+    Takes the settings, resumes, and raises as ``compare`` does.
+    """
+    job, complete, trials = open_study(Kind.MAX_LR, MaxRateStudySettings, settings, resume, overwrite, bar)
+    with job:
+        of_trial = "lamina.studies.compare:run_max_rate"
+        return run_study(job, complete, trials, bar=bar, keys=("placement", "seed"), of_trial=of_trial)
 
 
 def open_study(
-    kind: Kind, record: type[S], settings: S | Mapping[str, Any], *, resume: Resume, overwrite: bool
-) -> Job[S]:
-    """Open a study's job. Raises UserError where a launcher (torchrun, accelerate) has started several processes."""
+    kind: Kind, record: type[G], settings: G | Mapping[str, Any], resume: Resume, overwrite: bool, bar: bool
+) -> tuple[Job[G], G, Mapping[str, OneRun]]:
+    """Open a study's job, check its trials, and read the data that they then find in the cache.
+
+    Returns:
+        the job, its settings with precision and compilation decided, and the trials' settings by id.
+
+    Raises:
+        UserError: where a launcher (torchrun, accelerate) has started several processes; for a trial that can't be
+            built, one that ended with other settings, and data that can't be read.
+    """
     policy = ResumePolicy(what="study", free=record.undecided())
     job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)
     if (count := launched()[1]) > 1:
@@ -74,49 +94,44 @@ def open_study(
             f"WORLD_SIZE: {count} processes (allowed: 1, since {record.command_name} starts its own: see --workers; "
             "lamina pretrain trains one model in several)"
         )
-    return job
-
-
-def check_trials(trials: Sequence[PretrainSettings], *, resume: Resume, bar: bool) -> None:
-    """Check the trials of a study, and read the data that they then find in the cache; ``bar``: show progress.
-
-    Raises UserError for a trial that can't be built, one that ended with other settings, and data that can't be read.
-    """
-    for trial in trials:
-        plan = resolve_run(trial).plan
+    complete = decided(job.settings)
+    trials: Mapping[str, OneRun] = complete.trials()
+    runs = [trial.run() if isinstance(trial, MaxRateSettings) else trial for trial in trials.values()]
+    for run in runs:
+        plan = resolve_run(run).plan
         if resume:
-            refuse_another_trial(trial, plan)
-    splits, _ = resolve_run(trials[0]).read(bar=bar)
-    for trial in trials:
-        if read_result(Path(trial.output)) is not None:
-            refuse_another_text(trial, Path(trial.output), splits.stats.fingerprint)
+            refuse_another_trial(run, plan)
+    splits, _ = resolve_run(runs[0]).read(bar=bar)
+    for run in runs:
+        if read_result(Path(run.output)) is not None:
+            refuse_another_text(run, Path(run.output), splits.stats.fingerprint)
+    return job, complete, trials
 
 
 def run_study(
-    settings: Any,
-    recorded: Json,
+    job: Job[G],
+    complete: G,
     trials: Mapping[str, OneRun],
-    folder: Path,
     *,
     bar: bool,
-    header: Mapping[str, Any] | None = None,
-    keys: Sequence[str] = _FROM_SETTINGS,
-    job: str = "lamina.training.pretrain:pretrain",
+    keys: Sequence[str] = ("placement", "learning_rate", "seed"),
+    of_trial: str = "lamina.training.pretrain:pretrain",
 ) -> pd.DataFrame:
-    """Run the trials that have not ended yet, in a folder that is ours; returns the rows of results.csv.
+    """Run the trials that have not ended yet, in the job's folder, which is ours; returns the rows of results.csv.
 
-    ``settings`` is the study's record (``workers``, ``command()``), ``recorded`` are its values for study.yaml,
-    ``header`` are further fields above them, ``keys`` are the trial's settings that are columns of results.csv, ``job``
-    is what a trial does, "module:function".
+    ``complete`` are the values for study.yaml, ``keys`` the trial's settings that are columns of results.csv,
+    ``of_trial`` is what a trial does, "module:function".
     """
+    settings, folder = job.settings, job.folder
     workers = min(settings.workers or cores(), len(trials))
     # On small models, two processes with one thread each beat one process with two.
     trials = {t: replace(s, threads=s.threads or max(1, cores() // workers)) for t, s in trials.items()}
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    header: Json = {} if job.kind == Kind.COMPARE else {"kind": str(job.kind)}
     run = {"command": settings.command(), "version": environment(0)["versions"].get("lamina"), "created": created}
-    write_study(folder, {**(header or {}), **run, "settings": recorded})
+    write_study(folder, {**header, **run, "settings": complete.to_dict()})
     results = {t: r for t, s in trials.items() if (r := read_result(Path(s.output))) and r["status"] in ENDED}
-    tasks = {trial: Task(settings=s, job=job) for trial, s in trials.items() if trial not in results}
+    tasks = {trial: Task(settings=s, job=of_trial) for trial, s in trials.items() if trial not in results}
     names = list(dict.fromkeys([*columns.names(), *keys]))
 
     def write() -> pd.DataFrame:
@@ -155,31 +170,3 @@ def run_max_rate(
         return MaxRateGuard(margin=run.divergence_margin, patience=run.divergence_patience, rules=rules)
 
     return pretrain(settings.run(), resume=resume, overwrite=overwrite, bar=bar, guard=guard)
-
-
-def max_lr(
-    settings: MaxRateStudySettings | Mapping[str, Any],
-    *,
-    resume: Resume = False,
-    overwrite: bool = False,
-    bar: bool = True,
-) -> pd.DataFrame:
-    """Raise the learning rate of every placement and seed until it fails; returns the rows of results.csv.
-
-    ``settings`` are a whole record, or only the user's settings, by name. With ``resume``, trials that ended are
-    skipped and the others resume from their last checkpoint.
-
-    Raises:
-        UserError: for invalid settings, a corpus that can't be read, an output folder in use, settings or placements
-            that differ from those of the study to resume.
-        OSError: the disk is full.
-        KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
-    """
-    job = open_study(Kind.MAX_LR, MaxRateStudySettings, settings, resume=resume, overwrite=overwrite)
-    complete = decided(job.settings)
-    trials = complete.trials()
-    check_trials([trial.run() for trial in trials.values()], resume=resume, bar=bar)
-    more: Json = {"header": {"kind": str(Kind.MAX_LR)}, "keys": ("placement", "seed")}
-    with job:
-        job_of_trial = "lamina.studies.compare:run_max_rate"
-        return run_study(job.settings, complete.to_dict(), trials, job.folder, bar=bar, job=job_of_trial, **more)

@@ -13,16 +13,14 @@ import torch
 
 from lamina.core.frames import Frame
 from lamina.core.json_types import Json
-from lamina.jobs.files import write_json
 from lamina.jobs.folder import Resume
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS, TRANSFER
 from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.scaling import scaled_weights
-from lamina.studies.compare import check_trials, open_study, run_study
+from lamina.studies.compare import open_study, run_study
 from lamina.studies.settings import TransferSettings
-from lamina.training.execution.devices import decided
 from lamina.training.optimization.optimizer import scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
@@ -55,27 +53,17 @@ def transfer(
 ) -> pd.DataFrame:
     """Train the proxy at every rate (and a wider model at the rates to verify); returns the rows of results.csv.
 
-    ``settings`` are a whole record, or only the user's settings, by name.
-
-    Raises:
-        UserError: for invalid settings, a corpus that can't be read, an output folder in use, settings that
-            differ from those of the study to resume.
-        OSError: the disk is full.
-        KeyboardInterrupt: after the running trials have ended as `interrupted` and the numbers are written.
+    Takes the settings, resumes, and raises as ``compare`` does.
     """
-    job = open_study(Kind.TRANSFER, TransferSettings, settings, resume=resume, overwrite=overwrite)
-    complete, folder = decided(job.settings), job.folder
-    trials = complete.trials()
+    job, complete, trials = open_study(Kind.TRANSFER, TransferSettings, settings, resume, overwrite, bar)
     factors = role_rates(complete)  # fails before hours of training if the target cannot be built
-    check_trials(list(trials.values()), resume=resume, bar=bar)
     with job:
         try:
-            header = {"kind": str(Kind.TRANSFER)}
-            results = run_study(job.settings, complete.to_dict(), trials, folder, bar=bar, header=header, keys=KEYS)
+            results = run_study(job, complete, trials, bar=bar, keys=KEYS)
         finally:
-            if (folder / RESULTS).is_file():
-                summary = summarize(pd.read_csv((folder / RESULTS).absolute()), complete, factors)
-                write_json(folder / TRANSFER, summary)
+            if (job.folder / RESULTS).is_file():
+                summary = summarize(pd.read_csv((job.folder / RESULTS).absolute()), complete, factors)
+                job.write_json(TRANSFER, summary)
     return results
 
 

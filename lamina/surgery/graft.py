@@ -60,18 +60,10 @@ class Grafting(TypedDict):
 
 
 def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str, overwrite: bool = False) -> Grafting:
-    """Write a trained model with another placement into a new folder. After an error ``output`` is as it was.
+    """Write a trained model with another placement into a new folder; ``lamina.api.models.graft`` has the arguments.
 
-    Args:
-        source: a folder with a saved decoder that ``lamina convert`` takes, or a Lamina model's.
-        output: a new or empty folder.
-        settings: the text; gains are fitted on its first half, both models' losses measured on the second.
-        placement: with its options, as ``lamina.placements.resolve`` reads it.
-        overwrite: delete the files that Lamina wrote into ``output`` earlier.
-
-    Raises:
-        UserError: for a model that is not converted, a placement or a text that can't be read, or a module that takes
-            no factor.
+    Gains are fitted on the first half of the text of ``settings``, both models' losses measured on the second. If it
+    cannot, raises UserError, ``output`` as it was.
     """
     source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, field="model").dtype

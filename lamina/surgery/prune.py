@@ -67,18 +67,9 @@ def prune(
     drop: int = 0,
     overwrite: bool = False,
 ) -> Pruning:
-    """Write a model without some layers into a new folder. If it cannot, raises UserError, ``output`` as it was.
+    """Write a model without some layers into a new folder; ``lamina.api.models.prune`` has the arguments.
 
-    Args:
-        source: a folder with a saved decoder, Lamina's or transformers', or a run's folder.
-        output: a new or empty folder.
-        settings: the text on which layers and losses are measured.
-        layers: the layers to take out, counted from 0.
-        by: in their place, the measure that chooses ``drop`` layers: "angular_distance" (the block of as many layers
-            that turns the stream least, Gromov et al. 2024), "layer_drop" (those whose absence harms the loss least,
-            one at a time), or PROBE.METRIC with one value per layer (the lowest go).
-        drop: how many layers to take out.
-        overwrite: delete the files that Lamina wrote into ``output`` earlier.
+    Layers and losses are measured on the text of ``settings``. If it cannot, raises UserError, ``output`` as it was.
     """
     source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, "model").dtype

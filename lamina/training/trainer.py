@@ -17,12 +17,11 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
-from lamina.modeling.parts import decaying
+from lamina.modeling.parts import decaying, uncompiled
 from lamina.modeling.scaling import StepFactors
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing import state as saving
 from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, Stateful, collected
-from lamina.training.execution.compiling import uncompiled
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from scripts import loaded
 from synthetic_claims import CLAIMS, write_claims_study
 
 from lamina.papers.pages.folder import StudyFolder
-from lamina.papers.results import write_results
-from lamina.papers.results.pages import tolerances
-from lamina.papers.results.verdicts import ours, plain
+
+pages = loaded("docs/results_pages.py")
+ours, plain = pages.said.ours, pages.plain
 
 
 def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = ""):
@@ -51,7 +52,7 @@ def results(tmp_path_factory):
     ]
     (root / "docs").mkdir()
     (root / "docs" / "old.md").write_text("of a study that is gone")
-    write_results(verdicts, studies, root / "records", root / "docs")
+    pages.write_results(verdicts, studies, root / "records", root / "docs")
     return root
 
 
@@ -133,7 +134,7 @@ def test_the_pages_are_the_same_again_and_what_is_gone_goes(results):
         study("keel-lr", "keel"),
         study("peri-lr", "peri_ln", needs="gpu: too small"),
     ]
-    write_results(again, studies, results / "records", results / "docs")
+    pages.write_results(again, studies, results / "records", results / "docs")
     assert {path: path.read_bytes() for path in (results / "docs").rglob("*") if path.is_file()} == before
     assert len(CLAIMS) == 2
 
@@ -151,4 +152,4 @@ def test_an_arms_tolerance_is_of_the_seeds_that_all_its_rates_have(tmp_path):
     header = {"definition": {"scales": {"cpu": {"axes": {"placement": {}, "learning_rate": {}, "seed": {}}}}}}
     folder = StudyFolder(folder=tmp_path, header=header, results=pd.DataFrame(rows), claims=[])
     # Keel: from a ninth of a factor below 2e-3 to the edge at 8e-3, whose 2.32 is exactly within 0.02.
-    assert tolerances(folder) == {"keel": "≥ 2.1", "pre_ln": "≥ 0.2"}
+    assert pages.tolerances(folder) == {"keel": "≥ 2.1", "pre_ln": "≥ 0.2"}

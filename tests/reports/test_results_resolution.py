@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pandas as pd
 from scipy import stats
+from scripts import loaded
 
 from lamina.papers.pages.folder import StudyFolder
-from lamina.papers.results.pages import resolution
+
+resolution = loaded("docs/results_pages.py").resolution
 
 LOSSES = {"pre_ln": {1e-3: 2.7, 2e-3: 2.6, 4e-3: 2.7}, "keel": {1e-3: 2.6, 2e-3: 2.5, 4e-3: 2.45}}
 NOISE = {"pre_ln": (-0.02, 0.0, 0.02), "keel": (-0.01, 0.02, -0.01)}

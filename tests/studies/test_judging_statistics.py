@@ -8,11 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
+from scripts import loaded
 from synthetic_trials import rows, trials
 
 from lamina.papers.judging import statistics
-from lamina.papers.judging.rates import detectable, spreads
-from lamina.papers.judging.scaling import compute_gain, fit_law, gap_trend, left_out, tolerance
+
+ladder, pages = loaded("benchmarks/ladder_law.py"), loaded("docs/results_pages.py")
 
 DIFFERENCES = [-0.013, -0.011, -0.016, -0.012, -0.014]
 
@@ -101,7 +102,7 @@ def test_each_placement_has_its_best_rate_and_its_difference_to_pre_ln_there():
     pre = sweep("pre_ln", {1e-3: [3.2, 3.2, 3.2], 2e-3: BASE, 4e-3: [3.2, 3.2, 3.2]})
     keel = sweep("keel", {1e-3: [3.2, 3.2, 3.2], 2e-3: [3.1, 3.1, 3.1], 4e-3: [2.9, 2.92, 2.91]})
     post = sweep("post_ln", {2e-3: BASE}, "stuck")
-    table = spreads(trials(pre, keel, post)).set_index("placement")
+    table = pages.spreads(trials(pre, keel, post)).set_index("placement")
     assert table.index.tolist() == ["keel", "pre_ln"]
     assert table["best_rate"].tolist() == [4e-3, 2e-3]
     assert table["at_edge"].tolist() == [True, False]
@@ -109,12 +110,12 @@ def test_each_placement_has_its_best_rate_and_its_difference_to_pre_ln_there():
     assert table.loc["pre_ln", "std"] == pytest.approx(0.01)
     assert table.loc["keel", "difference"] == pytest.approx(-0.1)
     assert table.loc["keel", "paired_std"] == pytest.approx(0.01)
-    assert table.loc["keel", "detectable"] == pytest.approx(detectable(0.01, 5))
+    assert table.loc["keel", "detectable"] == pytest.approx(pages.detectable(0.01, 5))
     assert math.isnan(table.loc["pre_ln", "paired_std"])
 
 
 def test_what_is_detectable_has_a_power_of_ninety_percent():
-    difference = detectable(1.0, 8)
+    difference = pages.detectable(1.0, 8)
     limit = stats.t.ppf(0.975, 7)
     assert stats.nct.sf(limit, 7, difference * math.sqrt(8)) == pytest.approx(0.9, abs=0.02)
 
@@ -139,7 +140,7 @@ def drawn(noise=0.0, ratios=(2.5, 5, 10, 20), seeds=3, law=LAW):
 
 
 def test_the_fit_gives_back_the_law():
-    law = fit_law(drawn())
+    law = ladder.fit_law(drawn())
     assert law.floor == pytest.approx(LAW["E"], rel=1e-3)
     assert (law.size_exponent, law.data_exponent) == pytest.approx((LAW["a"], LAW["b"]), rel=1e-2)
     assert law.loss("keel", 1e7, 2e8) == pytest.approx(1.5 + 80 * 1e7**-0.35 + 255 * 2e8**-0.37, abs=1e-3)
@@ -147,21 +148,21 @@ def test_the_fit_gives_back_the_law():
 
 
 def test_a_size_that_was_left_out_is_predicted():
-    assert abs(left_out(drawn(), "S3")) < 2e-3
-    assert abs(left_out(drawn(noise=0.01), "S3")) < 0.05
+    assert abs(ladder.left_out(drawn(), "S3")) < 2e-3
+    assert abs(ladder.left_out(drawn(noise=0.01), "S3")) < 0.05
     jump = drawn()
     jump.loc[jump["size"] == "S3", "eval_loss"] += 0.2
-    assert left_out(jump, "S3") > 0.15
+    assert ladder.left_out(jump, "S3") > 0.15
 
 
 def test_one_size_does_not_make_a_law():
     with pytest.raises(ValueError, match="two sizes"):
-        fit_law(drawn().query("size == 'S1'"))
+        ladder.fit_law(drawn().query("size == 'S1'"))
 
 
 def test_the_gap_s_trend_is_the_line_through_the_pairs():
     trials = drawn(ratios=(10,))
-    trend = gap_trend(trials, "keel", "pre_ln")
+    trend = ladder.gap_trend(trials, "keel", "pre_ln")
     gaps = {s: -10 * n**-0.35 - 5 * (10 * n) ** -0.37 for s, n in SIZES.items()}
     decades = [math.log10(60 * n * n) for n in SIZES.values()]
     slope, _ = np.polyfit(decades, list(gaps.values()), 1)
@@ -178,14 +179,14 @@ def test_the_trend_s_interval_covers_the_slope_as_often_as_it_says():
     for _ in range(400):
         noisy = trials.assign(eval_loss=generator.normal(0, 0.02, len(trials)))
         noisy.loc[ours, "eval_loss"] += -0.1 + 0.05 * np.log10(noisy.loc[ours, "flops"])
-        low, high = gap_trend(noisy, "keel", "pre_ln").interval
+        low, high = ladder.gap_trend(noisy, "keel", "pre_ln").interval
         covered += low <= 0.05 <= high
     assert 0.92 < covered / 400 < 0.98
 
 
 def test_a_run_s_branches_are_no_pairs_of_their_own():
     with pytest.raises(ValueError, match="one number of tokens per parameter"):
-        gap_trend(drawn(), "keel", "pre_ln")
+        ladder.gap_trend(drawn(), "keel", "pre_ln")
 
 
 def test_the_compute_gain_is_the_factor_that_the_other_arm_needs():
@@ -193,14 +194,14 @@ def test_the_compute_gain_is_the_factor_that_the_other_arm_needs():
     pre = trials["arm"] == "pre_ln"
     trials["eval_loss"] = 10 - np.log(trials["flops"]) / 10
     trials.loc[~pre, "eval_loss"] -= math.log(1.5) / 10
-    gains = compute_gain(trials, "keel", "pre_ln")
+    gains = ladder.compute_gain(trials, "keel", "pre_ln")
     assert gains == {"S1": pytest.approx(1.5), "S2": pytest.approx(1.5)}, "nothing was seen beyond the largest"
-    seconds = compute_gain(trials, "keel", "pre_ln", cost="seconds")
+    seconds = ladder.compute_gain(trials, "keel", "pre_ln", cost="seconds")
     assert seconds["S1"] == pytest.approx(1.5 / 1.1), "a slower step costs"
 
 
 def test_the_tolerance_is_the_width_of_the_good_rates():
     losses = {1e-3: [2.1], 2e-3: [2.01], 4e-3: [2.0], 8e-3: [2.04], 16e-3: [math.inf]}
-    assert tolerance(losses) == pytest.approx(1 + (0.01 / 0.09) + 0.02 / 0.04)
-    assert tolerance({1e-3: [2.0], 2e-3: [math.inf]}) == 0
-    assert tolerance({1e-3: [2.0], 2e-3: [2.0]}) == 1, "the sweep's edge"
+    assert pages.tolerance(losses) == pytest.approx(1 + (0.01 / 0.09) + 0.02 / 0.04)
+    assert pages.tolerance({1e-3: [2.0], 2e-3: [math.inf]}) == 0
+    assert pages.tolerance({1e-3: [2.0], 2e-3: [2.0]}) == 1, "the sweep's edge"

@@ -6,6 +6,7 @@ import shutil
 import pandas as pd
 import pytest
 import yaml
+from scripts import loaded
 from studies.study_files import CLAIMS, run_here, write_study
 from training.tiny_runs import result
 
@@ -18,7 +19,6 @@ from lamina.papers.engine import study_run as studies_run
 from lamina.papers.engine import verdicts
 from lamina.papers.judging import Trials, judge, load_claims
 from lamina.papers.pages.folder import read_folder
-from lamina.papers.results.pages import write_results
 from lamina.papers.study_catalog import read_study
 from lamina.papers.trials.store import Records
 
@@ -180,7 +180,8 @@ def test_a_study_that_is_stopped_records_what_has_ended(run, tmp_path, corpus, m
     (key,) = part.rows
     assert part.table(key, "end-hidden_states") is not None
     claim = {"claim": "mine", "says": "so", "study": "mine", "scale": "cpu", "verdict": "not run yet", "paper": ""}
-    write_results([claim], [read_study(str(file))], tmp_path / "records", tmp_path / "pages", draw=False)
+    pages = loaded("docs/results_pages.py")
+    pages.write_results([claim], [read_study(str(file))], tmp_path / "records", tmp_path / "pages", draw=False)
     assert "Not run yet" in (tmp_path / "pages" / "mine.md").read_text()
     again = run(file, "again", record=True)
     assert len(again.results) == 4

@@ -6,9 +6,11 @@ from torch._dynamo.utils import counters
 from transformers import Gemma2Config, LlamaConfig
 
 import lamina
+from lamina.modeling.parts import uncompiled
 from lamina.placements import names
-from lamina.training.execution.compiling import compile_blocks, compiled, discard, structure, uncompiled
+from lamina.training.execution.compiling import compile_blocks, discard, structure
 from lamina.training.monitor.stream_measures import hidden_state_rows
+from lamina.training.monitor.training_hooks import is_compiled
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
 IDS = torch.arange(8).view(2, 4)
@@ -145,9 +147,9 @@ def test_hooks_see_every_layer_and_evaluations_compile_nothing():
     assert seen == list(model.model.layers)
     assert hidden_state_rows(model, IDS, step=1) == expected
     with uncompiled(model):
-        assert not compiled(model)
+        assert not is_compiled(model)
         model(input_ids=IDS[:1])
-    assert compiled(model)
+    assert is_compiled(model)
     assert counters["stats"]["unique_graphs"] == first
     discard(model)
-    assert not compiled(model)
+    assert not is_compiled(model)

@@ -16,7 +16,8 @@ from lamina.modeling.linear_cross_entropy import LinearLoss
 from lamina.studies.compare import compare
 from lamina.studies.settings import CompareSettings
 from lamina.training.execution import compiling, devices
-from lamina.training.execution.compiling import compile_blocks, compiled
+from lamina.training.execution.compiling import compile_blocks
+from lamina.training.monitor.training_hooks import is_compiled
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
@@ -62,9 +63,9 @@ def test_prepare_sets_the_loss_and_the_blocks():
     prepared = model()
     compiling.prepare(prepared, compiled=True)
     assert isinstance(prepared.linear_loss, LinearLoss)
-    assert compiled(prepared)
+    assert is_compiled(prepared)
     compiling.prepare(prepared, compiled=False)
-    assert not compiled(prepared)
+    assert not is_compiled(prepared)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")

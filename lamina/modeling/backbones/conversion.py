@@ -469,15 +469,9 @@ class ConversionRecord(TypedDict):
 def convert(
     source: str, output: Path, *, to: Target | None, dtype: str, overwrite: bool, verify: bool
 ) -> ConversionRecord:
-    """Convert a saved model into a new folder. If it cannot, raises UserError and leaves ``output`` as it was.
+    """Convert a saved model into a new folder; ``lamina.api.models.convert`` has the arguments.
 
-    Args:
-        source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
-        output: a new or empty folder.
-        to: the form to convert to; by default the one that the source does not have.
-        dtype: of the weights; "auto" keeps the checkpoint's.
-        overwrite: delete the files that Lamina wrote into ``output`` earlier.
-        verify: load what was written and compare its logits with the source's.
+    If it cannot, raises UserError and leaves ``output`` as it was.
     """
     source = source_beside(source, output, overwrite=overwrite)
     is_ours = isinstance(read_config(source), LaminaConfig)

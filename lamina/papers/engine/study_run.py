@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
-import math
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from lamina.core.json_types import Json
 from lamina.core.values import writable_folder
@@ -38,7 +36,6 @@ from lamina.studies import processes
 from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.record import read_study as read_record
 from lamina.studies.running import Executor, run_trials
-from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -207,7 +204,7 @@ def _run(
         finally:
             write()
         failed = {key: result for key, result in outcome.items() if result["status"] not in ENDED}
-        write_results(folder, results := with_bigrams(results_table(plan, store, failed), plan, store))
+        write_results(folder, results := results_table(plan, store, failed))
         write_study(folder, {**header, "trials": sorted(outcome)})
         _write_tables(plan, results, store, folder)
     ended = results[results["status"].isin(ENDED)] if "status" in results else results
@@ -329,23 +326,6 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
     placement = re.sub(r"^[^(]*/", "", trial.placement)  # without the folder of a file that only this machine has
     own: Json = {"key": trial.key, "placement": placement, **values, "seed": trial.seed}
     return {**scalars, **own, "learning_rate": trial.learning_rate, **places}
-
-
-def with_bigrams(results: pd.DataFrame, plan: StudyPlan, store: Store) -> pd.DataFrame:
-    """Add ``bigram_entropy`` to older rows that were stored without it, computed from the text that they read."""
-    lacking = results["bigram_entropy"].isna() if "bigram_entropy" in results else results["key"].notna()
-    keys = set(results.loc[lacking, "key"])
-    found = {}
-    for trial in plan.wanted(store.result):
-        if trial.key in keys and trial.job == "pretrain":
-            from lamina.training.objectives.bigram import bigram_entropy  # it loads torch
-
-            with contextlib.suppress(UserError):  # the text is not on this machine
-                entropy = bigram_entropy(cast(PretrainSettings, trial.settings))
-                found[trial.key] = math.nan if entropy is None else entropy
-    return results.assign(bigram_entropy=results.get("bigram_entropy", math.nan)).assign(
-        bigram_entropy=lambda table: table["bigram_entropy"].fillna(table["key"].map(found))
-    )
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:

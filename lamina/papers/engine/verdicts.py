@@ -131,8 +131,8 @@ def read_claims(folder: Path) -> list[Json] | None:
         claims = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{str(path)!r}: not readable ({error})") from None
-    if not isinstance(claims, list):
-        raise UserError(f"{str(path)!r}: {type(claims).__name__} (allowed: a list of verdicts)")
+    if not isinstance(claims, list) or not all(isinstance(one, dict) for one in claims):
+        raise UserError(f"{str(path)!r}: no list of verdicts (allowed: the file as it was written)")
     return claims
 
 

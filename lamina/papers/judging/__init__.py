@@ -23,7 +23,6 @@ from lamina.papers.judging.matched import (
     frontiers,
     iso_loss,
 )
-from lamina.papers.judging.rates import spreads
 from lamina.papers.judging.trials import NotMeasured, Trials, label
 from lamina.papers.judging.value_checks import (
     above,
@@ -74,7 +73,6 @@ __all__ = [
     "ordered",
     "same_as_recorded",
     "same_order",
-    "spreads",
     "trains",
     "values_of",
 ]

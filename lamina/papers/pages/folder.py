@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +13,13 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.names import CLAIMS, RESULTS
+from lamina.papers.engine.verdicts import read_claims
 from lamina.papers.judging.checks import TRAINED
 from lamina.papers.study_catalog import STAGE
 from lamina.papers.trials.jobs import SCORE
+from lamina.papers.trials.store import TABLES
 from lamina.reports.records import Frame, complete, read_parquet, rows_of, study_header
 
-TABLES = "tables"
 OURS = "ours"  # the source of a study that follows no paper
 _NO_ARM = ("learning_rate", "seed")
 _COUNTED = {"num_layers": "layers", "steps": "steps"}
@@ -155,14 +155,9 @@ def has_claims(folder: Path) -> bool:
 
 def read_folder(folder: Path) -> StudyFolder:
     """Read a study's folder or record. Raises UserError that names the file which is missing or damaged."""
-    path = folder / CLAIMS
-    try:
-        claims = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    except (OSError, ValueError) as error:
-        raise UserError(f"{str(path)!r}: not readable ({' '.join(str(error).split())[:200]})") from None
-    if not isinstance(claims, list) or not all(isinstance(one, dict) for one in claims):
-        raise UserError(f"{str(path)!r}: no list of verdicts (allowed: the file as it was written)")
-    return StudyFolder(folder=folder, header=study_header(folder), results=_results(folder / RESULTS), claims=claims)
+    return StudyFolder(
+        folder=folder, header=study_header(folder), results=_results(folder / RESULTS), claims=read_claims(folder) or []
+    )
 
 
 def _results(path: Path) -> Frame:

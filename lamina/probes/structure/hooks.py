@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lamina.modeling.parts import temporary_hooks
+from lamina.modeling.parts import temporary_hooks, uncompiled
 from lamina.probes.structure.sites import Point, Structure
 
 Output: TypeAlias = Any  # of a module: a tensor, a tuple, a list or a ModelOutput
@@ -204,14 +204,11 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode, eager, without gradients; mode, gradients and random states are restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
-    compiled = [(module, module._compiled_call_impl) for module, _ in modes if module._compiled_call_impl is not None]
     held = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     states = random.getstate(), np.random.get_state()
     devices = {p.device for p, _, _ in held if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=[d.index for d in devices]):
+    with torch.random.fork_rng(devices=[d.index for d in devices]), uncompiled(model):
         model.eval()
-        for module, _ in compiled:  # a compiled module would not call the hooks inside it
-            module._compiled_call_impl = None
         for parameter, _, _ in held:
             parameter.grad = None
         try:
@@ -219,8 +216,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
-            for module, call in compiled:
-                module._compiled_call_impl = call
             for parameter, gradient, requires in held:
                 parameter.requires_grad_(requires)
                 parameter.grad = gradient

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,7 +51,7 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
     """Compile every Block of ``model`` in place; returns the number of structural kinds.
 
     The parameters keep their names. The first step compiles the graphs for its batch's shape: a batch of another shape
-    should run under `uncompiled`.
+    should run under `parts.uncompiled`.
     """
     blocks = _blocks(model)
     kinds = len({structure(block) for block in blocks})
@@ -92,24 +90,6 @@ def structure(block: Block) -> tuple:
             described += (module.extra_repr(), window, getattr(module, "is_sliding", None))
         parts.append(described)
     return tuple(parts)
-
-
-@contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run the blocks eagerly: a compiled block calls no hooks inside it, and recompiles for each shape."""
-    calls = {block: block._compiled_call_impl for block in _blocks(model)}
-    for block in calls:
-        block._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for block, call in calls.items():
-            block._compiled_call_impl = call
-
-
-def compiled(model: nn.Module) -> bool:
-    """Whether the blocks run compiled."""
-    return any(block._compiled_call_impl is not None for block in _blocks(model))
 
 
 def _blocks(model: nn.Module) -> list[Block]:

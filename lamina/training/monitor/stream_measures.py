@@ -15,10 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lamina.modeling.parts import body_of, sublayers, temporary_hooks
+from lamina.modeling.parts import body_of, sublayers, temporary_hooks, uncompiled
 from lamina.probes.structure.hooks import Args, Kwargs, Output, watch
 from lamina.probes.structure.sites import Point, Structure
-from lamina.training.execution.compiling import uncompiled
 from lamina.training.monitor.writers import Row
 
 Key = TypeVar("Key", bound=Hashable)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import pandas as pd
+import verdict_words as said
+from verdict_words import NONE, code, number, plain, table
+
+from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_text
 from lamina.jobs.names import CLAIMS, RESULTS
-from lamina.papers.judging.checks import TRAINED
-from lamina.papers.judging.rates import spreads
-from lamina.papers.judging.scaling import tolerance
+from lamina.papers.judging.checks import TRAINED, optimum, values_of
+from lamina.papers.judging.statistics import CONFIDENCE
 from lamina.papers.judging.trials import Trials
 from lamina.papers.pages.drawing import Drawing
 from lamina.papers.pages.folder import OURS, StudyFolder, arms, read_folder
@@ -20,8 +26,6 @@ from lamina.papers.pages.lines import arms_title
 from lamina.papers.pages.matplotlib_figures import FIGURES, write
 from lamina.papers.pages.plotly_figures import plot
 from lamina.papers.pages.study_figures import drawings
-from lamina.papers.results import verdicts as said
-from lamina.papers.results.verdicts import NONE, code, number, plain, table
 from lamina.papers.study_catalog import StudyDefinition
 from lamina.reports.records import rows_of
 
@@ -240,6 +244,76 @@ def resolution(folder: StudyFolder) -> list[str]:
         table(list(cells[0]), [[*each.values()] for each in cells]),
         " ".join(words),
     ]
+
+
+_POWER = 0.9
+_COLUMNS = ("placement", "best_rate", "optimum", "at_edge", "loss", "std", "seeds")
+_PAIRED = ("difference", "paired_std", "detectable")
+
+
+def spreads(trials: Trials, *, reference: str = "pre_ln", pairs: int = 5) -> Frame:
+    """One row per placement that trains at some rate of a sweep, the lowest loss first.
+
+    Columns: ``best_rate`` (of those trained), ``optimum`` (a parabola's through log rate), ``at_edge``; at the best
+    rate the mean ``loss``, its ``std`` over the seeds and their number; of the difference to ``reference``, each at its
+    own best rate and paired by seed, the mean ``difference``, its standard deviation ``paired_std``, and
+    ``detectable``: the difference that this many ``pairs`` show with a power of 90 %.
+    """
+    best = {}
+    for arm in map(str, trials.values("placement")):
+        with suppress(ValueError):  # it trains at no rate
+            found = optimum(trials, arm)
+            best[arm] = found, values_of(trials.where(placement=arm, learning_rate=found.trained), arm)
+    rows = []
+    for arm, (found, losses) in best.items():
+        others = best[reference][1] if reference in best and arm != reference else {}
+        mean, std = _mean_and_std(list(losses.values()))
+        row = [arm, found.trained, found.rate, found.at_edge, mean, std, len(losses)]
+        difference, std = _mean_and_std([losses[seed] - others[seed] for seed in losses if seed in others])
+        rows.append([*row, difference, std, detectable(std, pairs)])
+    return pd.DataFrame(rows, columns=[*_COLUMNS, *_PAIRED]).sort_values("loss", ignore_index=True)
+
+
+def detectable(std: float, pairs: int) -> float:
+    """Return the mean difference that a two-sided t test on so many pairs shows with a power of about 90 %."""
+    from scipy import stats
+
+    quantiles = stats.t.ppf([1 - (1 - CONFIDENCE) / 2, _POWER], pairs - 1)
+    return float(quantiles.sum()) * std / math.sqrt(pairs)
+
+
+def _mean_and_std(values: list[float]) -> tuple[float, float]:
+    """Return the mean and a sample's standard deviation (n - 1); NaN where there are too few values."""
+    mean = statistics.fmean(values) if values else math.nan
+    return mean, statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def tolerance(losses: Mapping[float, Sequence[float]], within: float = 0.02) -> float:
+    """Return the width, in factors of 2, of the rates whose mean loss is within ``within`` nats of the best.
+
+    The ends are interpolated in the log of the rate. An end at the sweep's edge counts as the edge: the true interval
+    is at least as wide.
+
+    Args:
+        losses: by rate, the losses over the seeds; a rate with a run that failed has an infinite one.
+        within: nats.
+    """
+    rates = sorted(losses)
+    means = [statistics.fmean(losses[rate]) for rate in rates]
+    best = min(range(len(rates)), key=means.__getitem__)
+    limit = means[best] + within
+
+    def reach(step: int) -> float:
+        here = best
+        while 0 <= here + step < len(rates) and means[here + step] <= limit:
+            here += step
+        if not 0 <= here + step < len(rates):
+            return math.log2(rates[here])
+        beyond = means[here + step]
+        share = 0.0 if math.isinf(beyond) else (limit - means[here]) / (beyond - means[here])
+        return math.log2(rates[here]) + share * (math.log2(rates[here + step]) - math.log2(rates[here]))
+
+    return reach(1) - reach(-1)
 
 
 def _with_spread(mean: float, std: float, form: str) -> str:

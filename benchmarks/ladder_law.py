@@ -1,4 +1,4 @@
-"""The analysis of the ladder: how the loss, and the gap between two arms, change with size.
+"""The analysis of the ladder, for its pre-registration: how the loss, and the gap between two arms, change with size.
 
 The joint fit is Hoffmann et al.'s parametric form (arXiv 2203.15556, Eq 2 and App D.2) with exponents
 that all arms share:
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
@@ -177,31 +177,3 @@ def compute_gain(trials: Frame, arm: str, than: str, *, cost: str = "flops") -> 
             needed = math.exp(float(np.interp(-loss, -losses, np.log(costs))))
             gains[str(size)] = needed / spent
     return gains
-
-
-def tolerance(losses: Mapping[float, Sequence[float]], within: float = 0.02) -> float:
-    """Return the width, in factors of 2, of the rates whose mean loss is within ``within`` nats of the best.
-
-    The ends are interpolated in the log of the rate. An end at the sweep's edge counts as the edge: the true interval
-    is at least as wide.
-
-    Args:
-        losses: by rate, the losses over the seeds; a rate with a run that failed has an infinite one.
-        within: nats.
-    """
-    rates = sorted(losses)
-    means = [fmean(losses[rate]) for rate in rates]
-    best = min(range(len(rates)), key=means.__getitem__)
-    limit = means[best] + within
-
-    def reach(step: int) -> float:
-        here = best
-        while 0 <= here + step < len(rates) and means[here + step] <= limit:
-            here += step
-        if not 0 <= here + step < len(rates):
-            return math.log2(rates[here])
-        beyond = means[here + step]
-        share = 0.0 if math.isinf(beyond) else (limit - means[here]) / (beyond - means[here])
-        return math.log2(rates[here]) + share * (math.log2(rates[here + step]) - math.log2(rates[here]))
-
-    return reach(1) - reach(-1)
