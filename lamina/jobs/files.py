@@ -69,6 +69,15 @@ def read_json(path: Path) -> Json:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def noted(path: Path) -> Json:
+    """Read a JSON object; empty if the file is missing, not readable, or holds another value."""
+    try:
+        data = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
 def read_yaml(path: Path) -> Json:
     """Read a YAML mapping. Raises UserError naming the file if it is missing, unreadable or not a mapping."""
     return read_mapping(path)
@@ -124,11 +133,8 @@ def finite(data: Any) -> Any:
 
 def read_result(folder: Path) -> Json | None:
     """Read a run's result.json; None if the run has not ended or the file is not readable."""
-    try:
-        data = read_json(folder / RESULT)
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) and "status" in data else None
+    data = noted(folder / RESULT)
+    return data if "status" in data else None
 
 
 def disk_full(error: BaseException | None) -> bool:

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lamina.core.json_types import Json
 from lamina.core.values import writable_folder
 from lamina.errors import UserError
-from lamina.jobs.files import disk_full, read_json, read_sealed
+from lamina.jobs.files import disk_full, noted, read_json, read_sealed
 from lamina.jobs.names import COORDINATES, ENVIRONMENT, MANIFEST, RESULT, STUDY
 from lamina.jobs.status import ENDED
 
@@ -107,7 +106,7 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
         ended = False
         try:
             yield in_use(folder)
-            ended = _result(folder).get("status") not in ("failed", "interrupted")
+            ended = noted(folder / RESULT).get("status") not in ("failed", "interrupted")
         finally:
             if ended or has_result(folder):
                 drop_old(folder)
@@ -151,21 +150,13 @@ def has_result(folder: Path) -> bool:
     for run in [folder, *folder.glob("trials/*/")]:
         if any(run.glob(f"checkpoints/checkpoint-*/{MANIFEST}")):
             return True
-        result = _result(run)
+        result = noted(run / RESULT)
         probes = result.get("probes")
         if result.get("status") in ENDED or (
             isinstance(probes, dict) and any(record.get("status") == "finished" for record in probes.values())
         ):
             return True
     return (folder / COORDINATES).is_file() or any(folder.glob("scores/*/*.json"))
-
-
-def _result(folder: Path) -> Json:
-    try:
-        result = read_json(folder / RESULT)
-    except (OSError, ValueError):
-        return {}
-    return result if isinstance(result, dict) else {}
 
 
 def clear(folder: Path) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from lamina.probes.engine.figures import evenly
 from lamina.reports.records import Frame
-from lamina.reports.style import FONT, GREY, Shown, at_least_a_decade, evenly, log_scale, log_ticks, polish, rgba
+from lamina.reports.style import FONT, GREY, Shown, at_least_a_decade, log_scale, log_ticks, polish, rgba
 
 _ACROSS = 3  # panels or maps in a row
 _MAX_ROWS, _MAX_COLUMNS = 128, 80  # cells of a heat map

@@ -11,10 +11,11 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
+from lamina.probes.engine.figures import evenly
 from lamina.reports import charts
 from lamina.reports.charts import Grid, Line
 from lamina.reports.records import Frame, Trial
-from lamina.reports.style import Shown, evenly, polish
+from lamina.reports.style import Shown, polish
 
 _LINES = 7  # steps per panel
 

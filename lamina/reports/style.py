@@ -19,6 +19,7 @@ import numpy as np
 import plotly.graph_objects as go
 import plotly.io
 
+from lamina.probes.engine.figures import evenly
 from lamina.reports.records import Frame, Trial
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
@@ -271,12 +272,6 @@ def _heights(values: object, *, log: bool) -> np.ndarray:
     heights = np.asarray(() if values is None else values, dtype=float)
     with np.errstate(all="ignore"):
         return np.log10(heights) if log else heights
-
-
-def evenly(length: int, most: int) -> list[int]:
-    """At most ``most`` of the positions of a length, evenly spaced, with both ends."""
-    count = min(length, most)
-    return sorted({round(i * (length - 1) / max(1, count - 1)) for i in range(count)})
 
 
 def thin(frame: Frame, count: int) -> Frame:

@@ -35,6 +35,7 @@ from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import COORDINATES, RESULT, SLOPES
 from lamina.modeling.building import build
+from lamina.modeling.parts import temporary_hooks
 from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.settings import CoordCheckSettings
 from lamina.training.objectives.objective import objective_of
@@ -198,16 +199,11 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         return hook
 
     excluded = ("", "model", "model.backbone")  # the whole model; its parts are all included
-    handles = [
-        module.register_forward_hook(keep(name))
-        for name, module in model.named_modules()
-        if name not in excluded and "rotary" not in name
-    ]
-    try:
+    with temporary_hooks() as hooks:
+        for name, module in model.named_modules():
+            if name not in excluded and "rotary" not in name:
+                hooks.append(module.register_forward_hook(keep(name)))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def slopes(table: Frame, tolerance: float) -> Frame:

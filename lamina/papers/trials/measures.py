@@ -6,14 +6,13 @@ Parquet file in the trial's folder; measures.json says of each whether it was me
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lamina.errors import UserError, one_line
-from lamina.jobs.files import write_json, writing
+from lamina.jobs.files import noted, write_json, writing
 from lamina.jobs.run_folder import RunFolder
 from lamina.training.settings import PretrainSettings
 
@@ -38,7 +37,7 @@ def file_name(measure: str) -> str:
 
 def missing(folder: Path, measures: Iterable[str]) -> list[str]:
     """The measures that a trial's folder does not have yet."""
-    state = _state(folder)
+    state = noted(folder / STATE)
     return [
         measure
         for measure in measures
@@ -84,15 +83,7 @@ def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -
         if rows is not None:
             with writing(folder / FOLDER / file_name(name)) as temporary:
                 rows.to_parquet(temporary.absolute(), index=False, compression="zstd")
-        write_json(folder / STATE, {**_state(folder), name: note})
-
-
-def _state(folder: Path) -> dict[str, str]:
-    try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
+        write_json(folder / STATE, {**noted(folder / STATE), name: note})
 
 
 def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFrame:

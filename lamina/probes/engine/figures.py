@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import pandas as pd
 
 from lamina.core.frames import Frame
@@ -14,6 +13,12 @@ if TYPE_CHECKING:
 
 Figure: TypeAlias = "go.Figure"
 MOST_LINES = 24
+
+
+def evenly(length: int, most: int) -> list[int]:
+    """At most ``most`` of the positions of a length, evenly spaced, with both ends."""
+    count = min(length, most)
+    return sorted({round(i * (length - 1) / max(1, count - 1)) for i in range(count)})
 
 
 def lines(
@@ -34,7 +39,7 @@ def lines(
     figure = go.Figure()
     groups = [(None, frame)] if color is None else list(frame.groupby(color, sort=False))
     if len(groups) > MOST_LINES:
-        groups = [groups[round(i)] for i in np.linspace(0, len(groups) - 1, MOST_LINES)]
+        groups = [groups[i] for i in evenly(len(groups), MOST_LINES)]
     part: Frame
     for name, part in groups:
         part = part.sort_values(x)

@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
+from lamina.probes.engine.figures import evenly
 
 MOST_LINES, MOST_POINTS, MOST_CELLS = 256, 2000, 256  # in a figure, a line, a heat map's side
 _HARMLESS = r"/?(?:br|b|i|em|sup|sub|extra)\s*/?>"  # tags without attributes; plotly would follow an <a href=...>
@@ -26,7 +27,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     reduced: list[str] = []
     lines = [trace for trace in traces if trace.get("type", "scatter") in ("scatter", "scattergl", "bar")]
     if len(lines) > MOST_LINES:
-        chosen = {id(lines[i]) for i in _spread(len(lines), MOST_LINES)}
+        chosen = {id(lines[i]) for i in evenly(len(lines), MOST_LINES)}
         traces = [trace for trace in traces if id(trace) in chosen or not any(trace is line for line in lines)]
         reduced.append(f"{len(chosen)} of {len(lines)} lines")
     for trace in traces:
@@ -69,7 +70,7 @@ def _thin_map(trace: Json) -> str:
     cells = np.asarray(trace.get("z"))
     if cells.ndim != 2 or max(cells.shape) <= MOST_CELLS:
         return ""
-    rows, columns = (_spread(size, MOST_CELLS) for size in cells.shape)
+    rows, columns = (evenly(size, MOST_CELLS) for size in cells.shape)
     for name, chosen in (("y", rows), ("x", columns)):
         trace[name] = np.asarray(trace[name])[chosen] if trace.get(name) is not None else np.asarray(chosen)
     for name in ("z", "text", "customdata", "hovertext"):
@@ -83,7 +84,7 @@ def _thin_line(trace: Json) -> str:
     length = next((len(trace[name]) for name in ("y", "x") if _is_list(trace.get(name))), 0)
     if length <= MOST_POINTS or trace.get("fill") == "toself":  # a band's outline runs forth and back
         return ""
-    chosen = _spread(length, MOST_POINTS)
+    chosen = evenly(length, MOST_POINTS)
     arrays = {"marker": ("color", "size"), "error_y": ("array",)}
     for holder, names in ((trace, _ARRAYS), *((trace.get(name) or {}, arrays[name]) for name in arrays)):
         for name in names:
@@ -94,9 +95,3 @@ def _thin_line(trace: Json) -> str:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple | np.ndarray) and np.ndim(cast("Any", value)) > 0
-
-
-def _spread(size: int, most: int) -> list[int]:
-    """At most ``most`` of ``size`` indices, evenly spaced, including both ends."""
-    most = min(size, most)
-    return [round(i * (size - 1) / max(most - 1, 1)) for i in range(most)]

@@ -13,7 +13,7 @@ from typing import cast
 from lamina.core.json_types import Json
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
-from lamina.jobs.files import read_json, read_result, read_yaml, write_json
+from lamina.jobs.files import noted, read_json, read_result, read_yaml, write_json
 from lamina.jobs.manifest import MODEL, refuse_damaged
 from lamina.jobs.names import CONFIG, PLAN
 from lamina.jobs.run_folder import RunFolder
@@ -94,21 +94,12 @@ def known_of(folder: Path) -> Json:
     return {}
 
 
-def _changed(settings: PretrainSettings, noted: Path) -> str:
+def _changed(settings: PretrainSettings, data: Path) -> str:
     """Name the corpus's files that are newer than the run's last start, in a clause; empty if there are none."""
-    if not noted.is_file():
+    if not data.is_file():
         return ""
-    newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(noted.stat().st_mtime)]
+    newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(data.stat().st_mtime)]
     return f"; changed since: {', '.join(newer[:3])}{', ...' * (len(newer) > 3)}" if newer else ""
-
-
-def noted(path: Path) -> Json:
-    """Read a JSON object; empty if the file is missing or holds another value."""
-    try:
-        stored = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return stored if isinstance(stored, dict) else {}
 
 
 def is_good(state: RunState) -> bool:
