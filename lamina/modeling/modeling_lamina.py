@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import (
@@ -563,19 +562,6 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
         )
 
 
-class LaminaPredictionHead(nn.Module):
-    """ModernBERT's layers between its states and its decoder: norm(activation(dense(x)))."""
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.classifier_bias)
-        self.act = ACT2FN[config.classifier_activation]
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.act(self.dense(x)))
-
-
 @head("masked_lm", "AutoModelForMaskedLM")
 class LaminaForMaskedLM(LaminaWithHead):
     """A bidirectional LaminaModel with a head that predicts masked tokens.
@@ -586,9 +572,11 @@ class LaminaForMaskedLM(LaminaWithHead):
     _tied_weights_keys = {"decoder.weight": "model.backbone.embeddings.tok_embeddings.weight"}
 
     def __init__(self, config: LaminaConfig):
+        from transformers.models.modernbert.modeling_modernbert import ModernBertPredictionHead
+
         super().__init__(config)
         text_config = backbone_of(config)
-        self.head = LaminaPredictionHead(text_config)
+        self.head = ModernBertPredictionHead(text_config)
         self.decoder = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=text_config.decoder_bias)
         self.post_init()
 

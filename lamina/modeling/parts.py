@@ -55,7 +55,7 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Run modules compiled in place eagerly: a compiled one calls no hooks inside it, and recompiles for each shape."""
-    calls = {module: module._compiled_call_impl for module in model.modules()}
+    calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     for module in calls:
         module._compiled_call_impl = None
     try:
