@@ -683,11 +683,10 @@ KINDS: Mapping[str, Kind] = {
     "small-layer": Kind(
         cause=("initialization",),
         what="one layer starts with too small weights",
-        runs={"llama-cosine": (0.05,), "gpt2-linear": (0.05,), "qwen3-wsd": (0.03,)},
+        runs={"llama-cosine": (0.05,), "gpt2-linear": (0.05,), "qwen3-wsd": (0.03,), "nano-batch1": (0.03,)},
         where="layer",
         from_start=True,
         prepare=scaled_layer,
-        fitted=False,
     ),
     "labels-shifted": Kind(
         cause=(_DATA,),

@@ -38,10 +38,13 @@ from lamina.training.monitor.writers import LOSS
 
 NATS, STAYS = 0.15, 3
 RATE = 0.01  # false alarms a healthy run, over all series and rules
+TAIL = 0.25  # of the runs, whose scores are a limit's tail
 MARGIN = 1.1  # times the highest score of all healthy runs, below which no limit may lie
 FLOORS = {"rise": math.log(2.0), "fall": math.log(1.25), "apart": math.log(2.0), "skipped": 6.0, "guess": 1.5}
 FLOORS |= {"rise/step_loss": 12.0, "fall/step_loss": 12.0, "fall/loss_noise": math.log(2.0)}  # noises, added up
 FLOORS |= {"rewritten/update_ratio": math.log(0.06)}  # tiny models without a warm-up come near it
+FLOORS |= {"rewritten/update_ratio/outside": math.log(0.12)}  # rows of tokens in one batch alone move further
+FLOORS |= {"rise/weight_norm": math.log(1.5), "low": math.log(20.0)}
 FLOORS |= {"apart/weight_norm": math.log(6.0), "apart/gradient_norm": math.log(6.0)}  # models differ more than here
 """Less is nobody's concern, whatever the corpus says."""
 TARGETS = {
@@ -140,8 +143,8 @@ class Recorded:
 def fitted_limits(healthy: Iterable[Recorded]) -> dict[str, float]:
     """Fit each limit on the highest scores of healthy runs.
 
-    The upper half of them is taken for an exponential tail, and the limit lies where a run passes any of the limits
-    with the rate.
+    Their upper quarter is taken for an exponential tail, and the limit lies where a run passes any of the limits with
+    the rate.
     """
     nothing_leaves: Mapping[str, float] = defaultdict(lambda: math.inf)
     worst = [run.replay(nothing_leaves).worst for run in healthy]
@@ -149,9 +152,9 @@ def fitted_limits(healthy: Iterable[Recorded]) -> dict[str, float]:
     limits = {}
     for name in names:
         values = [one[name] for one in worst if math.isfinite(one.get(name, math.inf))] or [0.0]
-        middle, highest = statistics.median(values), max(values)
-        scale = statistics.fmean(value - middle for value in values if value >= middle)
-        tail = middle + scale * math.log(0.5 * len(names) / RATE)
+        begin, highest = sorted(values)[int((1 - TAIL) * len(values))], max(values)
+        scale = statistics.fmean(value - begin for value in values if value >= begin)
+        tail = begin + scale * math.log(TAIL * len(names) / RATE)
         floor = FLOORS.get(name, FLOORS.get(name.partition("/")[0], -math.inf))
         limits[name] = max(tail, highest + (MARGIN - 1) * abs(highest), floor)
     return limits
@@ -191,7 +194,7 @@ def judged(run: Recorded, twin: Recorded | None, learned: Learned | None) -> dic
         "rose": run.rose(twin),
         "first": min((step for step in steps if step >= breaks), default=None),
         "what": None if first is None else f"{first.rule}/{first.metric}",
-        "place": right_place(run, first),
+        "place": right_place(run, signs.place),
         "causes": [[name, round(odds, 2)] for name, odds in causes],
         "right": named in KINDS[run.kind].cause,
         "named": named not in (None, NOT_KNOWN),

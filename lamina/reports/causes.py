@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lamina.core.json_types import Json
-from lamina.training.monitor.alarms import Alarm, first_before
+from lamina.training.monitor.alarms import Alarm, first_before, place_of
 from lamina.training.monitor.rules import calibration, noise_of
 
 NOT_KNOWN = "not known"
@@ -22,10 +22,10 @@ TELLING = ("not_finite", "skipped", "guess", "dead", "unmoved", "written")
 STEPS = 60  # behind the first alarm, in which others belong to it
 AFTER = "after"  # no sign: whether what has not come yet may still come
 START = 3  # steps in which what differs was so from the start
-GROWN = 1.3  # times the learning rate of the record before
+GROWN = 1.3  # times the learning rate of one of the two records before
 NOISES, NATS = 4.0, 0.1  # by which a loss has moved
 TEMPER = 2.0  # by which the evidence of signs that hang together is divided,
-ALONE = ("first", "telling", "where", "half")  # all but these
+ALONE = ("first", "telling", "where", "rate", "half")  # all but these
 SECOND = 0.2  # odds from which a second cause is told
 _AROUND = (16, 5)  # losses before the first alarm, and from it on
 
@@ -266,6 +266,11 @@ class Signs:
         """Return the alarm that explains most (``first_before``)."""
         return first_before(self.alarms, self.rose)
 
+    @property
+    def place(self) -> Alarm | None:
+        """Return the alarm that says where it is (``place_of``)."""
+        return None if self.first is None else place_of(self.alarms, self.first)
+
 
 _FAMILIES = {
     "step_gradient_norm": "gradient",
@@ -276,6 +281,7 @@ _FAMILIES = {
     "gain_abs_max": "gain",
     "gain_mean": "size",
     "row_norm_mean": "size",
+    "weight_norm": "size",
 }
 
 
@@ -286,24 +292,25 @@ def _kind(alarm: Alarm) -> str:
 
 
 def signature(signs: Signs) -> dict[str, str]:
-    """Return the signs of a run's first alarm: what left, where, when, with what, and what loss and rate did.
+    """Return the signs of a run's first alarm: what says its place, when, with what, and what loss and rate did.
 
     Raises ValueError without an alarm.
     """
-    if (first := signs.first) is None:
+    if (first := signs.first) is None or (place := signs.place) is None:
         raise ValueError("no alarm")
     with_it = [alarm for alarm in signs.alarms if first.step <= alarm.step <= first.step + STEPS]
     at_once = {alarm.layer for alarm in with_it if alarm.step <= first.step + START}
     inside = {layer for layer in at_once if layer >= 0}
     rates = [signs.rates[at] for at in sorted(signs.rates) if at <= first.step]
     return {
-        "first": _kind(first),
+        "first": _kind(place),
         "telling": next((rule for rule in TELLING if any(alarm.rule == rule for alarm in with_it)), "none"),
-        "where": "inside" if first.layer >= 0 else first.role,
+        "where": "inside" if place.layer >= 0 else place.role,
+        "sublayer": place.sublayer,
         "when": "start" if first.step <= START else "later",
         "layers": "none" if not inside else "one" if len(inside) == 1 else "several",
         "loss": _loss_around(signs.losses, first.step),
-        "rate": "unknown" if len(rates) < 2 else "grown" if rates[-1] > GROWN * rates[-2] else "level",
+        "rate": "unknown" if len(rates) < 2 else "grown" if rates[-1] > GROWN * min(rates[-3:]) else "level",
         "half": str(signs.half),
         AFTER: "long" if max(signs.losses, default=0) >= first.step + STEPS // 2 else "short",
     } | {f"then {_kind(alarm)}": "yes" for alarm in with_it}

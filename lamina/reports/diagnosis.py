@@ -157,8 +157,10 @@ def sentences(evidence: Evidence) -> list[str]:
         if rose is not None:
             texts.append("Record more often (every=1) to see what happens between two records.")
         return texts
-    name = evidence.names.get(first.layer)
-    texts.append(f"What left first: {describe(first)}{f', {name}' if name else ''}.")
+    told = {"What left first": first, "What says where": evidence.place or first}
+    for what, alarm in list(told.items())[: 1 + (evidence.place != first)]:
+        name = evidence.names.get(alarm.layer)
+        texts.append(f"{what}: {describe(alarm)}{f', {name}' if name else ''}.")
     if (lead := evidence.lead) is not None:
         early = f"It could have been seen {lead} step{'s' * (lead > 1)} before the loss rose."
         late = "The loss rose in the same step." if lead == 0 else "It showed only after the loss rose."
@@ -169,6 +171,7 @@ def sentences(evidence: Evidence) -> list[str]:
         place = (alarm.layer, alarm.sublayer)
         if alarm.step >= first.step and "block" not in place and (telling[alarm] or place != _place(first)):
             then.setdefault((*place, telling[alarm]), describe(alarm))
+    then = {place: said for place, said in then.items() if said != describe(told["What says where"])}
     then.pop((*_place(first), first.rule in ("not_finite", "written")), None)
     if then:
         texts.append(f"Then: {'; '.join([*then.values()][:3])}.")

@@ -98,6 +98,7 @@ def test_signs_say_what_loss_and_rate_did():
         "first": "rise gradient",
         "telling": "none",
         "where": "model",
+        "sublayer": "block",
         "when": "later",
         "layers": "none",
         "loss": "up",

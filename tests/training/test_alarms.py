@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lamina
 from lamina.data.corpus import single_corpus
 from lamina.reports.diagnosis import gather, sentences
-from lamina.training.monitor.alarms import Alarms, describe, events
+from lamina.training.monitor.alarms import Alarms, describe, events, place_of
 from lamina.training.monitor.rules import PASTS, calibration
 
 
@@ -62,11 +63,14 @@ def test_a_dead_sublayer_is_named():
     assert [(a.rule, a.layer) for a in Alarms().see(dead)] == [("dead", 2)]
 
 
-@pytest.mark.parametrize(("layer", "said"), [(3, [("apart", 3)]), (0, [])])
-def test_a_gradient_that_stays_apart_is_named_unless_it_is_the_first_layers(layer, said):
+APART = [(3, 100.0, [("apart", 3)]), (0, 100.0, []), (2, 1e-3, [("low", 2)]), (4, 1e-3, [("low", 4)]), (0, 1e-3, [])]
+
+
+@pytest.mark.parametrize(("layer", "value", "said"), APART)
+def test_a_gradient_that_stays_apart_is_named_unless_it_is_the_first_layers(layer, value, said):
     alarms, found = Alarms(), []
     for step in (1, 2, 3):
-        found += alarms.see([row(step, 100.0 if at == layer else 1.0, layer=at) for at in range(5)])
+        found += alarms.see([row(step, value if at == layer else 2.0**-at, layer=at) for at in range(5)])
     assert [(alarm.rule, alarm.layer) for alarm in found] == said
     assert Alarms().see([row(1, 10.0**at, layer=at) for at in range(2)]) == []
 
@@ -221,6 +225,14 @@ def test_an_event_is_told_once_by_the_series_that_left_first():
         news += [alarms.news] if alarms.news else []
     assert [text.partition(" (")[0] for text in news] == ["step 31, layer 10", "step 70, layer 11"]
     assert [len(event) for event in events(alarms.told)] == [2, 1]
+    first = replace(alarms.told[0], step=100, metric="gradient_norm")
+    loss = replace(first, step=160, layer=-1, sublayer="model", metric="step_loss")
+    assert len(events([first, loss])) == len(events([first, replace(first, step=120)])) == 1
+    assert len(events([first, replace(first, step=160)])) == 2
+    weights = [replace(first, step=step, layer=3, rule="written", metric="weight_norm") for step in (120, 121)]
+    assert place_of([first, *weights, loss], first) == weights[0]
+    assert place_of([first, weights[1], loss], first) == first
+    assert place_of([loss, first], replace(loss, step=90)) == first
 
 
 def test_an_alarm_says_where_and_how_much():

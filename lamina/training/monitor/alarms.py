@@ -17,7 +17,7 @@ from lamina.core.json_types import Json, RunState
 from lamina.jobs.files import write_lines
 from lamina.jobs.names import ALARMS
 from lamina.jobs.run_folder import parse_lines
-from lamina.training.monitor.rules import GRADIENTS, Found, Rules, Series, series_of
+from lamina.training.monitor.rules import GRADIENTS, STAYS, Found, Rules, Series, series_of
 from lamina.training.monitor.writers import LOSS, NORM, Row
 
 logger = logging.getLogger(__name__)
@@ -25,17 +25,19 @@ logger = logging.getLogger(__name__)
 Key: TypeAlias = tuple[str, Series]
 """rule, series"""
 
-STAYS = 3  # values in a row at which a gradient must stand out
 HELD = 8  # steps for which a gradient that stood out once waits for what follows it,
 FOLLOWS = 4  # and how many of them later that must have begun
 STANDS_OUT = 6.0  # times its usual value, at which a gradient of one step is worth a word
 EVENT = 20  # steps without an alarm, after which the next one is another event
 NOTABLE = "notable"  # no alarm: a batch whose gradient stood out, and that nothing followed
 ORDER = (
-    "not_finite", "skipped", "guess", "dead", "unmoved", "written", "fall", "fp16", "apart", "rewritten", "logit",
-    "rise", NOTABLE,
+    "not_finite", "skipped", "guess", "dead", "unmoved", "written", "fall", "fp16", "apart", "low", "rewritten",
+    "logit", "rise", NOTABLE,
 )  # fmt: skip
 """Rules; of one step the one that explains most first."""
+PLACED = ("not_finite", "guess", "dead", "unmoved", "written", "low")
+PARAMETERS = ("weight_norm", "update_ratio", "gain_abs_max", "gain_mean", "row_norm_abs_max", "row_norm_mean")
+"""Rules, and metrics of other ones, that say where a failure is; a stream or a gradient leaves elsewhere, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +205,7 @@ class Alarms(Rules):
             return []
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
         key = (rule, series_of(found.row))
-        waits = rule in ("rise", "apart") and metric in GRADIENTS
+        waits = rule in ("rise", "apart", "low") and metric in GRADIENTS
         if found.name:
             scores = self._scores.setdefault(key, []) if waits else []
             scores.append(found.score)
@@ -264,6 +266,7 @@ def describe(alarm: Alarm) -> str:
         "fp16": f"the largest |x| is {alarm.value:.3g}, and float16 ends at {alarm.usual:g}",
         "dead": "its gradient is zero",
         "apart": f"{name} is {alarm.excess:.3g} times {others}",
+        "low": f"{name} is {alarm.excess:.2g} times that of the layers beside it",
         NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, and nothing followed",
         "rewritten": f"one step changes {alarm.value:.0%} of its weights' norm",
     }
@@ -273,10 +276,13 @@ def describe(alarm: Alarm) -> str:
 
 
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
-    """Group alarms by event, first one first: the alarms of an event follow one another within 20 steps."""
+    """Group alarms by event, first one first: the alarms of an event follow one another within 20 steps.
+
+    The loss, which shows a problem last, follows within 60.
+    """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
-        if not groups or alarm.step > groups[-1][-1].step + EVENT:
+        if not groups or alarm.step > groups[-1][-1].step + (3 * EVENT if alarm.metric == LOSS else EVENT):
             groups.append([])
         groups[-1].append(alarm)
     return groups
@@ -290,6 +296,17 @@ def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]
     return before[-1][0] if before else groups[0][0] if groups else None
+
+
+def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
+    """Return the alarm that says where a failure is: the first that can, of those within 20 steps of the first one.
+
+    Records show late what gradients and losses show at every step. Updates over the weights can where one stands apart.
+    """
+    near = [alarm for alarm in alarms if first.step <= alarm.step <= first.step + EVENT]
+    within = [alarm for alarm in near if alarm.layer >= 0 or alarm.role != "all"] or [first]
+    saying = (a for a in within if a.rule in PLACED or (a.metric in PARAMETERS and a.rule != "rewritten"))
+    return next(saying, first if first in within else within[0])
 
 
 def read_alarms(folder: Path) -> list[Alarm]:

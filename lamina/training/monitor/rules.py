@@ -39,6 +39,7 @@ LARGEST = 8.0  # noises that a single loss may add: no single batch is a rise
 SLACK = {"rise": 1.0, "fall": 3.0}  # noises a step: a healthy loss falls
 LEAST_NOISE = 0.02  # nats
 BENDS = 16  # losses whose noise is judged, for itself
+STAYS = 3  # values in a row at which a gradient must stand out; of the first ones, those of the start
 GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
 
@@ -71,10 +72,11 @@ PASTS: Mapping[str, Past] = {
     "gain_mean": Past(rises=False, falls=True),
     "row_norm_abs_max": Past(),
     "row_norm_mean": Past(rises=False, falls=True),
+    "weight_norm": Past(falls=True),
     "experts_used": Past(rises=False, falls=True),
     "loss_noise": Past(rises=False, falls=True, fewest=2 * EVERY_STEP),
 }
-_KEPT = {"weight_norm", "update_ratio", "expert_load", LOSS}
+_KEPT = {"update_ratio", "expert_load", LOSS}
 JUDGED = {*PASTS, *_KEPT}
 _UPDATES = ("update_norm", "update_ratio", "weight_norm")
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
@@ -205,7 +207,9 @@ class Rules:
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge sub-layers by the same ones of other layers.
 
-        Of gradients and updates, the first layer's are of their own kind in most models, and so are those outside.
+        Of gradients and updates, the first layer's are of their own kind in most models. At the start of a training, a
+        gradient far below both neighbors' is one of weights that are too small. What lies outside is compared with the
+        layers, for lack of peers.
         """
         for members in _groups(rows, "weight_norm"):
             usual = statistics.median(row[6] for row in members)
@@ -219,6 +223,8 @@ class Rules:
             usual, others = statistics.median(row[6] for row in members), max(row[6] for row in members) > 0.0
             for row in members:
                 yield Found("dead", row, usual, left=row[6] == 0.0 and (others or len(members) == 1))
+            if len(members) > 2 and len(self._recent.get(series_of(members[0]), ())) <= STAYS:
+                yield from self._low(members)
         ratios = list(_groups(rows, "update_ratio"))
         lowest = min((row[1] for members in (*groups, *ratios) for row in members), default=0)
         for members in (*groups, *ratios):
@@ -226,6 +232,14 @@ class Rules:
             usual = statistics.median([row[6] for row in peers] or [0.0])
             for row in peers if len(peers) >= 3 and usual > 0 else ():  # who is above it leaves it no higher
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
+
+    def _low(self, members: Sequence[Row]) -> Iterator[Found]:
+        """Judge gradients by those of the layers on both sides; the last layer's by the two below it."""
+        for place in range(1, len(members)):
+            beside = (place - 1, place + 1) if place + 1 < len(members) else (place - 2, place - 1)
+            usual, row = min(members[at][6] for at in beside), members[place]
+            if usual > 0 and row[6] > 0:
+                yield self._fitted("low", row, usual, math.log(usual / row[6]))
 
     def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge what a record's updates do to the weights, and what else has been done to them."""
