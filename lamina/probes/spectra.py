@@ -387,13 +387,7 @@ def condition_number(weight: torch.Tensor) -> float:
 
 def row_covariance_eigenvalues(weight: torch.Tensor, rows: int = 8192) -> torch.Tensor:
     """Eigenvalues of the covariance of a matrix' rows, centered, divisor n - 1: descending, float64; by chunks."""
-    weight = weight.detach()
-    total = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
-    for chunk in weight.split(rows):
-        total += chunk.double().sum(0)
-    mean = total / len(weight)
-    products = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64, device=weight.device)
-    for chunk in weight.split(rows):
-        centered = chunk.double() - mean
-        products += centered.T @ centered
-    return torch.linalg.eigvalsh(products / (len(weight) - 1)).flip(0).cpu()
+    covariance = Covariance()
+    for chunk in weight.detach().split(rows):
+        covariance.add(chunk.double())
+    return covariance.eigenvalues()

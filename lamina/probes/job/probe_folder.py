@@ -21,7 +21,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
-from lamina.core.progress import has_bars
+from lamina.core.progress import duration, has_bars
 from lamina.core.specs import split
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full, read_json, read_result, read_yaml, write_json, write_text, writing
@@ -264,8 +264,8 @@ class Bars:
         self._plan, self._began = dict(seconds), time.monotonic()
         if self.show and self._plan:
             longest = sorted(self._plan, key=lambda name: -self._plan[name])[:3]
-            parts = ", ".join(f"{name} {_duration(self._plan[name])}" for name in longest)
-            tqdm.write(f"about {_duration(sum(self._plan.values()))} ({parts})", file=sys.stderr)
+            parts = ", ".join(f"{name} {duration(self._plan[name])}" for name in longest)
+            tqdm.write(f"about {duration(sum(self._plan.values()))} ({parts})", file=sys.stderr)
 
     def start(self, name: str) -> None:
         """Begin a probe or the forward passes; whatever ran before is finished."""
@@ -279,7 +279,7 @@ class Bars:
         passed = time.monotonic() - self._began
         pace = passed / planned if planned > 1.0 else 1.0
         remaining = sum(planned_seconds for name, planned_seconds in self._plan.items() if name not in self._finished)
-        return f", about {_duration(remaining * pace)} left" if self._plan else ""
+        return f", about {duration(remaining * pace)} left" if self._plan else ""
 
     def __call__(self, done: int, total: int, label: str) -> None:
         if label != self.label:
@@ -297,10 +297,6 @@ class Bars:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
