@@ -1,7 +1,5 @@
 """What has not beaten a bigram table is listed without a rank, on the page and in the terminal."""
 
-import math
-
 import pandas as pd
 import pytest
 from synthetic_study import write_study
@@ -12,7 +10,6 @@ from lamina.reports import notices, page, sections, summarize
 from lamina.reports.records import read_study
 from lamina.reports.registry import report
 from lamina.reports.sentences import sentences
-from lamina.reports.tables import ranking_table
 from lamina.reports.terminal import ranking
 
 BIGRAM = 2.5
@@ -43,35 +40,6 @@ def test_results_without_the_entropy_are_ranked_as_before():
     assert list(summarize(older)["rank"].dropna()) == [1, 2, 3]
     assert "bigram" not in ranking(older)
     assert not any("bigram" in sentence for sentence in sentences(summarize(older)))
-
-
-def test_the_sentences_say_who_is_not_past_it():
-    lead, trouble, *_ = sentences(summarize(MIXED))
-    assert lead == (
-        "fusenorm has the lowest eval loss, 2.400; it is the only one of 4 placements that has beaten a bigram table."
-    )
-    assert "pre_ln and keel have not beaten a bigram table of the text that was read: 2.500 and 2.600" in trouble
-    nobody = sentences(summarize(results(keel=2.6, pre_ln=2.7)))
-    assert nobody[0] == "None of 2 placements has beaten a bigram table, so none can be called the best."
-    alone = sentences(summarize(results(keel=2.6).assign(perplexity=math.nan)))
-    assert "keel has not beaten a bigram table" in alone[1]
-    assert "rank" not in alone[1]
-
-
-def test_the_terminal_and_the_table_show_the_bigram_and_no_rank():
-    lines = ranking(MIXED).splitlines()
-    assert [line.split()[:2] for line in lines[1:5]] == [
-        ["1", "fusenorm"],
-        ["-", "pre_ln"],
-        ["-", "keel"],
-        ["-", "post_ln"],
-    ]
-    assert "a bigram table" in lines[5]
-    assert "2.5000" in lines[5]
-    assert any(line.startswith("note: Not ranked") and "pre_ln, keel" in line for line in lines)
-    html = ranking_table(summarize(MIXED), dict.fromkeys(MIXED["placement"], "#000000"))
-    assert html.count("above a bigram table") == 2
-    assert html.count('<tr class="unfinished">') == 3
 
 
 def test_the_page_draws_the_line_beside_the_unigrams(tmp_path, monkeypatch):

@@ -2,42 +2,18 @@
 
 import base64
 import gzip
-import itertools
 import json
 import math
 import re
 from dataclasses import replace
-from importlib import resources
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
 from lamina.reports.figures import loss_curves
-from lamina.reports.page import moment
 from lamina.reports.records import Trial
-from lamina.reports.sections import scale_note
-from lamina.reports.style import PALETTE, Shown, log_ticks, polish, to_html
-
-
-@pytest.mark.parametrize(("layers", "every"), [(3, 1), (12, 1), (24, 2), (100, 16), (1000, 128)])
-def test_an_axis_that_counts_layers_has_ticks_at_whole_ones(layers, every):
-    figure = go.Figure(go.Scatter(x=list(range(1, layers + 1)), y=[1.5] * layers))
-    assert polish(figure.update_xaxes(title="layer"), 300).layout.xaxis.dtick == every
-    other = go.Figure(go.Scatter(x=list(range(1, layers + 1)), y=[1.5] * layers))
-    assert polish(other.update_xaxes(title="step"), 300).layout.xaxis.dtick is None
-
-
-def test_a_small_model_is_called_small_and_a_large_one_is_not():
-    def results(parameters, tokens):
-        return pd.DataFrame({"parameters": [parameters, math.nan], "tokens": [tokens, tokens]})
-
-    (note,) = scale_note(results(912_528, 102_400))
-    assert "0.9 million parameters and 0.1 million tokens per run" in note
-    assert scale_note(results(130e6, 2e9)) == []
-    assert scale_note(results(math.nan, 5.0)) == []
-    assert scale_note(pd.DataFrame({"placement": ["keel"]})) == []
+from lamina.reports.style import Shown, log_ticks, to_html
 
 
 def trial(folder, seed, speed, flops=600.0):
@@ -96,39 +72,6 @@ def test_lines_of_the_same_values_take_turns_so_that_each_color_shows():
     html = to_html(figure.update_yaxes(type="log"))
     assert [line["line"].get("dash") for line in drawn(html)] == [None, "18px,9px", None, "9px,18px"]
     assert "take turns" in html
-
-
-def test_lines_that_only_cross_stay_whole():
-    figure, layers = go.Figure(), list(range(8))
-    for color, values in (("#111111", layers), ("#222222", layers[::-1]), ("#111111", layers)):
-        figure.add_scatter(x=layers, y=values, mode="lines", line={"color": color})
-    html = to_html(figure)
-    assert not any(line["line"].get("dash") for line in drawn(html))
-    assert "take turns" not in html
-
-
-def test_no_two_colors_of_placements_look_alike_in_the_dark():
-    script = (resources.files("lamina.reports") / "assets" / "page.js").read_text("utf-8")
-    dark = dict(re.findall(r'"(#[0-9a-f]{6})": "(#[0-9a-f]{6})"', script))
-    shown = {dark.get(color, color) for color in PALETTE}
-    assert len(shown) == len(PALETTE)
-    for one, other in itertools.combinations(sorted(shown), 2):
-        apart = math.dist(*(bytes.fromhex(color[1:]) for color in (one, other)))
-        assert apart > 30, (one, other)
-
-
-@pytest.mark.parametrize(
-    ("created", "text"),
-    [
-        ("2026-11-22T23:01:14+00:00", "2026-11-22 23:01 UTC"),
-        ("2026-11-23T00:01:14+02:00", "2026-11-22 22:01 UTC"),
-        ("2026-11-23", "2026-11-23"),
-        ("<b>yesterday</b>", "<b>yesterday</b>"),
-        (None, ""),
-    ],
-)
-def test_a_pages_moment_is_in_utc_to_the_minute(created, text):
-    assert moment(created) == text
 
 
 def test_the_text_of_a_tick_is_the_value_of_the_tick():

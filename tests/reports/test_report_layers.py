@@ -30,11 +30,6 @@ def shown(folder):
     return prepare(read_study(folder))[1]
 
 
-@pytest.fixture(scope="module")
-def body(folder):
-    return readable(report(folder).read_text(encoding="utf-8"))
-
-
 def recorded() -> pd.DataFrame:
     model, ids = moe(), torch.randint(0, 61, (2, 8))
     rows, ratios = [], UpdateRatios(model)
@@ -108,12 +103,6 @@ def test_the_busiest_experts_load_is_over_the_balanced_one(shown):
     table = layers.blocks(METRICS["expert_load"]).table(keel.trials[0])
     assert table.to_numpy() == pytest.approx(0.8 / (2 / 3))
     assert list(table.index) == [1, 2, 3, 4]
-
-
-def test_spikes_stand_in_both_tables_with_their_definition(body):
-    assert body.count('<th scope="col" class="number">loss spikes</th>') == 2
-    assert '3.5 <span class="spread">2.9 %</span>' in body  # the mean of two seeds: 3 and 4 of 120 steps
-    assert "OLMo 2" in body
 
 
 def test_a_folder_without_these_records_is_a_page_without_their_sections(tmp_path):

@@ -12,7 +12,7 @@ from lamina.errors import UserError
 from lamina.reports import figures, report
 from lamina.reports.records import read_study
 from lamina.reports.screenshot import screenshot
-from lamina.reports.style import Shown, colors
+from lamina.reports.style import Shown
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +53,6 @@ def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
     assert body.count("<svg") == 7
     assert "Keel (arXiv 2601.19895)" in body
     assert "optimizer.weight decay" in body
-
-
-def test_a_placement_has_one_color_in_every_figure(page):
-    figures = [part for part in readable(page).split("plotly-graph-div")[1:] if '"name":"keel"' in part]
-    assert len(figures) == 8
-    assert all("#e69f00" in part for part in figures)
-
-
-def test_several_rates_give_u_curves_and_no_confounding(tmp_path):
-    grid = write_study(tmp_path / "grid", rates=(1e-3, 3e-3, 1e-2), seeds=(0, 1), num_layers=6, logged=3)
-    page = report(grid).read_text(encoding="utf-8")
-    assert '<section id="learning-rates"' in page
-    assert "confounded" not in readable(page)
-    assert "best learning rate" in page
-    assert "±" in page
 
 
 def test_what_users_wrote_is_escaped(tmp_path):
@@ -171,25 +156,6 @@ def test_a_study_of_short_runs_shows_where_each_one_ended(tmp_path):
     assert "ran too short to tell" in page
     assert 'class="chip short"' in page
     assert not re.search(r"nothing to rank|is stuck:|are stuck|has the lowest|even than", page)
-
-
-def test_short_runs_are_points_of_the_u_curves(tmp_path):
-    folder = write_study(tmp_path / "study", courses=SHORT, rates=(1e-3, 3e-3), num_layers=4, logged=3, failed=False)
-    study = read_study(folder)
-    drawn = figures.u_curves(study.results, colors(SHORT), list(SHORT))
-    low, high = drawn.layout.yaxis.range
-    points = [y for trace in drawn.data for y in trace.y if y is not None]
-    assert set(study.results.eval_loss) <= set(points)
-    assert all(low < y < high for y in points)
-
-
-def test_a_study_of_one_placement_is_named_after_it(tmp_path):
-    courses = {"keel": (2.5, 0.2, 1.0, "finished")}
-    folder = write_study(tmp_path / "study", courses=courses, num_layers=4, logged=3, failed=False)
-    page = readable(report(folder).read_text(encoding="utf-8"))
-    assert "Where the norms sit: keel" in page
-    assert "At one learning rate." in page
-    assert "confounded" not in page
 
 
 def test_a_run_ends_with_its_page(tmp_path):

@@ -96,18 +96,6 @@ def test_placements_stand_side_by_side_on_one_scale(run, tmp_path):
     assert figure.layout.yaxis2.matches == "y"
 
 
-def test_only_the_metrics_that_a_probe_names_are_drawn():
-    frame = pd.DataFrame({"step": 0, "layer": [0, 1] * 2, "metric": ["a", "a", "b", "b"], "value": 1.0})
-    assert [q.label for q in quantities("x", frame, ("b",))] == ["b"]
-    assert [q.label for q in quantities("x", frame)] == ["a", "b"]
-
-
-def test_values_that_are_not_positive_get_a_linear_scale():
-    frame = pd.DataFrame({"step": 0, "layer": [0, 1], "metric": "cosine", "value": [-0.5, 0.9]})
-    assert [q.log for q in quantities("x", frame)] == [False]
-    assert [q.log for q in quantities("x", frame.assign(value=[1e-3, 10.0]))] == [True]
-
-
 def test_a_torn_part_is_left_out_and_notes_are_shown(run):
     (run / "probes" / "tiny_states" / f"part-{STEPS[1]:08d}.parquet").write_bytes(b"PAR1")
     note = json.dumps({"step": 20, "note": "<b>no</b> head"})
@@ -118,11 +106,3 @@ def test_a_torn_part_is_left_out_and_notes_are_shown(run):
     assert html.count("head</p>") == 1
     assert '"step 10"' not in html
     assert '"step 20"' in html
-
-
-def test_each_of_several_norms_is_a_quantity_and_heads_are_one():
-    rows = [(0, layer, "attention", "inner norm", index, 1.0) for layer in (0, 1) for index in (0, 1)]
-    frame = pd.DataFrame(rows, columns=["step", "layer", "sublayer", "role", "index", "value"]).assign(metric="gain")
-    norms = quantities("gains", frame.assign(path="some.module"))
-    assert [q.label for q in norms] == ["gain (attention, inner norm)", "gain (attention, inner norm 2)"]
-    assert len(quantities("attention", frame)) == 1

@@ -59,15 +59,13 @@ def test_what_did_not_finish_ranks_last_whatever_its_loss():
             ("diverged", 1, 0, "diverged", 0.0),
             ("interrupted", 1, 0, "interrupted", 1.0),
             ("stuck", 1, 0, "stuck", 3.2),
+            ("lossless", 1, 0, "finished", math.nan),
+            ("short", 1, 0, "short", 3.9),
             ("finished", 1, 0, "finished", 3.5),
         )
     )
-    assert list(table["placement"]) == ["finished", "stuck", "interrupted", "diverged", "failed"]
-
-
-def test_a_finished_trial_without_a_finite_loss_does_not_count_as_finished():
-    table = summarize(results(("a", 1, 0, "finished", math.nan), ("b", 1, 0, "finished", 9.0)))
-    assert list(table["placement"]) == ["b", "a"]
+    order = ["finished", "lossless", "short", "stuck", "interrupted", "diverged", "failed"]
+    assert list(table["placement"]) == order
 
 
 def test_missing_columns_and_rates_are_no_error():

@@ -5,34 +5,7 @@ import json
 import pytest
 
 from lamina.errors import UserError
-from lamina.jobs.kinds import Kind
-from lamina.reports import registry, report
-
-
-def test_the_kinds_with_a_page():
-    assert registry.kinds() == [
-        *(
-            "claims",
-            "coord-check",
-            "dpo",
-            "evaluation",
-            "max-lr",
-            "preflight",
-            "probing",
-            "reward",
-            "rlhf",
-            "run",
-            "sft",
-        ),
-        *("study", "transfer", "watched"),
-    ]
-
-
-def test_a_kind_is_looked_up_and_nothing_else(tmp_path, monkeypatch):
-    (tmp_path / "environment.json").write_text(json.dumps({"kind": "run"}))
-    registry.kinds()  # all registered
-    monkeypatch.setitem(registry._pages, Kind.RUN, lambda folder: folder / "mine.html")
-    assert report(tmp_path) == tmp_path / "mine.html"
+from lamina.reports import report
 
 
 @pytest.mark.parametrize("content", [{}, {"notes.txt": "mine"}])

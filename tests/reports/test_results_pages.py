@@ -11,7 +11,7 @@ from synthetic_claims import CLAIMS, write_claims_study
 from lamina.papers.pages.folder import StudyFolder
 
 pages = loaded("docs/results_pages.py")
-ours, plain = pages.said.ours, pages.plain
+plain = pages.plain
 
 
 def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = ""):
@@ -58,48 +58,6 @@ def results(tmp_path_factory):
 
 def page(results, name: str) -> str:
     return (results / "docs" / f"{name}.md").read_text("utf-8")
-
-
-def test_numbers_stand_on_lines_of_their_own_and_the_first_page_shows_what_decides():
-    one = {"verdict": "fails", "parts": ["a < b", "c", "d"], "ours": "a < b; c; d"}
-    assert ours(one) == "a &lt; b<br>c<br>d"
-    assert ours(one, most=2) == "a &lt; b<br>c<br>and 1 more"
-    assert ours({"verdict": "fails", "ours": "x"}, most=2) == "x"  # of an older record
-
-
-def test_the_first_page_counts_the_claims_and_has_all_of_them_by_paper(results):
-    first = page(results, "index")
-    rest = "**1** needs a larger scale and **1** has not been run yet."
-    assert f"Of 3 claims, **1** holds, {rest}" in first
-    assert f"Their parts counted by themselves, of 4 **1** holds, **1** fails, {rest}" in first
-    assert first.index("## Keel") < first.index("## Mix-LN") < first.index("## Peri-LN")
-    row = next(line for line in first.splitlines() if "[mix-ppl](mix-ppl.md)" in line)
-    assert row == (
-        "| **[mix-ppl](mix-ppl.md)**<br>Mix-LN's loss is below Pre-LN's | **holds** | mix_ln 2.400 &lt; pre_ln 2.500 "
-        "| 21.39 &lt; 21.92 | 5 | cpu |"
-    )
-    assert "A verdict is about its scale and no more" in first
-
-
-def test_a_claim_that_was_not_run_has_its_command_and_one_that_needs_a_scale_says_which(results):
-    first = page(results, "index")
-    assert "| **not run yet** | `lamina study run keel-lr` |" in first
-    assert "| **needs scale** | gpu: too small |" in first
-    assert "Not run yet: `lamina study run keel-lr`\n\n- It is so" in page(results, "keel-lr")
-    assert "Not decidable at this scale: gpu: too small" in page(results, "peri-lr")
-    assert "## At scale gpu\n\nNot run yet: `lamina study run mix-ppl --scale gpu`" in page(results, "mix-ppl")
-
-
-def test_a_studys_page_has_verdicts_arms_figures_and_where_they_come_from(results):
-    text = page(results, "mix-ppl")
-    assert "**Held:** Mix-LN's loss is below Pre-LN's." in text
-    assert "**Contradicted:** Post-LN" in text
-    assert "| −0.1 &#91;−0.12, −0.08&#93; | 0.0024 | 5 | – |" in text
-    assert "| mix_ln | 0.005 | 2.4200 ± 0.0158 | 5 | 5 finished |" in text
-    assert "| post_ln | 0.005 | 3.2750 ± 0.0129 | 4 | 4 finished, 1 stuck |" in text
-    assert "44 trials, A Processor, 2026-11-22, revision abc1234. Run it again: `lamina study run mix-ppl`" in text
-    for name in ("by-axis-placement", "sweep", "gradients-gradient-norm"):
-        assert f"(figures/mix-ppl-cpu-{name}.svg)" in text
 
 
 def test_texts_of_claims_show_as_they_are(results):

@@ -16,16 +16,16 @@ LOSSES = {"pre_ln": {1e-3: 2.7, 2e-3: 2.6, 4e-3: 2.7}, "keel": {1e-3: 2.6, 2e-3:
 NOISE = {"pre_ln": (-0.02, 0.0, 0.02), "keel": (-0.01, 0.02, -0.01)}
 
 
-def sweep(*, tuned: bool = False, axes: tuple[str, ...] = ("placement", "learning_rate", "seed")) -> StudyFolder:
+def sweep() -> StudyFolder:
     rows = []
     for placement in ("pre_ln", "keel", "post_ln"):
         for rate in (1e-3, 2e-3, 4e-3):
             for seed in range(3):
                 loss = LOSSES.get(placement, {}).get(rate, 3.0) + NOISE.get(placement, (0, 0, 0))[seed]
                 status = "stuck" if placement == "post_ln" and seed == 2 else "finished"
-                rows.append({"placement": placement, "depth": 8, "learning_rate": rate, "seed": seed, "tuned": tuned})
+                rows.append({"placement": placement, "depth": 8, "learning_rate": rate, "seed": seed, "tuned": False})
                 rows[-1] |= {"status": status, "eval_loss": loss}
-    definition = {"study": "sweep", "scales": {"cpu": {"axes": dict.fromkeys(axes)}}}
+    definition = {"study": "sweep", "scales": {"cpu": {"axes": dict.fromkeys(("placement", "learning_rate", "seed"))}}}
     header = {"definition": definition, "settings": {"scale": "cpu"}}
     return StudyFolder(folder=Path(), header=header, results=pd.DataFrame(rows), claims=[])
 
@@ -44,8 +44,3 @@ def test_the_table_has_optima_spreads_and_what_five_pairs_show():
     assert pre.endswith("| 3 | – | – | – |")
     assert "post_ln" in sentence
     assert f"{shown:.3f} nats" in sentence
-
-
-def test_other_studies_have_no_such_section():
-    assert resolution(sweep(tuned=True)) == []
-    assert resolution(sweep(axes=("placement", "depth", "learning_rate", "seed"))) == []

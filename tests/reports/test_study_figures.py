@@ -1,7 +1,5 @@
 """The figures of a study: their numbers are those of its tables, on a page and for a paper."""
 
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 
 import pandas as pd
@@ -11,9 +9,8 @@ from synthetic_claims import BEST, PLACEMENTS, write_claims_study
 from lamina.papers.pages import matplotlib_figures, plotly_figures, study_figures
 from lamina.papers.pages.drawing import Request
 from lamina.papers.pages.folder import arms, read_folder
-from lamina.papers.pages.lines import ordered_values
 from lamina.papers.pages.page import _figures
-from lamina.papers.pages.study_figures import KINDS, _parts, _rows, drawings, sweep
+from lamina.papers.pages.study_figures import KINDS, drawings, sweep
 from lamina.papers.study_catalog import names, read_study
 from lamina.reports.style import look
 
@@ -53,21 +50,6 @@ def test_a_sweep_shows_every_rates_mean_and_marks_where_no_seed_trained(tmp_path
     assert {name: line.look for name, line in lines.items()} == {name: look(name) for name in PLACEMENTS}
 
 
-def test_the_parts_of_a_layer_are_panels_and_what_is_outside_is_left_out(tmp_path):
-    rows = [
-        {"key": key, "metric": "gain", "layer": layer, "sublayer": sub, "role": "pre_norm", "value": value}
-        for key in pd.read_csv(write_claims_study(tmp_path / "study") / "results.csv")["key"]
-        for layer, sub, value in ((0, "attention", 1.0), (0, "feed_forward", 3.0), (-1, "model", 100.0))
-    ]
-    table = _rows(pd.DataFrame(rows), "gain", {})
-    table = table[table["layer"] >= 0]
-    assert {name: part["value"].mean() for name, part in _parts(table, "layer")} == {
-        "attention": 1.0,
-        "feed-forward": 3.0,
-    }
-    assert [name for name, _ in _parts(table[table["sublayer"] == "attention"], "layer")] == [""]
-
-
 def test_the_axes_decide_the_figures(tmp_path):
     assert kinds(read_folder(write_claims_study(tmp_path / "one"))) == ["by-axis-placement", "sweep"]
     deep = read_folder(write_claims_study(tmp_path / "deep", extra={"num_layers": [8, 16, 64]}))
@@ -97,17 +79,6 @@ def test_measures_are_lines_over_layers_maps_and_curves(tmp_path):
     assert cells.values[2][:2] == pytest.approx((0.3, 0.3))
     curve = drawn(study, "curves-loss").panels[0].series[0]
     assert curve.y == pytest.approx((5.0, 4.2, 3.2))
-
-
-def test_an_axis_may_have_the_name_of_a_measures_column(tmp_path):
-    folder = write_claims_study(tmp_path / "study", extra={"size": ["deep", "wide"]}, tables=("angles",))
-    study = read_folder(folder)
-    panels = drawn(study, "end-angular-distance").panels
-    assert {"mix_ln, deep", "mix_ln, wide"} <= {panel.title for panel in panels}
-    assert panels[0].cells.rows == (1.0, 2.0, 3.0, 4.0)
-    rows = _rows(study.table("end-angular_distance"), "angular_distance", {"size": 2})
-    assert set(rows["size"]) == {"deep", "wide"}
-    assert set(rows["measured_size"]) == {2}
 
 
 def test_steps_that_span_decades_from_the_start_are_numbers(tmp_path):
@@ -172,33 +143,6 @@ def test_figures_for_a_paper_are_svg_and_pdf_and_the_same_again(everything, tmp_
         assert matplotlib_figures.write(drawing, tmp_path, ["svg"])[0].read_bytes() == before
 
 
-def test_figures_load_no_torch():
-    code = (
-        "import sys, lamina.papers.pages.study_figures, matplotlib.figure; "
-        "import lamina.papers.pages.matplotlib_figures as p; "
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_values_that_span_decades_from_zero_stand_side_by_side(tmp_path):
-    study = read_folder(write_claims_study(tmp_path / "study", extra={"weight_decay": [0.0, 0.2, 2.0, 20.0]}))
-    by_decay = drawn(study, "by-axis-weight-decay")
-    assert by_decay.x.ticks == ("0", "0.2", "2", "20")
-    assert by_decay.joined
-    assert by_decay.panels[0].series[0].x == by_decay.x.ticks
-
-
-def test_two_tables_of_one_probe_are_two_figures(tmp_path):
-    wanted = [{"kind": "lines_over_layers", "measure": f"{time}/gradients"} for time in ("init", "end")]
-    study = read_folder(write_claims_study(tmp_path / "study", tables=("gradients",), figures=wanted))
-    names = ["init-gradients-gradient-norm", "end-gradients-gradient-norm", "by-axis-placement", "sweep"]
-    assert kinds(study)[:4] == names
-    wanted = [{"kind": "sweep", "y": "steps"}]
-    study = read_folder(write_claims_study(tmp_path / "other", figures=wanted))
-    assert kinds(study) == ["sweep-steps", "by-axis-placement", "sweep"]
-
-
 def test_arms_of_one_placement_share_its_color_and_differ_in_form(tmp_path):
     folder = write_claims_study(tmp_path / "study", extra={"arm": ["a"]})
     results = pd.read_csv(folder / "results.csv")
@@ -248,11 +192,6 @@ def test_a_sweep_is_of_the_seeds_that_all_rates_have(tmp_path):
     assert rows[rows["placement"] == "mix_ln"]["seed"].nunique() == 5
     lines = {series.label: series for series in drawn(folder, "sweep").panels[0].series}
     assert lines["mix_ln"].y == pytest.approx(means.tolist())
-
-
-def test_layers_are_numbers_and_coefficients_from_nothing_over_decades_are_texts():
-    assert ordered_values(range(32)) == [float(layer) for layer in range(32)]
-    assert ordered_values([0.0, 0.2, 2.0, 20.0]) == ["0", "0.2", "2", "20"]
 
 
 def test_each_stage_of_a_study_shows_its_own_value(tmp_path):
