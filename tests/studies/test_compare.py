@@ -6,25 +6,13 @@ import os
 import pandas as pd
 import pytest
 import yaml
-from training.tiny_runs import SMALL, flags, layers, records, result, settings, start
+from training.tiny_runs import SMALL, flags, layers, records, result, settings
 
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.studies.compare import compare
 from lamina.training.pretrain import pretrain
-
-DESIGN = [
-    "placement",
-    "learning_rate",
-    "seed",
-    "status",
-    "eval_loss",
-    "perplexity",
-    "tokens",
-    "seconds",
-    "tokens_per_second",
-]
 
 PLACEMENT = """
 import os
@@ -62,7 +50,6 @@ def test_the_results_hold_the_columns_of_the_design_and_a_row_for_each_trial(stu
     table = compare(study(learning_rates="1e-3,3e-3", seeds="0,1"), bar=False)
     written = pd.read_csv(tmp_path / "study" / "results.csv")
     assert list(written.columns) == list(columns.names()) == list(table.columns)
-    assert set(DESIGN) <= set(columns.names())
     assert len(written) == len(table) == 8
     assert set(zip(written.placement, written.learning_rate, written.seed, strict=True)) == {
         (p, r, s) for p in ("pre_ln", "keel") for r in (1e-3, 3e-3) for s in (0, 1)
@@ -84,12 +71,6 @@ def test_a_trial_is_what_pretrain_gives_with_the_same_settings(study, corpus, tm
     assert result(trial)["eval_loss"] == result(tmp_path / "alone")["eval_loss"]
     assert records(trial) == records(tmp_path / "alone")
     pd.testing.assert_frame_equal(layers(trial), layers(tmp_path / "alone"))
-
-
-def test_the_same_study_gives_the_same_losses(study):
-    first, second = (compare(study(name, workers=workers), bar=False) for name, workers in (("a", 1), ("b", 2)))
-    assert list(first.eval_loss) == list(second.eval_loss)
-    assert list(first.trial) == list(second.trial)
 
 
 @pytest.mark.parametrize(
@@ -185,23 +166,12 @@ def test_a_text_that_changed_is_not_mixed_with_the_trials_that_ended(study, corp
         compare(study(placements="pre_ln", corpus=str(own), seeds="0,1"), resume=True, bar=False)
 
 
-def test_each_trial_has_tensorboard_files_of_its_own(command, tmp_path):
-    process = start(*command(report_to="tensorboard"))
-    process.communicate(timeout=120)
-    for trial in (tmp_path / "study" / "trials").iterdir():
-        assert len(list(trial.rglob("events.out.tfevents.*"))) == 1, trial.name
-
-
-def test_the_command_writes_the_page_and_says_where_it_is(command, tmp_path, capsys):
-    assert main(command()) == 0
-    out = capsys.readouterr().out
-    assert (tmp_path / "study" / "report.html").is_file()
-    assert "report.html" in out
-    assert "results.csv" in out
-
-
 def test_the_stored_study_is_a_configuration(command, tmp_path, corpus, capsys):
     assert main(command(placements="pre_ln")) == 0
+    out = capsys.readouterr().out
+    assert "report.html" in out
+    assert "results.csv" in out
+    assert (tmp_path / "study" / "report.html").is_file()
     again = flags(config=tmp_path / "study" / "study.yaml", output=tmp_path / "again")
     assert main(["compare", *again]) == 0
     tables = [pd.read_csv(tmp_path / name / "results.csv") for name in ("study", "again")]

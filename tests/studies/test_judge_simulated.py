@@ -89,22 +89,12 @@ SETUPS = {
 }
 
 
-def false_positives(setup, studies):
+@pytest.mark.parametrize("studies", [150, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("setup", SETUPS)
+def test_without_an_effect_a_study_of_three_claims_is_wrong_in_at_most_one_of_twenty(setup, studies):
     random = np.random.default_rng(20261124)
-    return sum(any(verdict in WRONG for verdict in SETUPS[setup](random)) for _ in range(studies))
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_without_an_effect_a_study_of_three_claims_is_wrong_in_at_most_one_of_twenty(setup):
-    wrong = false_positives(setup, 150)
-    assert stats.binomtest(wrong, 150, 0.05, alternative="greater").pvalue > 0.01, wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setup", SETUPS)
-def test_with_four_thousand_studies_the_share_is_known_to_a_third_of_a_percent(setup):
-    wrong = false_positives(setup, 4000)
-    assert stats.binomtest(wrong, 4000, 0.05, alternative="greater").pvalue > 0.01, wrong
+    wrong = sum(any(verdict in WRONG for verdict in SETUPS[setup](random)) for _ in range(studies))
+    assert stats.binomtest(wrong, studies, 0.05, alternative="greater").pvalue > 0.01, wrong
 
 
 def test_a_single_comparison_without_an_effect_is_wrong_in_at_most_one_of_twenty():

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import yaml
 from studies.study_files import write_study
 
 from lamina.errors import UserError
@@ -263,12 +262,3 @@ def test_an_evaluation_is_a_row_with_a_column_per_task():
 def test_a_stage_that_cannot_be_is_refused_by_name(plan, stage, message):
     with pytest.raises(UserError, match=message):
         plan({"sft": stage})
-
-
-def test_a_stage_of_pretraining_is_none(tmp_path, corpus):
-    file = write_study(tmp_path / "files", corpus=corpus)
-    data = yaml.safe_load(file.read_text())
-    data["scales"]["cpu"]["job"] = "sft"
-    file.write_text(yaml.safe_dump(data))
-    with pytest.raises(UserError, match=r"unknown job in mine.yaml: cpu 'sft' \(allowed: init, max-lr, pretrain\)"):
-        read_study(file)

@@ -66,30 +66,6 @@ def running(command, tmp_path):
                 os.kill(pid, signal.SIGKILL)
 
 
-def server_of(pid: int) -> list[int]:
-    """The server that trials are forked from, which imports torch for seconds."""
-    found = []
-    for below in descendants(pid):
-        try:
-            if "lamina.studies" in Path(f"/proc/{below}/cmdline").read_text():
-                found.append(below)
-        except OSError:
-            continue
-    return found
-
-
-@pytest.mark.slow
-def test_ctrl_c_before_the_first_trial_has_begun_is_one_line(command):
-    process = start(*command(**LONG, workers=1), start_new_session=True)
-    wait_for(lambda: server_of(process.pid))
-    time.sleep(0.5)  # Python has begun, the imports have not ended
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "Traceback" not in out + err
-    assert sum("lamina: interrupted" in line for line in err.splitlines()) == 1
-
-
 def test_ctrl_c_keeps_what_is_finished_writes_the_page_and_resumes(running, command):
     process, folder = running()
     below = descendants(process.pid)

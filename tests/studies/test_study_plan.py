@@ -1,6 +1,5 @@
 """Which trials a plan asks for, from results that are made up."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +8,10 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.papers.engine.describe_study import description, dry_run_text
-from lamina.papers.engine.plan import Best, StudyPlan, _rank, arms, best_rate
+from lamina.papers.engine.describe_study import description
+from lamina.papers.engine.plan import Best, StudyPlan, _rank, best_rate
 from lamina.papers.engine.settings import StudySettings
-from lamina.papers.engine.study_run import _refuse_edited, make_plan, result_row, results_table, run_study
+from lamina.papers.engine.study_run import _refuse_edited, make_plan, results_table, run_study
 from lamina.papers.judging import Trials
 from lamina.papers.study_catalog import read_study
 
@@ -20,10 +19,13 @@ AXES = {"placement": ["pre_ln", "keel", "post_ln"], "num_layers": [2, 3]}
 BEST = {"pre_ln": 1e-3, "keel": 4e-3, "post_ln": 2e-3}
 
 
+def tuned_by(**rates):
+    """A scale whose rates are tuned in this way."""
+    return {"axes": {**AXES, "learning_rate": {"tune": [5e-4, 1e-3, 2e-3, 4e-3, 8e-3], **rates}, "seed": 3}}
+
+
 def plan_of(folder, corpus, **rates):
-    learning_rate = {"tune": [5e-4, 1e-3, 2e-3, 4e-3, 8e-3], **rates}
-    axes = {**AXES, "learning_rate": learning_rate, "seed": 3}
-    return StudyPlan(read_study(write_study(folder, corpus=corpus, axes=axes, claims="")).scale("cpu"))
+    return StudyPlan(read_study(write_study(folder, corpus=corpus, claims="", **tuned_by(**rates))).scale("cpu"))
 
 
 def known(trial):
@@ -49,36 +51,6 @@ def test_an_arm_is_trained_at_another_ones_best_rate_with_all_seeds(tmp_path, co
         assert len(arms["post_ln"]) == 2
     also = [trial for trial in plan.wanted(known) if trial.values["placement"] == "post_ln" and trial.seed == 2]
     assert sum(plan.is_tuned(trial) for trial in also) == 2, "the other rate is not the arm's own"
-
-
-def test_without_the_other_arms_rate_nothing_more_is_asked_for(tmp_path, corpus):
-    plan = plan_of(tmp_path, corpus, also={"post_ln": "keel"})
-    wanted = plan.wanted(lambda trial: None if trial.values["placement"] == "keel" else known(trial))
-    assert {trial.seed for trial in wanted if trial.values["placement"] == "keel"} == {0}
-    post = [trial for trial in wanted if trial.values["placement"] == "post_ln" and trial.seed == 2]
-    assert [plan.is_tuned(trial) for trial in post] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("also", "message"),
-    [
-        ({"postln": "keel"}, "unknown label in .*also 'postln'"),
-        ({"post_ln": "kel"}, "unknown label in .*also: post_ln 'kel'.*keel"),
-        ({"post_ln": "2"}, "unknown label in .*also: post_ln '2'"),
-        ({"post_ln": "post_ln"}, "unknown label in .*also: post_ln 'post_ln'"),
-        (["post_ln"], r"also: \['post_ln'\] \(allowed: a mapping\)"),
-    ],
-)
-def test_labels_that_are_not_two_of_one_axis_are_refused(tmp_path, corpus, also, message):
-    with pytest.raises(UserError, match=message):
-        plan_of(tmp_path, corpus, also=also)
-
-
-@pytest.mark.parametrize("looks", [0, -1, True, 1.5, "twice"])
-def test_a_number_of_looks_that_is_none_is_refused(tmp_path, corpus, looks):
-    file = write_study(tmp_path, corpus=corpus, claims="", looks=looks)
-    with pytest.raises(UserError, match=r"cpu: looks: .* \(allowed: a whole number of at least 1\)"):
-        read_study(file)
 
 
 def test_two_arms_that_are_one_computation_have_their_rows_each(tmp_path, corpus):
@@ -173,23 +145,6 @@ def test_a_sweep_with_fixed_edges_stays_and_says_that_its_best_rate_is_at_one(tm
         assert trials.arm("keel").at_edge is at_edge
 
 
-@pytest.mark.parametrize(
-    ("rates", "message"),
-    [
-        ({"seeds": [100, 2]}, r"seed 2 tunes the rates \(allowed: seeds that are not among \[100, 2\]\)"),
-        ({"seeds": [100, 100]}, "a list of different seeds"),
-        ({"seeds": 4}, "at most the 3 of 'seed'"),
-        ({"seeds": 0}, "learning_rate: seeds: 0 .*at least 1"),
-        ({"seeds": [100], "rule": "one-se"}, "'one-se' with one tuning seed"),
-        ({"rule": "one_se"}, "unknown rule in .*'one_se'.*one-se"),
-        ({"widen": -1}, "widen: -1 .*at least 0"),
-    ],
-)
-def test_a_way_to_tune_that_cannot_be_is_refused(tmp_path, corpus, rates, message):
-    with pytest.raises(UserError, match=message):
-        plan_of(tmp_path, corpus, **rates)
-
-
 def test_seeds_of_the_command_line_that_tune_are_refused(tmp_path, corpus):
     axes = {**AXES, "learning_rate": {"tune": [1e-3, 2e-3], "seeds": [100, 101]}, "seed": 3}
     file = write_study(tmp_path, corpus=corpus, axes=axes, claims="")
@@ -198,12 +153,6 @@ def test_seeds_of_the_command_line_that_tune_are_refused(tmp_path, corpus):
     plan = make_plan(read_study(file), StudySettings(study=str(file), seeds="7"))
     assert {trial.seed for trial in plan.wanted(known)} == {7, 100, 101}
     assert "tuned with 2 seeds of their own (100, 101)" in description(StudySettings(study=str(file)))
-
-
-@pytest.mark.parametrize("given", [30_000_000, 0, "5", True])
-def test_a_number_of_seeds_that_was_meant_as_one_is_refused_at_once(tmp_path, corpus, given):
-    with pytest.raises(UserError, match=r"seed: .* \(allowed: how many, at most 1000, or a list of different seeds\)"):
-        read_study(write_study(tmp_path, corpus=corpus, axes={"placement": ["keel"], "seed": given}))
 
 
 @pytest.mark.parametrize(
@@ -254,33 +203,47 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
         ({"skip": [{"depth": 2}]}, "'depth' is not an axis"),
         ({"figures": 5}, "figures: 5"),
         ({"figures": {"kind": "sweep"}}, "allowed: a list of mappings"),
+        *(({"looks": n}, r"cpu: looks: .* \(allowed: a whole number of at least 1\)") for n in (0, True, 1.5, "twice")),
+        ({"job": "train"}, r"unknown job in .*'train'"),
+        ({"job": "sft"}, r"unknown job in mine.yaml: cpu 'sft' \(allowed: init, max-lr, pretrain\)"),
+        ({"base": "smal"}, r"unknown base .*did you mean 'small'"),
+        ({"axs": {}}, r"unknown field .*'axs'; did you mean 'axes'"),
+        # its axes
+        ({"axes": {"placment": ["keel"]}}, r"unknown axis .*'placment'; did you mean 'placement'"),
         ({"axes": {"placement": ["keel"], "seed": [[1], [2]]}}, r"seed: \[1\]"),
         ({"axes": {"placement": ["keel"], "seed": [0, 0]}}, "a list of different seeds"),
-        ({"axes": {"key": {"1x": {}, "2x": {"steps": 9}}}}, "key: is a column of the study's tables"),
-        ({"axes": {"tokens": {"1x": {}, "2x": {"steps": 9}}}}, "tokens: is a column of the study's tables"),
-        ({"axes": {"layer": {"1x": {}, "2x": {"steps": 9}}}}, "layer: is a column of the study's tables"),
+        *(
+            ({"axes": {"placement": ["keel"], "seed": n}}, r"seed: .* \(allowed: how many, at most 1000, or a list of")
+            for n in (30_000_000, 0, "5", True)
+        ),
+        *(({"axes": {n: {"1x": {}, "2x": {"steps": 9}}}}, f"{n}: is a column of") for n in ("key", "tokens", "layer")),
         ({"axes": {"arm": {"a": {}, "b": {"seed": 7}}}}, "arm: b: seed: the trials say it themselves"),
         ({"axes": {"arm": {"a": {}, "b": {"learning_rate": 0.5}}, "learning_rate": [1e-3]}}, "arm: b: learning_rate"),
+        # the way to tune
+        ({"axes": {"learning_rate": {"tune": []}}}, r"learning_rate: \[\]"),
+        (tuned_by(also={"postln": "keel"}), "unknown label in .*also 'postln'"),
+        (tuned_by(also={"post_ln": "kel"}), "unknown label in .*also: post_ln 'kel'.*keel"),
+        (tuned_by(also={"post_ln": "2"}), "unknown label in .*also: post_ln '2'"),
+        (tuned_by(also={"post_ln": "post_ln"}), "unknown label in .*also: post_ln 'post_ln'"),
+        (tuned_by(also=["post_ln"]), r"also: \['post_ln'\] \(allowed: a mapping\)"),
+        (tuned_by(seeds=[100, 2]), r"seed 2 tunes the rates \(allowed: seeds that are not among \[100, 2\]\)"),
+        (tuned_by(seeds=[100, 100]), "a list of different seeds"),
+        (tuned_by(seeds=4), "at most the 3 of 'seed'"),
+        (tuned_by(seeds=0), "learning_rate: seeds: 0 .*at least 1"),
+        (tuned_by(seeds=[100], rule="one-se"), "'one-se' with one tuning seed"),
+        (tuned_by(rule="one_se"), "unknown rule in .*'one_se'.*one-se"),
+        (tuned_by(widen=-1), "widen: -1 .*at least 0"),
+        # what it measures
+        ({"measures": {"end": ["gain"]}}, "mine.yaml: cpu: measures: end: unknown probe 'gain'; did you mean 'gains'"),
+        ({"measures": {"init": ["angular_distance(token=all)"]}}, "option .*'token'; did you mean 'tokens'"),
+        ({"measures": {"end": ["all"]}}, "measures: end: unknown probe 'all'"),
+        ({"measures": {"records": ["metric"]}}, "unknown record .*'metric'; did you mean 'metrics'"),
     ],
-)
-def test_what_a_study_would_drop_without_a_word_is_refused(tmp_path, corpus, scale, message):
+)  # fmt: skip
+def test_what_a_study_cannot_be_is_refused_by_name(tmp_path, corpus, scale, message):
+    file = write_study(tmp_path, corpus=corpus, **scale)
     with pytest.raises(UserError, match=message):
-        read_study(write_study(tmp_path, corpus=corpus, **scale))
-
-
-@pytest.mark.parametrize(
-    ("measured", "message"),
-    [
-        ({"end": ["gain"]}, r"mine.yaml: cpu: measures: end: unknown probe 'gain'; did you mean 'gains'"),
-        ({"init": ["angular_distance(token=all)"]}, r"measures: init: unknown option .*'token'; did you mean 'tokens'"),
-        ({"end": ["all"]}, "measures: end: unknown probe 'all'"),
-        ({"records": ["metric"]}, "unknown record .*'metric'; did you mean 'metrics'"),
-    ],
-)
-def test_a_misspelled_measure_is_refused_with_the_nearest_name(tmp_path, corpus, measured, message):
-    with pytest.raises(UserError, match=message):
-        read_study(write_study(tmp_path, corpus=corpus, measures=measured))
-    read_study(write_study(tmp_path, corpus=corpus, measures={"end": ["angular_distance(tokens=all)"]}))
+        make_plan(read_study(file), StudySettings(study=str(file)))
 
 
 @pytest.mark.parametrize(
@@ -315,36 +278,9 @@ def test_data_of_a_stage_that_is_missing_is_found_before_anything_is_trained(tmp
         make_plan(read_study(file), StudySettings(study=str(file)))
 
 
-def test_a_dry_run_lists_arms_by_their_labels_and_says_the_minutes_here(tmp_path, corpus):
-    arms = {
-        "slow": {"placement": "pre_ln", "learning_rate": 1e-3},
-        "fast": {"placement": "pre_ln", "learning_rate": 0.1},
-    }
-    file = write_study(tmp_path, corpus=corpus, axes={"arm": arms, "num_layers": [2, 3], "seed": 2}, claims="")
-    text = dry_run_text(StudySettings(study=str(file), workers=2))
-    for arm in ("slow, num_layers=2", "fast, num_layers=3"):
-        (line,) = (line for line in text.splitlines() if line.startswith(arm))
-        assert line.split()[2] == "2", "trials of the arm"
-    assert re.search(
-        r"On this machine about [\d,.]+(e-\d+)? minutes with 2 workers: two steps of fast, 2, seed 0 timed", text
-    )
-
-
 def test_a_store_that_is_a_file_leaves_nothing_in_the_output(tmp_path, corpus):
     (tmp_path / "file").write_text("mine")
     file = write_study(tmp_path / "files", corpus=corpus, claims="")
     with pytest.raises(UserError, match=r"store: .* is a file, not a folder"):
         run_study({"study": str(file), "output": str(tmp_path / "out"), "store": str(tmp_path / "file")})
     assert not (tmp_path / "out").exists()
-
-
-def test_an_arm_may_say_its_rate_where_the_study_does_not(tmp_path, corpus):
-    axes = {"arm": {"a": {"learning_rate": 1e-3}, "b": {"learning_rate": 0.5}}}
-    found = arms(read_study(write_study(tmp_path, corpus=corpus, axes=axes)).scale("cpu"))
-    assert [arm.settings["learning_rate"] for arm in found] == [1e-3, 0.5]
-
-
-def test_a_row_names_a_placement_file_without_its_folders():
-    for placement, shown in (("/home/me/mine.yaml(alpha=1/2)", "mine.yaml(alpha=1/2)"), ("mix_ln(alpha=0.5)",) * 2):
-        trial = SimpleNamespace(key="k", job="pretrain", seed=0, learning_rate=1e-3, placement=placement)
-        assert result_row(trial, {}, {})["placement"] == shown

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from studies.study_files import run_here, write_study
-from training.tiny_runs import result, start, wait_for
+from training.tiny_runs import start, wait_for
 
-from lamina.api import study
 from lamina.cli import main
 from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan
@@ -102,14 +101,6 @@ def test_a_cluster_that_does_not_start_is_one_line(tmp_path, corpus, capsys, mon
 
 
 @pytest.mark.slow
-def test_ray_gives_the_local_engines_numbers(tmp_path, corpus):
-    file = write_study(tmp_path / "files", corpus=corpus)
-    for name, more in (("local", []), ("ray", ["--engine", "ray"])):
-        assert main(argv(tmp_path, file, name, *more)) == 0
-    assert losses(tmp_path, "local") == losses(tmp_path, "ray")
-
-
-@pytest.mark.slow
 def test_a_killed_worker_and_a_killed_driver_lose_nothing(tmp_path, corpus, ray_folder):
     axes = {"placement": ["pre_ln"], "learning_rate": [3e-3], "seed": 2}
     file = write_study(tmp_path / "files", corpus=corpus, axes=axes, changed=LONG, claims="")
@@ -143,15 +134,6 @@ def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path, corpus, capsys):
     assert main(argv(tmp_path, file, "ray", "--engine", "ray", "--address", "127.0.0.1:1")) == 2
     assert "cannot be reached" in capsys.readouterr().err
     assert not list((tmp_path / "ray-trials").glob("*/result.json"))
-
-
-@pytest.mark.slow
-def test_python_takes_the_engine_too(tmp_path, corpus):
-    file = write_study(tmp_path / "files", corpus=corpus)
-    places = {"store": str(tmp_path / "trials"), "records": str(tmp_path / "records")}
-    outcome = study(study=str(file), output=str(tmp_path / "out"), engine="ray", workers=2, bar=False, **places)
-    assert outcome.claims[0]["verdict"] == "holds"
-    assert all(result(tmp_path / "trials" / key)["status"] for key in outcome.results["key"])
 
 
 def test_a_relative_corpus_is_the_drivers(tmp_path, corpus, monkeypatch):

@@ -10,14 +10,12 @@ from scripts import loaded
 from studies.study_files import CLAIMS, run_here, write_study
 from training.tiny_runs import result
 
-import lamina
 from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
 from lamina.papers.engine import study_run as studies_run
 from lamina.papers.engine import verdicts
-from lamina.papers.judging import Trials, judge, load_claims
 from lamina.papers.pages.folder import read_folder
 from lamina.papers.study_catalog import read_study
 from lamina.papers.trials.store import Records
@@ -78,35 +76,6 @@ def test_a_record_counts_the_looks_at_its_verdicts(run, tmp_path, corpus):
     assert verdicts.looks_of(record, ["a", "b", "c"]) == [3], "another experiment"
 
 
-NULL = """
-from lamina.papers.judging import claim, lower, ordered
-
-@claim(says="one is below two")
-def null(trials):
-    return lower(trials, "one", than="two")
-
-@claim(says="two is below one")
-def null__two(trials):
-    return lower(trials, "two", than="one")
-"""
-
-
-@pytest.mark.slow
-def test_one_placement_under_two_names_holds_nothing(run, tmp_path, corpus):
-    """Its runs differ by a weight decay that does nothing but round differently."""
-    arms = {"one": {"placement": "keel"}, "two": {"placement": "keel", "weight_decay": 1e-6}}
-    axes = {"arm": arms, "learning_rate": [3e-3], "seed": 8}
-    outcome = run(write_study(tmp_path / "files", "null", claims=NULL, corpus=corpus, axes=axes))
-    losses = outcome.results.pivot(index="seed", columns="arm", values="eval_loss")
-    assert (losses["one"] != losses["two"]).any()
-    assert {one["verdict"] for one in outcome.claims} <= {"inconclusive", "excluded", "needs scale"}
-    judged = judge(
-        load_claims(tmp_path / "files" / "null.py"),
-        Trials(outcome.results.drop(columns="bigram_entropy"), axes=["arm"]),
-    )
-    assert {one.verdict for one in judged} <= {"inconclusive", "excluded"}, "nor without the rules of power"
-
-
 def test_a_second_study_takes_the_trials_that_it_shares(run, tmp_path, corpus):
     run(write_study(tmp_path / "files", "first", corpus=corpus))
     before = times(tmp_path)
@@ -117,14 +86,6 @@ def test_a_second_study_takes_the_trials_that_it_shares(run, tmp_path, corpus):
     assert len(after) == 6
     assert {path: after[path] for path in before} == before
     assert len(rows) == 4
-
-
-def test_a_trial_equals_the_same_pretraining(run, tmp_path, corpus):
-    rows = run(write_study(tmp_path / "files", corpus=corpus)).results.set_index(["placement", "seed"])
-    row = rows.loc[("keel", 1)]
-    config = read_yaml(tmp_path / "trials" / row["key"] / "config.yaml")
-    alone = lamina.pretrain(**{**config, "output": str(tmp_path / "alone")}, bar=False)
-    assert alone["eval_loss"] == row["eval_loss"]
 
 
 def test_records_stand_in_for_trials(run, tmp_path, corpus):
@@ -193,29 +154,6 @@ def test_a_study_that_is_stopped_records_what_has_ended(run, tmp_path, corpus, m
     assert (tmp_path / "records" / "mine-cpu" / "results.csv").read_text() == whole, "a part replaces no whole record"
 
 
-@pytest.mark.slow
-def test_a_missing_measure_needs_no_second_training(run, tmp_path, corpus):
-    run(write_study(tmp_path / "files", corpus=corpus))
-    before = times(tmp_path)
-    file = write_study(tmp_path / "files", "more", corpus=corpus, measures={"init": ["gradients"]})
-    run(file, "more")
-    assert times(tmp_path) == before
-    table = pd.read_parquet(tmp_path / "more" / "tables" / "init-gradients.parquet")
-    assert table["key"].nunique() == 4
-
-
-def test_tuned_rates_take_the_best_one_and_widen_the_sweep(run, tmp_path, corpus):
-    tune = {"tune": [1e-4, 1e-3], "seeds": 1}
-    axes = {"placement": ["pre_ln"], "learning_rate": tune, "seed": 2}
-    rows = run(write_study(tmp_path / "files", corpus=corpus, axes=axes, claims="")).results
-    sweep = rows[rows["seed"] == 0].sort_values("learning_rate")
-    assert list(sweep["learning_rate"]) == [1e-4, 1e-3, 1e-2, 1e-1][: len(sweep)]
-    assert len(sweep) > 2, "the best of two rates is at an edge"
-    best = sweep.loc[sweep["eval_loss"].idxmin(), "learning_rate"]
-    assert list(rows[rows["tuned"]]["learning_rate"].unique()) == [best]
-    assert list(rows[rows["seed"] == 1]["learning_rate"]) == [best]
-
-
 def test_init_trials_train_nothing(run, tmp_path, corpus):
     axes = {"placement": ["pre_ln", "post_ln"], "seed": 2}
     file = write_study(
@@ -239,32 +177,9 @@ def test_an_edited_study_says_which_trials_no_longer_fit(run, tmp_path, corpus):
     assert len(times(tmp_path)) == 8
 
 
-@pytest.mark.slow
-def test_other_seeds_and_another_text_are_other_trials(run, tmp_path, corpus):
-    file = write_study(tmp_path / "files", corpus=corpus)
-    run(file)
-    other = tmp_path / "other.txt"
-    other.write_text(corpus.read_text()[:9000])
-    rows = run(file, "other", seeds="5,6,7", corpus=str(other)).results
-    assert sorted(rows["seed"].unique()) == [5, 6, 7]
-    assert len(times(tmp_path)) == 4 + 6
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"axes": {"placment": ["keel"]}}, r"unknown axis .*'placment'; did you mean 'placement'"),
-        ({"axes": {"placement": ["keell"]}}, r"did you mean 'keel'"),
-        ({"job": "train"}, r"unknown job in .*'train'"),
-        ({"base": "smal"}, r"unknown base .*did you mean 'small'"),
-        ({"axes": {"learning_rate": {"tune": []}}}, r"learning_rate: \[\]"),
-        ({"axes": {"seed": 0}}, r"seed: 0 \(allowed"),
-        ({"axs": {}}, r"unknown field .*'axs'; did you mean 'axes'"),
-    ],
-)
-def test_a_wrong_study_is_one_line(run, tmp_path, corpus, change, message):
-    with pytest.raises(UserError, match=message):
-        run(write_study(tmp_path / "files", corpus=corpus, **change))
+def test_a_misspelled_placement_is_one_line_before_the_folder_is_made(run, tmp_path, corpus):
+    with pytest.raises(UserError, match="did you mean 'keel'"):
+        run(write_study(tmp_path / "files", corpus=corpus, axes={"placement": ["keell"]}))
     assert not (tmp_path / "out").exists()
 
 

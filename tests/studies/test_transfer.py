@@ -61,17 +61,6 @@ def test_the_targets_rates_are_the_factors_times_the_best_and_rate_times_decay_s
     assert roles["vector"]["weight_decay"] == 0.0
 
 
-def test_the_risk_of_each_rate():
-    summary = summarize(results(of(FOUND)), CHOSEN, FACTORS)
-    risks = {rate["learning_rate"]: rate["risk"] for rate in summary["rates"]}
-    assert risks[1e-4].startswith("too slow")
-    assert "4 times below the first rate that fails" in risks[2e-3]
-    assert risks[4e-3] == "stable on the proxy, but at the edge: 0.008 fails there"
-    assert risks[8e-3].startswith("fails on the proxy")
-    assert "no larger rate failed" in risks[1.6e-2]
-    assert summary["risk"] == risks[2e-3]
-
-
 def test_a_seed_that_fails_makes_the_rate_fail():
     rates = {1e-3: ("finished", "finished", 3.1), 2e-3: ("finished", "diverged", 3.0)}
     summary = summarize(results(of(rates)), CHOSEN, FACTORS)

@@ -4,19 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from training.tiny_runs import SMALL, wait_for
 
-import lamina
-from lamina.cli import main
-from lamina.errors import TrialsFailed, UserError
 from lamina.jobs.files import read_result, write_json
-from lamina.papers.engine.driver import run_plan
 from lamina.studies import processes, worker
-from lamina.studies.running import Progress
 from lamina.studies.task import Task
 from lamina.training.settings import PretrainSettings
 
@@ -58,38 +52,6 @@ def test_a_callers_code_runs_once(way, corpus, tmp_path):
     assert "AssertionError" not in done.stderr
     assert (tmp_path / "ran.txt").read_text() == "once; "
     assert set(pd.read_csv(tmp_path / "study" / "results.csv").status) <= {"finished", "stuck", "short"}
-
-
-@pytest.fixture
-def failing(tmp_path):
-    """A placement file that is fine where the study is checked and refuses in its worker."""
-    path = tmp_path / "refuses.py"
-    path.write_text(
-        "import os\n"
-        "from dataclasses import replace\n"
-        "from lamina.placements import placement, resolve\n"
-        "@placement('refuses', title='Refuses', equation=('y = x',), source='a test')\n"
-        "def make(num_layers):\n"
-        f"    if os.getpid() != {os.getpid()}:\n"
-        "        raise RuntimeError('no room on <this> device')\n"
-        "    return replace(resolve('pre_ln', num_layers), placement='refuses')\n",
-        encoding="utf-8",
-    )
-    return str(path)
-
-
-def test_a_study_of_failed_trials_raises_with_the_first_reason(failing, corpus, tmp_path, capsys):
-    given = {**SMALL, "corpus": str(corpus), "output": str(tmp_path / "study"), "workers": 2}
-    with pytest.raises(TrialsFailed, match="no room on <this> device") as caught:
-        lamina.compare(placements=[failing], seeds=(0, 1), bar=False, **given)
-    assert isinstance(caught.value, UserError)
-    assert list(caught.value.results.status) == ["failed", "failed"]
-    assert "no room on &lt;this&gt; device" in (tmp_path / "study" / "report.html").read_text()
-    assert main(["compare", "--resume", "--output", given["output"]]) == 1
-    out, err = capsys.readouterr()
-    assert "failed" in out
-    (line,) = [line for line in err.splitlines() if line.startswith("lamina: ")]
-    assert "all 2 trials failed" in line
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the SVD did not converge")])
@@ -134,37 +96,3 @@ def test_a_lost_server_is_a_failed_trial_and_the_next_one_gets_another(corpus, t
     server.process.wait()
     assert trial.exit_code() == processes.LOST
     assert processes.Server.running() is not server
-
-
-def task(steps=9):
-    return SimpleNamespace(steps=steps, folder=Path("nowhere"))
-
-
-def test_the_last_line_counts_the_last_trial(capsys):
-    progress = Progress({"a": task(), "b": task()}, done=3, waiting=1, show=True)
-    progress.steps |= {"a": 9, "b": 9}  # all steps are done, but no trial has ended
-    progress.tick(["a", "b"])
-    assert "18/18" not in capsys.readouterr().err
-    for name in ("a", "b"):
-        progress.ended(name, {"status": "finished", "eval_loss": 2.0})
-    assert capsys.readouterr().err.splitlines()[-1] == "step 18/18 (100%)  trials done 5/6"
-
-
-def test_a_trial_that_only_lacks_a_measure_is_counted_once(monkeypatch):
-    """And one that waits for the model of another is counted, too."""
-    seen = []
-    monkeypatch.setattr("lamina.papers.engine.driver.run_tasks", lambda tasks, **given: seen.append((tasks, given)))
-    done = {"status": "finished"}
-    first, plain = (SimpleNamespace(key="k", name="k", measures=m, inputs={}) for m in (("end/gains",), ()))
-    later = SimpleNamespace(key="later", name="later", measures=(), inputs={"from_model": first})
-    store = SimpleNamespace(
-        complete=lambda trial: None if trial.measures or trial is later or len(seen) else done,
-        result=lambda trial: None if trial is later else done,
-        has_model=lambda trial: False,
-        task=lambda trial: trial,
-    )
-    plan = SimpleNamespace(wanted=lambda result: [plain, first, later])
-    run_plan(plan, store, workers=1, bar=True)
-    ((tasks, given),) = seen
-    assert [*tasks] == ["k"]
-    assert (given["done"], given["waiting"]) == (0, 1)
