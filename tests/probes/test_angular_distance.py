@@ -153,35 +153,6 @@ def test_rows_of_the_map_are_cut_to_percentiles_and_scaled_each_by_itself():
     assert scaled[50] == 0
 
 
-def _curve(turns):
-    rows = [(start, 1, "angular_distance", turn, 0.01) for start, turn in enumerate(turns)]
-    rows += [
-        (s, n, "angular_distance", sum(turns[s : s + n]), 0.01)
-        for n in range(2, len(turns) + 1)
-        for s in range(len(turns) - n + 1)
-    ]
-    frame = pd.DataFrame(rows, columns=["start", "size", "metric", "value", "standard_error"])
-    return pd.concat([frame, best_blocks(frame)], ignore_index=True)
-
-
-@pytest.mark.parametrize(
-    ("turns", "words"),
-    [
-        ([0.3, 0.3, 0.2, 0.2, 0.1, 0.05, 0.05, 0.2], "deep layers are the more similar ones"),
-        ([0.2, 0.05, 0.05, 0.1, 0.2, 0.2, 0.3, 0.3], "early layers are the more similar ones"),
-        ([0.1] * 4 + [0.115] * 4, "Neither the early nor the deep layers"),
-    ],
-)
-def test_sentences_say_which_blocks_could_go_and_which_half_is_similar(turns, words):
-    frame = _curve(turns)
-    said = " ".join(AngularDistance().sentences(frame))
-    assert words in said
-    if words.startswith("deep"):
-        assert "layer 5 (turns the stream by 0.050); layers 5 to 6 (turns the stream by 0.100)" in said
-    figures = list(AngularDistance().figures(frame))
-    assert len(figures) == 2
-
-
 def test_one_layer_and_many():
     for count in (1, 40):
         config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_attention_heads=1)

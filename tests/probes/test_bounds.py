@@ -295,16 +295,6 @@ def test_a_model_without_a_head_keeps_the_statements_about_depth():
     assert any("Proposition 3.1 is left out" in note for note in context.notes)
 
 
-def test_means_over_sequences_have_standard_errors_and_sentences_their_numbers():
-    probe = Bounds(sequences=3, tokens=8)
-    frame = measured(probe, context_of(lamina_model("peri_ln", num_layers=3), sequences=3, tokens=8))
-    assert list(frame.columns) == [*COLUMNS, "sequences", "tokens"]
-    assert frame[(frame.role == "peri_ln_c2") & (frame.metric == "left")].standard_error.item() > 0
-    said = " ".join(probe.sentences(frame))
-    assert f"{value(frame, 'right', 'peri_ln_c2', 2):.3g}" in said
-    assert len(list(probe.figures(frame))) == 2
-
-
 def test_an_exponent_that_the_layers_do_not_determine_is_none():
     """Sigmas that hardly differ: their slope is noise, and can be any number."""
     fit = [("fusenorm_eq_9", 32.4, 20.0), ("fusenorm_eq_9_depth", -0.51, 0.03)]

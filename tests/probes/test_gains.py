@@ -97,8 +97,3 @@ def test_norms_of_the_same_role_are_told_apart_by_index():
     figures = list(Gains().figures(frame))
     assert len(figures) == 2
     assert any("inner_norm 2" in one for one in Gains().sentences(frame))
-
-
-def test_equal_gains_are_one_number():
-    said = list(Gains().sentences(measure(llama())))
-    assert "The mean gain of the attention's pre_norm is 1 in every layer." in said

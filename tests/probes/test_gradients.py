@@ -183,15 +183,3 @@ def test_the_spike_score_of_the_run_beside_the_checkpoint(llama, tmp_path):
     assert table(frame, "spike_score").to_dict() == {(-1, "model", "loss"): 0.01, (-1, "model", "grad_norm"): 0.0}
     assert any("100 values" in note for note in context.notes)
     assert "Spike score of the run's training loss: 1.00 %" in " ".join(made.sentences(frame))
-
-
-def test_sentences_and_figures(llama):
-    model, ids = llama
-    made = Gradients()
-    frame = probe(model, [made], ids)["gradients"]
-    said = " ".join(made.sentences(frame))
-    found = table(frame)
-    assert f"{found[0, 'block', 'all']:.3g} at layer 0 and {found[2, 'block', 'all']:.3g} at layer 2" in said
-    total, last = found[-1, "model", "all"], found[2, "block", "all"]
-    assert f"The total gradient norm is {total:.3g}, that of the last layer's parameters {last:.3g}." in said
-    assert len(list(made.figures(frame))) == 3

@@ -3,17 +3,16 @@
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from probes.tiny import albert, bert, blocks, llama, outputs, states, value, vit
+from probes.tiny import albert, bert, blocks, llama, outputs, states, value
 
 import lamina
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import make_context, probe, run
 from lamina.probes.engine.probe_settings import ProbeSettings
-from lamina.probes.engine.statistics import TokenStates, as_tokens
-from lamina.probes.hidden_states import HiddenStates, growth, largest, medians, moments, r_squared
+from lamina.probes.engine.statistics import TokenStates
+from lamina.probes.hidden_states import HiddenStates, moments, r_squared
 
 
 def measure(model, ids, spec="hidden_states", **settings):
@@ -192,32 +191,6 @@ def test_what_is_not_finite_is_said():
     assert "not finite" in next(HiddenStates().sentences(frame))
 
 
-def test_the_median_is_exact_and_the_lower_of_the_middle_two():
-    x = torch.randn(3, 10, 7)
-    found = medians(TokenStates(x, None), x.abs())
-    assert found.tolist() == [float(one.abs().flatten().sort().values[34]) for one in x]
-
-
-def test_the_largest_of_a_sequence_may_lie_in_one_token():
-    x = torch.zeros(1, 4, 5)
-    x[0, 2] = torch.tensor([9.0, -8.0, 7.0, 0.0, 0.0])
-    x[0, 3, 1] = 1.0
-    assert largest(x, x.abs().amax(-1), 3).tolist() == [[9.0, 8.0, 7.0]]
-
-
-def test_a_norm_of_heads_counts_each_head_of_a_token():
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    inputs = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "attention_mask": mask}
-    behind = as_tokens(torch.randn(2, 3, 4, 8), inputs)
-    before = as_tokens(torch.randn(2, 4, 3, 8), inputs)
-    assert behind.x.shape == before.x.shape == (2, 12, 8)
-    assert behind.valid is not None
-    assert before.valid is not None
-    assert behind.valid[0].tolist() == [True] * 8 + [False] * 4
-    assert before.valid[0].tolist() == [True, True, False] * 4
-    assert as_tokens(torch.randn(6, 8), inputs).x.shape == (2, 3, 8)
-
-
 def test_growth_tells_a_line_from_an_exponential():
     frame = measure(llama(), blocks())
     variance = [float(value(frame, "variance", layer=layer, role="state")) for layer in range(4)]
@@ -229,12 +202,6 @@ def test_growth_tells_a_line_from_an_exponential():
     assert r_squared([1.0, 2.0, 3.0]) == pytest.approx(1.0)
     assert math.isnan(r_squared([1.0, 1.0, 1.0]))
     assert r_squared(np.exp(np.arange(12.0)).tolist()) < r_squared(np.arange(12.0).tolist())
-
-
-def test_a_curve_that_neither_shape_fits_is_given_none():
-    variance = pd.Series([1.0, 90.0, 2.0, 70.0, 8.0])
-    assert "follows neither a line nor an exponential (R^2 0.02" in growth(variance, 0.02, 0.11)
-    assert "closer to exponential" in growth(variance, 0.02, 0.91)
 
 
 def test_one_tensor_watched_at_two_points_is_not_mistaken_for_another():
@@ -261,11 +228,3 @@ def test_shared_layers_each_have_a_state():
         assert value(frame, "variance", layer=layer, role="state") == pytest.approx(
             float(wanted[layer].double().var(correction=0)), rel=1e-5
         )
-
-
-def test_a_vision_model_has_states_and_no_tokens():
-    frame = probe(vit("ViTForImageClassification"), ["hidden_states"], torch.randn(4, 3, 16, 16), tolerance=0.0)[
-        "hidden_states"
-    ]
-    assert set(frame.loc[frame["role"] == "state", "layer"]) >= {0, 1, 2}
-    assert frame["token"].isna().all()

@@ -18,9 +18,6 @@ from tiny_contexts import (
 
 import lamina
 from lamina.probes.engine.jacobians import Wiring, block_factor, expected_sigmas, wirings_of
-from lamina.probes.engine.measure import make_context
-from lamina.probes.engine.probe_settings import ProbeSettings
-from lamina.probes.engine.registry import COLUMNS
 from lamina.probes.jacobian import JacobianProbe
 from lamina.probes.structure.hooks import eager_attention
 
@@ -199,22 +196,3 @@ def test_a_model_in_16_bits_is_measured_in_float32_and_stays_in_16_bits():
         found, expected = (value(frame, "norm", "jacobian", layer) for frame in frames)
         assert found == pytest.approx(expected, rel=1e-3)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-def test_images():
-    model = transformers_model("ViTForImageClassification", image_size=8, patch_size=4, num_channels=1)
-    context = make_context(model, ProbeSettings(), torch.randn(2, 1, 8, 8))
-    frame = measured(JacobianProbe(sequences=2), context)
-    assert value(frame, "norm", "jacobian", 0) > 0
-    assert not frame[frame.metric == "norm"].standard_error.isna().any()
-
-
-def test_two_figures_and_sentences_in_which_no_power_is_minus_zero():
-    probe = JacobianProbe()
-    frame = measured(probe, context_of(lamina_model("pre_ln")))
-    assert list(frame.columns) == [*COLUMNS, "sequences", "tokens"]
-    said = " ".join(probe.sentences(frame))
-    assert f"10^{value(frame, 'log10_total', 'jacobian'):.2f}" in said
-    assert "Along the residual path alone the product is 10^0.00;" in said
-    assert "-0.00" not in said
-    assert len(list(probe.figures(frame))) == 2

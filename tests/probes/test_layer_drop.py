@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import sys
 
 import numpy as np
 import pandas as pd
@@ -21,7 +20,6 @@ from lamina.probes.engine import registry
 from lamina.probes.engine.losses import token_losses
 from lamina.probes.engine.measure import probe, run
 from lamina.probes.layer_drop import LayerDrop, PassesWithoutLayers, removed
-from lamina.probes.structure.hooks import refill
 
 CONFIG = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 CAUSAL = [name for name, (_, kind, _) in MODELS.items() if "CausalLM" in kind or "LMHead" in kind]
@@ -271,12 +269,6 @@ def test_layers_compiled_in_place_are_dropped_all_the_same():
     assert [layer._compiled_call_impl for layer in model.model.layers] == calls
 
 
-def test_a_task_without_lm_eval_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=r"task: .*pip install 'lamina\[eval\]'"):
-        registry.make("layer_drop(task=arc_easy)")
-
-
 def test_a_task_of_lm_eval_from_a_local_file(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")  # optional: pip install lm-eval
     from lamina.data.tokenizers import load_tokenizer
@@ -353,41 +345,3 @@ def test_images_are_scored_by_ones_own_measure():
         whole = float(model(pixels).logits[0, 0])
         del model.base_model.layers[2]
         assert found[2, "remove"] == pytest.approx(whole - float(model(pixels).logits[0, 0]), abs=1e-6)
-
-
-def _frame(values, meanings=("remove",)):
-    rows = [(-1, 0, "", "loss", 3.0, 0.1)]
-    for meaning in meanings:
-        shift = 0.5 if meaning == "branch" else 0
-        rows += [(layer, 1, meaning, "loss_increase", v + shift, 0.001) for layer, v in enumerate(values)]
-    rows += [(layer, 1, "", "angular_distance", v / 10, 0.0) for layer, v in enumerate(values)]
-    return pd.DataFrame(rows, columns=["layer", "size", "meaning", "metric", "value", "standard_error"])
-
-
-def test_sentences_name_the_layers_that_could_go():
-    said = list(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3])))
-    assert said[0] == "Dropping layer 3 harms least (loss increase 0.01 nats), dropping layer 0 most (2 nats)."
-    assert "Layers that could be dropped, one at a time: 2-3" in said[1]
-    assert "drop layer 3 first, the measured harm the same" in said[2]
-    assert "correlation of 1.00" in said[2]
-    equal = next(LayerDrop().sentences(_frame([0.3] * 4)))
-    assert equal == "Dropping any one layer does equal harm (loss increase 0.3 nats)."
-    both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
-    assert "its branches set to zero, its norms kept" in both
-    assert "No layer could be dropped unnoticed" in both
-    frame = _frame([2.0, 0.4, 0.02, 0.01])
-    assert "layers 3 to 4" in next(LayerDrop().sentences(frame.assign(size=2)))
-    # of one sequence the error is unknown, and excuses no layer
-    assert "one at a time: 2-3" in list(LayerDrop().sentences(frame.assign(standard_error=np.inf)))[1]
-
-
-def test_an_output_of_any_kind_is_made_again_with_another_first_tensor():
-    from transformers.modeling_outputs import BaseModelOutput
-
-    x, y, z = torch.ones(1), torch.zeros(1), torch.full((1,), 2.0)
-    assert refill(x)(y) is y
-    assert refill((None, x, z))(y) == (None, y, z)
-    assert refill([x, None])(y) == [y, None]
-    made = refill(BaseModelOutput(last_hidden_state=x))(y)
-    assert isinstance(made, BaseModelOutput)
-    assert made.last_hidden_state is y

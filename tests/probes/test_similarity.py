@@ -1,7 +1,6 @@
 """Cosines between states, their mean by distance and block influence, against double precision."""
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from naive_states import context_of, states
@@ -112,22 +111,3 @@ def test_both_probes_in_one_pass_give_what_each_gives_alone():
     for made in (Similarity(), AngularDistance("all")):
         alone = run(context_of(model, inputs), [made])[made.name]
         assert both[made.name].equals(alone)
-
-
-def test_sentences_and_figures():
-    model = small_model("llama")
-    made = Similarity()
-    frame = probe(model, [made], small_inputs(model)["input_ids"])["similarity"]
-    said = " ".join(made.sentences(frame))
-    least = min(of(frame, "block_influence").items(), key=lambda item: item[1])[0][0]
-    assert f"Layer {least} changes the stream's direction least" in said
-    assert f"{of(frame, 'cosine_by_distance')[-1, 2]:.2f} between the first and the last layer" in said
-    assert len(list(made.figures(frame))) == 3
-
-
-@pytest.mark.parametrize(("layers", "words"), [(3, "for neighbors to 0."), (5, "for neighbors over 0.")])
-def test_a_distance_is_named_once(layers, words):
-    sizes = range(1, layers)
-    rows = [(0, size, "cosine_by_distance", 0.9 - size / 10, 0.0) for size in sizes]
-    frame = pd.DataFrame(rows, columns=["start", "size", "metric", "value", "standard_error"])
-    assert words in next(Similarity().sentences(frame))

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from probes.tiny import outputs
-from tiny_contexts import context_of, lamina_model, llama, measured, shake, transformers_model, value
+from tiny_contexts import context_of, llama, measured, shake, transformers_model, value
 from transformers import LlamaForCausalLM
 
 from lamina.errors import UserError
-from lamina.probes.engine.registry import COLUMNS
 from lamina.probes.spectra import (
     Covariance,
     Spectra,
@@ -100,13 +99,6 @@ def test_bfloat16_activations_are_multiplied_in_float32():
     np.testing.assert_allclose(covariance.matrix().numpy(), np.cov(samples.double().numpy().T), rtol=1e-4, atol=1e-5)
 
 
-def test_a_covariance_needs_two_samples():
-    covariance = Covariance()
-    covariance.add(torch.ones(1, 3))
-    with pytest.raises(ValueError, match="1 samples"):
-        covariance.matrix()
-
-
 @pytest.mark.parametrize("smallest", [0.5, 1e-3, 1e-8, 1e-12])
 @pytest.mark.parametrize("shape", [(7, 12), (12, 7)])
 def test_condition_numbers_of_well_and_ill_conditioned_matrices(shape, smallest):
@@ -191,14 +183,3 @@ def test_the_passes_go_on_until_there_is_text_enough(llama_model):
     for key in probe.points():
         probe.see(key, torch.randn(1, 4 * 24, 24))
     assert probe.standard_error() is None
-
-
-def test_lamina_models_have_them_too():
-    probe = Spectra()
-    frame = measured(probe, context_of(lamina_model("peri_ln"), sequences=8, tokens=20))
-    assert "feed_forward.module.up_proj" in set(frame.role)
-    assert list(frame.columns) == [*COLUMNS, "sequences", "tokens"]
-    said = " ".join(probe.sentences(frame))
-    assert f"{value(frame, 'hard_rank', 'post'):.3f}" in said
-    assert "our definition" in said
-    assert len(list(probe.figures(frame))) == 6

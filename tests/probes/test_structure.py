@@ -14,7 +14,7 @@ from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.hooks import forward, watch
-from lamina.probes.structure.sites import Structure, effective_gain
+from lamina.probes.structure.sites import Structure
 
 # What a layer's norms are, in the order attention, feed-forward; the inner ones left out.
 ROLES = {
@@ -128,19 +128,6 @@ def test_shared_layers_are_told_apart_by_their_call():
     assert not torch.equal(found["state", 1], found["state", 2])
     again = _values(model, structure, small_inputs(model))  # the count starts again with each forward pass
     assert torch.equal(found["state", 1], again["state", 1])
-
-
-def test_gain_of_a_norm_that_stores_its_difference_from_one():
-    model = small_model("gemma2")
-    structure = find_structure(model, small_inputs(model, 1, 5))
-    norm = structure.layers[0].sublayers[0].norms[0]
-    torch.testing.assert_close(norm.gain, 1 + norm.module.weight.detach())
-    llama = small_model("llama")
-    torch.testing.assert_close(effective_gain(llama.model.norm), llama.model.norm.weight.detach())
-    bert = small_model("bert")
-    layer_norm = bert.bert.embeddings.LayerNorm
-    torch.testing.assert_close(effective_gain(layer_norm), layer_norm.weight.detach())
-    assert effective_gain(nn.LayerNorm(4, elementwise_affine=False)) is None
 
 
 def test_no_layers_says_what_was_looked_for():
