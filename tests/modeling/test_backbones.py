@@ -102,11 +102,6 @@ def test_an_unknown_preset_suggests_the_nearest():
         lamina.build("llama-130", "pre_ln")
 
 
-def test_the_number_of_layers_can_be_given():
-    assert resolve_backbone("llama-nano", num_layers=3).num_hidden_layers == 3
-    assert len(lamina.build("llama-nano", "keel", num_layers=3).model.layers) == 3
-
-
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
 def test_a_backbone_with_a_type_for_each_layer_gets_types_for_the_new_depth(model_type):
     config = resolve_backbone(configuration(model_type), num_layers=5)

@@ -93,11 +93,6 @@ def test_a_model_in_memory_is_copied_not_shared():
     assert theirs.config.model_type == "llama"
 
 
-def test_a_trained_lamina_model_goes_to_transformers_under_any_name_of_its_plan():
-    ours = built("pre_ln", 2, norm="rms")
-    assert largest_difference(ours, to_transformers(ours))[0] == 0.0
-
-
 def test_the_wrong_direction_is_refused():
     with pytest.raises(UserError, match="Lamina model already"):
         from_transformers(built("pre_ln"))

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from tiny import SIZES, TOKENS, VOCABULARY, opened, shake, token_ids
+from tiny import SIZES, TOKENS, VOCABULARY, llama, opened, shake, token_ids
 from transformers import (
     AutoConfig,
     AutoModelForImageClassification,
@@ -194,22 +194,6 @@ def test_stacked_projections_are_normed_part_by_part(scopes, tmp_path):
     assert torch.equal(again(**inputs("modernbert")).logits, model(**inputs("modernbert")).logits)
 
 
-def test_masked_language_models_tie_their_embedding_where_the_backbone_does():
-    model = lamina.build(configuration("modernbert"), "pre_ln")
-    assert model.decoder.weight is model.get_input_embeddings().weight
-    untied = lamina.build(configuration("modernbert", tie_word_embeddings=False), "pre_ln")
-    assert untied.decoder.weight is not untied.get_input_embeddings().weight
-
-
-@torch.no_grad()
-def test_an_encoder_sees_both_sides():
-    model = lamina.build(configuration("modernbert"), "pre_ln").eval()
-    shake(model)
-    ids, changed = token_ids(), token_ids()
-    changed[:, -1] = 3 + (changed[:, -1] - 2) % 50
-    assert not torch.equal(model(input_ids=ids).logits[:, 0], model(input_ids=changed).logits[:, 0])
-
-
 @pytest.mark.parametrize("num_labels", [None, 3])
 def test_an_encoder_carries_a_sequence_classifier(num_labels, tmp_path):
     config = configuration("modernbert")
@@ -222,46 +206,23 @@ def test_an_encoder_carries_a_sequence_classifier(num_labels, tmp_path):
     torch.testing.assert_close(again(input_ids=token_ids()).logits, scores)
 
 
-def test_the_classes_of_an_image_backbone_are_the_models():
-    assert lamina.build(configuration("vit"), "pre_ln").config.num_labels == LABELS
-    assert lamina.build(configuration("vit"), "pre_ln", num_labels=7).classifier.out_features == 7
-
-
 @pytest.mark.parametrize(
-    ("model_type", "head"),
-    [("vit", "causal_lm"), ("vit", "masked_lm"), ("modernbert", "causal_lm"), ("modernbert", "image_classification")],
+    ("model_type", "options", "message"),
+    [
+        *(
+            (one, {"head": head}, rf"head: '{head}' does not fit the backbone '{one}' \(allowed: ")
+            for one, head in zip(("vit", "vit", "modernbert"), ("causal_lm", "masked_lm", "causal_lm"), strict=True)
+        ),
+        ("vit", {"vocab_size": 100}, "vocab_size: the backbone 'vit' has none"),
+        ("llama", {"head": "masked_lm"}, "masked_lm"),
+        ("llama", {"head": "causal"}, "did you mean 'causal_lm'"),
+        ("llama", {"num_labels": 2}, "num_labels"),
+    ],
 )
-def test_a_head_that_does_not_fit_the_backbone_is_refused(model_type, head):
-    with pytest.raises(UserError, match=rf"head: '{head}' does not fit the backbone '{model_type}' \(allowed: "):
-        lamina.build(configuration(model_type), "pre_ln", head=head)
-
-
-def test_a_decoder_takes_no_masked_head_and_unknown_heads_are_named():
-    with pytest.raises(UserError, match="masked_lm"):
-        lamina.build("llama-nano", "pre_ln", num_layers=1, head="masked_lm")
-    with pytest.raises(UserError, match="did you mean 'causal_lm'"):
-        lamina.build("llama-nano", "pre_ln", num_layers=1, head="causal")
-    with pytest.raises(UserError, match="num_labels"):
-        lamina.build("llama-nano", "pre_ln", num_layers=1, num_labels=2)
-
-
-@over_both
-def test_other_sizes_can_be_given(model_type):
-    model = lamina.build(configuration(model_type), "pre_ln", num_layers=2, hidden_size=64, num_heads=4)
-    assert len(model.model.layers) == 2
-    assert model(**inputs(model_type)).logits.isfinite().all()
-
-
-def test_a_vision_backbone_has_no_vocabulary_to_change():
-    with pytest.raises(UserError, match=r"vocab_size: the backbone 'vit' has none"):
-        lamina.build(configuration("vit"), "pre_ln", vocab_size=100)
-
-
-@over_both
-def test_the_inputs_of_the_other_kind_are_refused(model_type):
-    other = {"modernbert": "vit", "vit": "modernbert"}[model_type]
-    with pytest.raises((ValueError, TypeError)):
-        lamina.build(configuration(model_type), "pre_ln").model(**inputs(other))
+def test_what_does_not_fit_the_backbone_is_refused(model_type, options, message):
+    config = llama(1) if model_type == "llama" else configuration(model_type)
+    with pytest.raises(UserError, match=message):
+        lamina.build(config, "pre_ln", **options)
 
 
 @over_both

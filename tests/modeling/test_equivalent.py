@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.modeling.backbones.conversion import EQUIVALENTS, in_pairs, to_transformers
+from lamina.modeling.backbones.conversion import EQUIVALENTS, to_transformers
 from lamina.placements import Norm, names, resolve
 
 SIZES = {**OF_TEXT, "num_hidden_layers": 4}
@@ -108,12 +108,6 @@ def test_a_placement_that_no_architecture_has_is_refused_in_one_line(placement):
 def test_so_is_another_equation_under_the_name_of_pre_ln(config, options, message):
     with pytest.raises(UserError, match=message):
         to_transformers(lamina.build(config, "pre_ln", **options))
-
-
-def test_pairs_are_what_the_other_rotary_embedding_turns():
-    """Channels i and i + width/2 of a head, as Llama turns them, become neighbors."""
-    rows = torch.arange(2 * 6)[:, None]
-    assert in_pairs(rows, 6).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
 @pytest.mark.parametrize(("placement", "model_type"), [("sandwich_ln", "glm4"), ("layernorm_scaling", "llama")])

@@ -42,10 +42,3 @@ def test_a_model_that_is_not_there_is_one_line(capsys, tmp_path):
     assert main(command) == 2
     assert "backbone: 'nobody/nothing'" in capsys.readouterr().err
     assert not (tmp_path / "run" / "result.json").exists()
-
-
-@pytest.mark.usefixtures("cached")
-def test_a_run_takes_a_name_on_the_hub(tmp_path):
-    sizes = ["--steps", "2", "--batch-size", "2", "--sequence-length", "16", "--eval-blocks", "2"]
-    assert main(["pretrain", "--backbone", NAME, "--output", str(tmp_path / "run"), *sizes]) == 0
-    assert f"backbone: {NAME}" in (tmp_path / "run" / "config.yaml").read_text()

@@ -98,14 +98,6 @@ def test_hidden_states_are_the_stream_before_the_final_norm(name):
         assert torch.equal(model.lm_head(last), output.logits)
 
 
-def test_hidden_states_come_by_the_configuration_as_well_and_not_unasked():
-    model, ids = built("keel", 3), token_ids()
-    assert model(input_ids=ids).hidden_states is None
-    model.config.output_hidden_states = True
-    assert len(model(input_ids=ids).hidden_states) == 4
-    assert model(input_ids=ids, output_hidden_states=False).hidden_states is None
-
-
 @pytest.mark.parametrize("by_configuration", [False, True])
 def test_attentions_come_with_the_eager_kernel(by_configuration):
     model, ids = built("keel", 3), token_ids()
@@ -114,12 +106,6 @@ def test_attentions_come_with_the_eager_kernel(by_configuration):
     attentions = model(input_ids=ids, **({} if by_configuration else {"output_attentions": True})).attentions
     assert [a.shape for a in attentions] == [(2, 4, 9, 9)] * 3
     torch.testing.assert_close(attentions[1].sum(-1), torch.ones(2, 4, 9))
-
-
-def test_a_tuple_is_returned_where_no_dict_is_asked_for():
-    model, ids = built("pre_ln"), token_ids()
-    assert torch.equal(model(input_ids=ids, return_dict=False)[0], model(input_ids=ids).logits)
-    assert isinstance(model(input_ids=ids, return_dict=False), tuple)
 
 
 @over_placements
@@ -169,11 +155,3 @@ def test_a_backbone_whose_configuration_says_bfloat16_is_built_in_float32():
     model = lamina.build(llama(2, dtype="bfloat16"), "peri_ln", qk_norm="head")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model(input_ids=token_ids()).logits.isfinite().all()
-
-
-def test_trainers_see_which_inputs_the_model_takes():
-    """Trainer drops the columns of a data set that the signature does not name."""
-    import inspect
-
-    taken = inspect.signature(lamina.build(llama(1), "pre_ln").forward).parameters
-    assert {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels"} <= set(taken)

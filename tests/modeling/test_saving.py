@@ -148,11 +148,6 @@ def test_a_saved_model_comes_back_in_the_precision_it_was_saved_in(tmp_path):
     assert {p.dtype for p in wide.parameters()} == {torch.float32}
 
 
-def test_the_attention_kernel_can_be_chosen_when_loading(saved):
-    model = AutoModelForCausalLM.from_pretrained(saved / "keel", attn_implementation="eager")
-    assert len(model(input_ids=token_ids(), output_attentions=True).attentions) == 3
-
-
 def test_a_causal_model_gives_its_body_to_a_classifier(saved):
     reward = AutoModelForSequenceClassification.from_pretrained(saved / "peri_ln", num_labels=1, pad_token_id=0)
     causal = AutoModelForCausalLM.from_pretrained(saved / "peri_ln")

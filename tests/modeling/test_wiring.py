@@ -10,7 +10,6 @@ from torch import nn
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkResidualGate
 
 import lamina
-from lamina.modeling import Block, LaminaModel, Residual
 from lamina.placements import Layer, Norm, Sublayer, names, resolve
 
 WIDTH = 16
@@ -120,41 +119,6 @@ def test_a_wired_attention_may_return_its_weights_and_take_a_mask():
     torch.testing.assert_close(block(x, attention_mask=mask, scale=2.0), 6 * x)
     assert attention.seen is mask
     assert block(x, mask, scale=2.0) is not None
-
-
-def test_modules_stay_the_users_own():
-    attention, feed_forward = plain_modules()
-    block = lamina.wire(attention, feed_forward, EVERYTHING, WIDTH)
-    assert block.attention.module is attention
-    assert block.feed_forward.module is feed_forward
-
-
-@pytest.mark.parametrize("name", names())
-def test_a_built_model_has_the_interface_that_tools_read(name):
-    model = lamina.build(llama(3), name)
-    plan = resolve(name, 3)
-    assert isinstance(model.model, LaminaModel)
-    assert len(model.model.layers) == 3
-    for block, layer in zip(model.model.layers, plan.layers, strict=True):
-        assert isinstance(block, Block)
-        for place in ("attention", "feed_forward"):
-            residual, record = getattr(block, place), getattr(layer, place)
-            assert isinstance(residual, Residual)
-            assert isinstance(residual.module, nn.Module)
-            for position in ("pre_norm", "out_norm", "post_norm"):
-                assert (getattr(residual, position) is not None) == (getattr(record, position) is not None)
-                assert (residual.sublayer[position] is None) == (getattr(record, position) is None)
-            assert residual.skip == record.skip == residual.sublayer.skip
-            assert record.skip_scale == residual.sublayer.skip_scale
-            if record.skip_scale_learned == "no":
-                assert residual.skip_scale == record.skip_scale
-            else:
-                assert isinstance(residual.skip_scale, nn.Parameter)
-            if record.pre_scale_learned != "vector":
-                assert float(residual.pre_scale) == record.pre_scale
-    no_norm = model.model.norm is None or isinstance(model.model.norm, nn.Identity)
-    assert no_norm == (plan.final_norm is None)
-    assert model.config.plan == plan.to_dict()
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "group"])
