@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from training.test_damage import cut
-from training.tiny_runs import SMALL, flags, last_step, layers, records, result, settings, start, wait_for
+from training.tiny_runs import layers, records, settings
 
 from lamina.cli import main
 from lamina.training import pretrain as pretraining
@@ -62,12 +62,6 @@ def test_a_harmed_file_is_named_and_the_checkpoint_before_is_used(copied, caplog
     assert Checkpoints(copied).newest().name == "checkpoint-10"
     assert name in caplog.text
     assert "checkpoint-12" in caplog.text
-
-
-def test_with_every_checkpoint_harmed_there_is_none(copied):
-    for path in copied.iterdir():
-        cut(path / "model.safetensors")
-    assert Checkpoints(copied).newest() is None
 
 
 def test_only_the_newest_are_kept_and_the_manifest_lists_every_file(whole):
@@ -134,24 +128,6 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_a_draft_that_is_cleared(tra
     assert not list(left.glob(".*"))
     assert records(tmp_path / "run") == records(whole)
     assert layers(tmp_path / "run").equals(layers(whole))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.15, 0.35, 0.55, 0.75, 0.9])
-def test_kills_at_any_moment_change_nothing(corpus, tmp_path, session_cache, share):
-    """Two kills a run, most of whose time is saving."""
-    options = {**SMALL, "steps": 60, "logging_steps": 3, "save_steps": 1, "eval_steps": 7, "placement": "keel"}
-    assert main(["pretrain", *flags(**options, corpus=corpus, output=tmp_path / "whole")]) == 0
-    argv = ["pretrain", *flags(**options, corpus=corpus, output=tmp_path / "run")]
-    for resume, moment in (([], share), (["--resume"], (1 + share) / 2)):
-        with start(*argv, *resume) as process:
-            wait_for(lambda until=moment: last_step(tmp_path / "run") >= until * 60, 120)
-            process.kill()
-            process.communicate(timeout=30)
-    assert main([*argv, "--resume"]) == 0
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
-    assert layers(tmp_path / "run").equals(layers(tmp_path / "whole"))
-    assert result(tmp_path / "run")["eval_loss"] == result(tmp_path / "whole")["eval_loss"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

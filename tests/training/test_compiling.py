@@ -83,14 +83,6 @@ def test_a_plan_of_many_kinds_compiles_them_all():
     assert graphs(tiny(plan, 12)) == 9
 
 
-@pytest.mark.slow  # 1 + 2 minutes: 1024 blocks are built and traced
-@pytest.mark.parametrize("placement", ["keel", "layernorm_scaling"])
-def test_1024_layers_compile_the_graphs_of_2(placement):
-    few = graphs(tiny(placement, 2), "aot_eager")
-    assert graphs(tiny(placement, 64), "aot_eager") == few
-    assert graphs(tiny(placement, 1024), "aot_eager") == few
-
-
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)  # its C++ compiler takes a minute on a busy machine
 
 

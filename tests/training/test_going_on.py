@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from training.tiny_runs import SMALL, cut_back, flags, records
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import lamina
 from lamina.cli import main
 from lamina.data.tokenizers import load_tokenizer
 from lamina.training import source
@@ -119,14 +118,3 @@ def test_the_folder_that_holds_the_source_is_no_output(first, corpus, tmp_path, 
     assert going_on(corpus, first, tmp_path / output, "--overwrite") == 2
     assert "holds the model to read" in capsys.readouterr().err
     assert (first / "model" / "model.safetensors").is_file()
-
-
-def test_what_is_no_checkpoint_is_one_line(corpus, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    assert going_on(corpus, tmp_path / "empty", tmp_path / "run") == 2
-    assert "holds no saved model" in capsys.readouterr().err
-
-
-def test_from_python(first, corpus, tmp_path):
-    result = lamina.pretrain(from_model=str(first), corpus=str(corpus), output=str(tmp_path / "run"), bar=False, **NEW)
-    assert result["from"] == str(first)

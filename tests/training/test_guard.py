@@ -52,16 +52,11 @@ def test_a_noisy_loss_with_a_lucky_step_has_not_diverged_but_one_that_climbs_has
     resumed.load_state_dict({"guard": {"best": 2.0, "above_since": None, "recent": [], "left": []}})  # an older one
 
 
-def test_a_spike_that_is_over_before_patience_is_forgiven():
+@pytest.mark.parametrize("loss", [lambda step: 9.0 if step % 5 else 2.0, lambda step: 2.0 if step == 1 else 2.99])
+def test_a_spike_shorter_than_patience_and_a_loss_within_the_margin_are_forgiven(loss):
     watch = guard()
     for step in range(1, 60):
-        watch.see_loss(step, 9.0 if step % 5 else 2.0)
-
-
-def test_a_loss_within_the_margin_never_diverges():
-    watch = guard()
-    for step in range(1, 60):
-        watch.see_loss(step, 2.0 if step == 1 else 2.99)
+        watch.see_loss(step, loss(step))
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])

@@ -113,11 +113,6 @@ def test_without_a_token_nothing_is_trained(tiny, monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_malformed_name_is_refused(tiny, token):
-    with pytest.raises(UserError, match="push_to_hub: 'me//model' is not a repository's name"):
-        pretraining.pretrain(tiny(push_to_hub="me//model"), bar=False)
-
-
 def test_a_hub_that_fails_costs_nothing_but_a_line(trained, tmp_path, token, monkeypatch, caplog):
     class Broken:
         def create_repo(self, name, **options):

@@ -31,13 +31,6 @@ def test_adamw_with_the_papers_constants_decays_matrices_only(trained, trainers)
     assert {decays[id(p)] for p in parameters if p.ndim < 2} == {0.0}
 
 
-def test_the_optimisers_constants_can_be_set(trained, trainers):
-    trained(weight_decay=0.3, beta1=0.8, beta2=0.99, epsilon=1e-6, max_grad_norm=0.5)
-    group = max(trainers[0].optimizer.param_groups, key=lambda g: g["weight_decay"])
-    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.3, (0.8, 0.99), 1e-6)
-    assert trainers[0].args.max_grad_norm == 0.5
-
-
 @pytest.mark.parametrize(("warmup", "warm_steps"), [(0.2, 4), (5, 5), (0, 0)])
 @pytest.mark.parametrize("minimum", [0.1, 0.0, 0.5])
 def test_the_learning_rate_warms_up_linearly_and_falls_as_a_cosine(trained, tmp_path, warmup, warm_steps, minimum):
@@ -84,7 +77,3 @@ def test_a_trainer_argument_that_lamina_sets_is_refused_with_the_flags_name(argu
 def test_a_trainer_argument_that_the_records_rest_on_is_refused(argument):
     with pytest.raises(UserError, match=rf"trainer\.{argument}: fixed"):
         training_arguments(PretrainSettings(trainer={argument: True}))
-
-
-def test_the_nan_filter_is_off():
-    assert training_arguments(PretrainSettings()).logging_nan_inf_filter is False

@@ -2,7 +2,6 @@
 
 import json
 import random
-import types
 
 import numpy as np
 import pandas as pd
@@ -213,23 +212,3 @@ def test_probes_that_can_not_run_are_refused_before_anything_is_written(trained,
     with pytest.raises(UserError, match=r"no_such|probe_every: 1 .*without a wiring"):
         trained(**{"probe_every": 1, **changed})
     assert not (tmp_path / "run").exists()
-
-
-def test_without_a_schedule_there_is_no_folder(trained, tmp_path, own):
-    trained(probes=own)
-    assert not (tmp_path / "run" / "probes").exists()
-
-
-def test_another_process_than_the_first_measures_nothing(tmp_path, tiny, own):
-    probing = ScheduledProbes(tmp_path, tiny(probe_every=1, probes=own), torch.zeros(1, 4, dtype=torch.long), None)
-    probing._probe(types.SimpleNamespace(is_world_process_zero=False, global_step=0))
-    assert not (tmp_path / "probes").exists()
-
-
-def test_the_page_shows_the_probes_metric_over_the_steps(trained, tmp_path, own):
-    trained(probe_every=1, probes=own)
-    page = report(tmp_path / "run").read_text(encoding="utf-8")
-    section = page[page.index("Mean square during training") :]
-    section = section[: section.index("</section>")]
-    assert section.count("plotly-graph-div") == 2
-    assert "a Tuesday" in section

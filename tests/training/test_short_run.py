@@ -37,12 +37,6 @@ def test_it_ends_when_its_caller_has_seen_enough_and_leaves_no_folder(short, tmp
     assert {path.name for path in tmp_path.iterdir()} <= {"cache"}
 
 
-def test_it_takes_no_more_steps_than_the_run(short):
-    run = short(steps=3)
-    run.train(lambda step: True)
-    assert len(run.losses) == 3
-
-
 def test_a_gradient_that_is_not_finite_ends_it(short):
     run = short(max_grad_norm=0.0)
     weight = run.model.model.layers[0].attention.module.q_proj.weight

@@ -12,12 +12,10 @@ from training.tiny_runs import SMALL, cut_back, settings
 
 import lamina
 from lamina.errors import UserError
-from lamina.modeling.linear_cross_entropy import LinearLoss
 from lamina.studies.compare import compare
 from lamina.studies.settings import CompareSettings
 from lamina.training.execution import compiling, devices
 from lamina.training.execution.compiling import compile_blocks
-from lamina.training.monitor.training_hooks import is_compiled
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
@@ -59,15 +57,6 @@ def test_device_and_steps_decide_what_is_not_asked_for(monkeypatch, device, give
     assert rule(monkeypatch, device, **given) == expected
 
 
-def test_prepare_sets_the_loss_and_the_blocks():
-    prepared = model()
-    compiling.prepare(prepared, compiled=True)
-    assert isinstance(prepared.linear_loss, LinearLoss)
-    assert is_compiled(prepared)
-    compiling.prepare(prepared, compiled=False)
-    assert not is_compiled(prepared)
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 def test_freed_memory_is_kept_for_the_next_step():
     compiling.keep_freed_memory()
@@ -87,12 +76,6 @@ def test_a_compiler_asked_for_must_be_there(monkeypatch):
     with pytest.raises(UserError, match=r"compile: 'on', but there is no C\+\+ compiler \(allowed here: auto, off\)"):
         resolve_run(of(compile="on"))
     resolve_run(of(compile="auto"))
-
-
-@pytest.mark.parametrize(("name", "value"), [("precision", "int8"), ("precision", "32"), ("compile", "yes")])
-def test_values_without_a_meaning(name, value):
-    with pytest.raises(UserError, match=rf"{name}: '{value}'.* \(allowed: auto, "):
-        of(**{name: value})
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

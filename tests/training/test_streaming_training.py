@@ -11,13 +11,8 @@ from training.tiny_runs import (
     assert_same_weights,
     at_step,
     cut_back,
-    flags,
-    last_step,
     records,
     result,
-    start,
-    wait_for,
-    write_corpus,
 )  # fmt: skip
 
 from lamina.cli import main
@@ -113,21 +108,6 @@ def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(train, tmp_path, small
     assert any(place["segments"] for place in places)
     assert any(place["position"] for place in places)
     assert places[-1]["chunk"] == 13 * 8 // 6
-
-
-@pytest.mark.slow
-def test_kills_of_the_command_at_any_moment_change_nothing(tmp_path):
-    corpus = write_corpus(tmp_path / "words.txt")
-    options = {**SMALL, **OPTIONS, "steps": 60, "eval_steps": 20, "keep": 2, "corpus": corpus}
-    assert main(["pretrain", *flags(**options, output=tmp_path / "whole")]) == 0
-    argv = ["pretrain", *flags(**options, output=tmp_path / "run")]
-    for resume, until in (([], 11), (["--resume"], 37)):
-        with start(*argv, *resume) as process:
-            wait_for(lambda until=until: last_step(tmp_path / "run") >= until, 120)
-            process.kill()
-            process.communicate(timeout=30)
-    assert main([*argv, "--resume"]) == 0
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_the_held_out_text_is_never_trained_on(train, folder, seen, trainers):

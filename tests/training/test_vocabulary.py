@@ -7,8 +7,6 @@ from transformers import Gemma2Config, PreTrainedTokenizerFast
 import lamina
 from lamina.data.tokenizers import load_tokenizer
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
-from lamina.studies.coordinates import coord_check
-from lamina.studies.settings import CoordCheckSettings
 from lamina.training.objectives.objective import objective_of
 
 
@@ -47,9 +45,3 @@ def test_a_tokenizer_whose_ids_have_gaps_trains_a_model(gaps, trained, tmp_path)
     trained(tokenizer=gaps, steps=1)
     model = LaminaForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert model.config.get_text_config().vocab_size == 58
-
-
-def test_a_coordinate_check_has_an_embedding_for_every_id(gaps, corpus, tmp_path):
-    sizes = {"num_layers": 1, "steps": 1, "sequence_length": 16, "batch_size": 2, "threads": 1}
-    where = {"corpus": str(corpus), "output": str(tmp_path / "check"), "tokenizer": gaps}
-    assert len(coord_check(CoordCheckSettings(**where, **sizes, widths="32,64", seeds="0"), bar=False))
