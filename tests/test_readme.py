@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import lamina
 from lamina.placements import names
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from scripts import loaded
 
 import lamina
 from lamina.api.job_functions import as_settings
 from lamina.api.results import Comparison, Diagnosis, RunResult, StudyOutcome
 from lamina.cli import COMMANDS
-from lamina.core.progress import ProgressLines, duration
 from lamina.errors import TrialsFailed, UserError
 from lamina.jobs.catalog import JOBS
 from lamina.jobs.environment import environment
@@ -53,33 +53,8 @@ def test_a_signature_names_every_setting_with_its_default(name):
 
 
 def test_the_stub_is_current():
-    spec = importlib.util.spec_from_file_location("stubs", ROOT / "docs" / "stubs.py")
-    stubs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stubs)
+    stubs = loaded("docs/stubs.py")
     assert stubs.text() == stubs.STUB.read_text(encoding="utf-8"), "run python docs/stubs.py"
-
-
-def test_nothing_is_loaded_before_a_job_runs():
-    Path("used").mkdir()
-    Path("used/thesis.tex").write_text("x")
-    script = """
-import sys, lamina
-dir(lamina), lamina.api
-assert not {"torch", "transformers", "yaml"} & set(sys.modules)
-wrong = (dict(placements="kel"), dict(corpus="no.txt"), dict(output="used"), dict(lrr=1), dict(steps=0))
-for call in wrong:
-    try:
-        lamina.compare(**{"output": "out", **call})
-    except lamina.errors.UserError as error:
-        print(error)
-assert not {"torch", "transformers", "pandas"} & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 5, done.stderr
-    assert "did you mean 'keel'" in lines[0]
-    assert "'no.txt': no such file" in lines[1]
-    assert "did you mean 'learning_rates'" in lines[3]
 
 
 @pytest.mark.parametrize(
@@ -209,13 +184,6 @@ def test_a_comparison_is_read_like_its_table(tmp_path):
     assert len(pickle.loads(pickle.dumps(found))) == len(copy.copy(found)) == 2
 
 
-def test_the_page_opens_on_request(tmp_path, monkeypatch):
-    opened = []
-    monkeypatch.setattr("webbrowser.open", opened.append)
-    RunResult({"status": "finished"}, tmp_path).report(show=True)
-    assert opened == [(tmp_path / "report.html").resolve().as_uri()]
-
-
 def test_results_are_shown_as_html_with_the_text_escaped(tmp_path):
     run = RunResult({"status": "<b>", "scores": {"a": 1}}, tmp_path)
     assert run["status"] == "<b>"
@@ -229,46 +197,6 @@ def test_results_are_shown_as_html_with_the_text_escaped(tmp_path):
     told = Diagnosis(sentences=["<it> left"], page=tmp_path / "diagnosis.html")
     assert "&lt;it&gt;" in told._repr_html_()
     assert told.report() == tmp_path / "diagnosis.html"
-
-
-def test_lines_for_a_log_file_come_every_so_often_and_at_the_end(capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("lamina.core.progress.time.monotonic", lambda: now[0])
-    lines = ProgressLines(100, every=10.0)
-    for step in range(1, 101):
-        now[0] += 1.0
-        lines.see(step, {"loss": "2.5", "": "9 tokens/s"})
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == "step 1/100 (1%)  loss 2.5  9 tokens/s", "no pace is known yet"
-    assert told[1] == "step 11/100 (11%)  loss 2.5  9 tokens/s  1 min 29 s left"
-    assert told[-1] == "step 100/100 (100%)  loss 2.5  9 tokens/s"
-    assert len(told) == 11
-    ProgressLines(3, show=False).see(3)
-    assert capsys.readouterr().err == ""
-
-
-def test_the_time_left_is_that_of_the_latest_steps(capsys, monkeypatch):
-    """The first steps are slow: they compile, fill caches, start processes."""
-    now = [0.0]
-    monkeypatch.setattr("lamina.core.progress.time.monotonic", lambda: now[0])
-    lines = ProgressLines(100, every=0.0)
-    for step in range(1, 100):
-        now[0] += 60.0 if step == 1 else 1.0
-        lines.see(step)
-    told = capsys.readouterr().err.splitlines()
-    assert "left" not in told[0]
-    assert told[2].endswith("1 min 37 s left")
-    assert told[49].endswith("50 s left")
-    slow = ProgressLines(100, every=0.0)
-    for step in range(1, 81):
-        now[0] += 1.0 if step <= 20 else 10.0
-        slow.see(step)
-    assert capsys.readouterr().err.splitlines()[-1].endswith("3 min 20 s left"), "twenty steps at the latest pace"
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (190, "3 min 10 s"), (3900, "1 h 5 min")])
-def test_durations_are_readable(seconds, text):
-    assert duration(seconds) == text
 
 
 def test_the_examples_in_the_docstrings_are_true():

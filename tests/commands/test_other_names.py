@@ -3,7 +3,7 @@
 import pytest
 from commands.test_public_surface import SETTINGS
 
-from lamina.commands.arguments import INDENT, Parser, help_rows
+from lamina.commands.arguments import Parser
 from lamina.errors import UserError
 from lamina.jobs.aliases import NEAR, TAKEN, in_our_words
 
@@ -129,14 +129,6 @@ def test_a_yaml_file_may_use_the_other_names(tmp_path):
     assert typed("eval", "c", "--config", str(file)) == {"models": ["c"], "limit": 3}
     file.write_text("lr: 1\nlearning_rate: 2\n")
     assert "learning_rate: given by two names" in said("pretrain", "--config", str(file))
-
-
-@pytest.mark.parametrize("command", SETTINGS)
-def test_no_flag_takes_more_than_two_lines_of_the_help(command, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "110")
-    for action in parser_of(command)._actions:
-        lines = [line for line in help_rows(action) if line[INDENT:].strip()]
-        assert len(lines) <= 2, lines
 
 
 @pytest.mark.parametrize("command", SETTINGS)

@@ -4,13 +4,12 @@ import logging
 import lzma
 import os
 import sys
-from fractions import Fraction
 
 import pandas as pd
 import pytest
 import zstandard
 
-from lamina.data.corpus import EMBEDDED, Corpus, EmbeddedCorpus, FileCorpus, HubCorpus, Mix
+from lamina.data.corpus import EMBEDDED, Corpus
 from lamina.data.sources.file_documents import read_file
 from lamina.errors import UserError
 
@@ -139,11 +138,6 @@ def test_a_missing_corpus_is_refused_at_once_with_the_nearest_name_and_what_is_a
     assert "embedded" in str(caught.value)
 
 
-def test_a_misspelled_embedded_is_recognised():
-    with pytest.raises(UserError, match="did you mean 'embedded'"):
-        Corpus.parse("embeded")
-
-
 CUT = {suffix: COMPRESS[suffix](TEXT.encode() * 50)[:-12] for suffix in (".gz", ".xz")}
 
 
@@ -202,29 +196,6 @@ def test_a_name_with_a_colon_is_a_path(tmp_path, monkeypatch):
     assert texts("lr:3e-3.parquet") == ["one", "two"]
 
 
-def test_each_kind_of_name_is_a_corpus_of_its_kind(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    path = str(tmp_path / "a.txt")
-    mix = f"{path}:3,embedded:1"
-    for spec, kind in {
-        EMBEDDED: EmbeddedCorpus,
-        path: FileCorpus,
-        str(tmp_path): FileCorpus,
-        "hf:me/text": HubCorpus,
-    }.items():
-        corpus = Corpus.parse(spec, "body")
-        assert type(corpus) is kind
-        assert (corpus.spec, corpus.text_field) == (spec, "body")
-        assert [(part.corpus, part.share) for part in corpus.parts] == [(corpus, 1)]
-    mixed = Corpus.parse(mix, "body")
-    assert type(mixed) is Mix
-    assert mixed.spec == mix
-    assert [(part.corpus, part.share) for part in mixed.parts] == [
-        (Corpus.parse(path, "body"), Fraction(3, 4)),
-        (Corpus.parse(EMBEDDED, "body"), Fraction(1, 4)),
-    ]
-
-
 def test_the_fingerprint_of_a_mix_is_made_of_its_parts_and_not_of_their_shares(tmp_path):
     for name in "ab":
         (tmp_path / name).write_text(name)
@@ -250,16 +221,6 @@ def test_the_files_changed_since_a_time_are_named_part_by_part(tmp_path):
     assert mix.changed_since(20) == [tmp_path / "c"]
     assert Corpus.parse(EMBEDDED).changed_since(0) == []
     assert Corpus.parse(f"hf:{tmp_path}").changed_since(40) == [tmp_path / "c"]
-
-
-def test_a_corpus_reports_the_files_it_skips_once_however_often_it_is_read(tmp_path, caplog):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "b.bin").write_bytes(b"\x00\xff")
-    for expected in (1, 2):
-        corpus = Corpus.parse(str(tmp_path))
-        for _ in range(3):
-            list(corpus.documents())
-        assert caplog.text.count("1 files skipped") == expected
 
 
 @pytest.mark.parametrize("text", ['{"text": "a row"}\n{"text": "b"}\n', '\n[ {"id": 1, "text": "a row"}]'])

@@ -94,13 +94,6 @@ def test_after_any_number_of_blocks_each_share_is_met_to_within_a_block(shares):
         assert list(data.counts(n)) == [seen[name] for name in "abcd"[: len(shares)]]
 
 
-def test_over_a_whole_number_of_periods_the_shares_are_exact():
-    data = mixed(("7/10", "3/10"), [10, 10])
-    for start in (0, 40, 130):
-        names = [data[i][0] for i in range(start, start + 10)]
-        assert (names.count("a"), names.count("b")) == (7, 3)
-
-
 def test_each_part_is_seen_whole_before_any_block_of_it_twice_and_in_another_order():
     data = mixed(("1/2", "1/2"), [30, 7])
     of_b = [i for name, i in (data[n] for n in range(200)) if name == "b"]
@@ -117,13 +110,6 @@ def test_nothing_but_the_seed_decides():
     assert [pickle.loads(pickle.dumps(data))[i] for i in range(300)] == order
     assert [mixed(("7/10", "3/10"), [30, 7], seed=6)[i] for i in range(300)] != order
     assert [name for name, _ in order] == [mixed(("7/10", "3/10"), [30, 7], seed=6)[i][0] for i in range(300)]
-
-
-def test_an_index_out_of_range_ends_an_iteration():
-    data = mixed(("1/2", "1/2"), [3, 3], length=4)
-    assert len(list(data)) == len(data) == 4
-    with pytest.raises(IndexError):
-        data[4]
 
 
 def test_a_mix_of_files_holds_the_shares_in_both_splits(corpora):

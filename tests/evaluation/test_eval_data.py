@@ -1,23 +1,20 @@
 """`make eval-data`: the packages' rows under the hub's names, with the hub's columns."""
 
 import gzip
-import importlib.util
 import json
 import zipfile
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from scripts import loaded
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("eval_data", BENCHMARKS / "eval_data.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("benchmarks/eval_data.py")
 
 
 def arrow(rows):

@@ -10,7 +10,6 @@ from lamina.jobs.folder import lock
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.settings import Settings, at_least, setting
-from lamina.jobs.status import ENDED, Status, severity
 
 POLICY = ResumePolicy(what="job", free={"output", "threads"})
 
@@ -102,14 +101,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         fail()
     assert (tmp_path / "a.yaml").read_text() == "a: 1\n"
     assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
-
-
-def test_there_is_one_order_of_severity():
-    order = ["finished", "short", "stuck", "interrupted", "diverged", "failed"]
-    assert sorted(sorted(order), key=severity) == order
-    assert severity("no such status") > severity("failed")
-    assert set(ENDED) == {"finished", "short", "stuck", "diverged"}
-    assert Status("stuck").ended
 
 
 @pytest.mark.parametrize("output", [5, None, ["a"]])

@@ -1,36 +1,24 @@
 """What docs/preflight.md says of the verdict's mistakes is what the committed records give."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from scripts import loaded
 
 from lamina.preflights.verdict import calibration
 from lamina.training.settings import PretrainSettings
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("preflight_calibration", "preflight_fit")
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        loaded = {}
-        for name in SCRIPTS:
-            spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-            loaded[name] = importlib.util.module_from_spec(spec)
-            sys.modules[name] = loaded[name]
-            spec.loader.exec_module(loaded[name])
-        yield tuple(loaded.values())
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-        for name in SCRIPTS:
-            sys.modules.pop(name, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))  # one imports the other
+        yield tuple(loaded(f"benchmarks/{name}.py") for name in ("preflight_calibration", "preflight_fit"))
 
 
 def test_the_pages_tables_are_those_of_the_records(scripts):

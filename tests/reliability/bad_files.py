@@ -211,11 +211,6 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
         yield "Python files", line("probe", probes=file), said, {}, file == "x-quit.py"
 
 
-NO_MODELS = ("nothing", "broken", "a\0b", "", "~nouser/x", "x" * 300)
-CORPORA = (
-    *("missing.txt", "empty.txt", "short.txt", "binary.txt", "latin.txt", "bad.jsonl", "bad.txt.gz", "nothing", "loop"),
-    *("dangling", "pipe", "~nouser/x", "/dev/null", "x" * 300, "a\0b", "corpus.txt:2,b:x"),
-)
 FIELDS = (
     *("steps", "learning_rate", "learning-rate", "warmup", "batch_size", "batch-size", "seed", "trainer", "backbone"),
     "output",
