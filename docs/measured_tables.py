@@ -61,8 +61,9 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
     lines = ["| layout | count | model types |", "|---|---|---|"]
     for layout, names in sorted(layouts.items(), key=lambda one: -len(one[1])):
         lines.append(f"| {layout} | {len(names)} | {', '.join(names)} |")
-    untold = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items())
-    return "\n".join([*lines, "", f"Not known: {untold}.", "", where])
+    untold = "; ".join(f"{reason}: {len(names)}" for reason, names in reasons.items())
+    told = "by name in [the record](../benchmarks/results/census.json)"
+    return "\n".join([*lines, "", f"Not known, {told}: {untold}.", "", where])
 
 
 def _layout(match: dict[str, Any]) -> str:

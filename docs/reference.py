@@ -19,6 +19,7 @@ from types import NoneType, UnionType
 import lamina
 import lamina.api
 from lamina.cli import COMMANDS, main
+from lamina.jobs import aliases
 from lamina.jobs.settings import Settings, default_of
 
 _SUBCOMMANDS = {"study": ("list", "show", "run", "worker")}
@@ -108,8 +109,18 @@ def settings_page() -> str:
     ]
     for cls, takers in sorted(groups.items(), key=lambda item: -len(item[1])):
         parts += [f"## {_title(cls)}", _takers(takers), _table(cls)]
-    parts += ["## Left out", _left_out(records)]
+    parts += ["## Left out", _left_out(records), "## Names of other tools", _other_names()]
     return "\n\n".join(parts) + "\n"
+
+
+def _other_names() -> str:
+    """A row per setting: what other tools call it."""
+    rows = ["| setting | other names |", "|---|---|"]
+    for setting in sorted({*aliases.TAKEN, *aliases.NEAR}):
+        taken = [f"`{name}`" for name in aliases.TAKEN.get(setting, ())]
+        near = [f"`{name}`\\*" for name in aliases.NEAR.get(setting, ())]
+        rows.append(f"| `{setting}` | {', '.join([*taken, *near])} |")
+    return "\n".join([*rows, "", "\\* not taken: the error suggests the setting"])
 
 
 def _records() -> Iterator[type[Settings]]:

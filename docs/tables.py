@@ -22,14 +22,13 @@ from results_pages import tolerance
 from scipy import stats
 
 from lamina.core.architectures import conversions, verified
-from lamina.jobs import aliases
 from lamina.jobs.columns import RESULT_COLUMNS
 from lamina.placements import get, names
 from lamina.placements.wirings import WIRINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 _OF_DOCS = (
-    *("benchmarks", "command-line", "convert", "placements", "probes", "reliability", "run-folder", "vision", "watch"),
+    *("benchmarks", "convert", "placements", "probes", "reliability", "run-folder", "vision", "watch"),
     *("evaluate", "loss-spiked", "studies", "posttraining", "census"),
 )
 PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
@@ -312,16 +311,6 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
     )
 
 
-def other_names_table() -> str:
-    """A row per setting: its other names."""
-    rows = ["| setting | other names |", "|---|---|"]
-    for setting in sorted({*aliases.TAKEN, *aliases.NEAR}):
-        taken = [f"`{name}`" for name in aliases.TAKEN.get(setting, ())]
-        near = [f"`{name}`{_STAR}" for name in aliases.NEAR.get(setting, ())]
-        rows.append(f"| `{setting}` | {', '.join([*taken, *near])} |")
-    return "\n".join([*rows, "", "\\* not taken: the error suggests the setting"])
-
-
 def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
     found = {
@@ -336,7 +325,6 @@ def tables() -> dict[str, str]:
         "verified": f"{verified()}.",
         "conversions": conversions_table(),
         "columns": columns_table(),
-        "other-names": other_names_table(),
     }
     made = {
         "after_pretraining": after_pretraining_table,
@@ -352,7 +340,7 @@ def tables() -> dict[str, str]:
         found[name] = table(record, _where(record, None) if record else "")
     found |= {"families": families_sentence()}
     for device in ("cpu", "gpu"):
-        found |= {f"{kind}-{device}": training_table(f"{kind}-{device}") for kind in ("training", "placements")}
+        found[f"training-{device}"] = training_table(f"training-{device}")
         found[f"depth-{device}"] = depth_table(f"depth-{device}")
     return found
 
