@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch.utils.data import Sampler
 
 from lamina.data.blocks import ItemSource, shuffled
@@ -58,6 +59,7 @@ class TrainOrder(Sampler[list[int]]):
         self.blocks, self.steps, self.done, self.seed, self.skips = blocks, steps, done, seed, tuple(skips)
         self.batch_size, self.gradient_accumulation = batch_size, gradient_accumulation
         self.lengths, self.shuffled = lengths, shuffled
+        self._by_length = -1, torch.empty(0)  # the pass that is trained on, and its order
         self.share = slice(rank * (batch_size // size), (rank + 1) * (batch_size // size))
 
     def __len__(self) -> int:
@@ -96,19 +98,24 @@ class TrainOrder(Sampler[list[int]]):
             return list(range(start, end))
         while start < end:
             turn, place = divmod(start, self.blocks)
-            indices += self.turn(turn)[place : place + end - start]
+            indices += self.turn(turn)[place : place + end - start].tolist()
             start = min(end, (turn + 1) * self.blocks)
         return indices
 
-    def turn(self, turn: int) -> list[int]:
+    def turn(self, turn: int) -> torch.Tensor:
         """The order of one pass over the blocks, from 0; with ``lengths``, the shuffled micro-batches of stretches."""
-        mixed, size = shuffled(self.blocks, self.seed + turn).tolist(), self.batch_size
         if self.lengths is None:
-            return mixed
+            return shuffled(self.blocks, self.seed + turn)
+        if self._by_length[0] != turn:
+            self._by_length = turn, torch.tensor(self._sorted_by_length(turn, self.lengths))
+        return self._by_length[1]
+
+    def _sorted_by_length(self, turn: int, lengths: Sequence[int]) -> list[int]:
+        mixed, size = shuffled(self.blocks, self.seed + turn).tolist(), self.batch_size
         begun = -turn * self.blocks % size  # the items that fill the micro-batch which the pass before began
         ordered = mixed[:begun]
         for first in range(begun, len(mixed), size * STRETCH):
-            stretch = sorted(mixed[first : first + size * STRETCH], key=self.lengths.__getitem__)
+            stretch = sorted(mixed[first : first + size * STRETCH], key=lengths.__getitem__)
             whole = len(stretch) // size
             for batch in shuffled(whole, self.seed + turn).tolist():
                 ordered += stretch[batch * size : (batch + 1) * size]
