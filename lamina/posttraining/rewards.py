@@ -7,12 +7,13 @@ import logging
 import math
 import re
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -32,6 +33,7 @@ from lamina.posttraining.trainer import Passed
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Score: TypeAlias = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
 """Rewards of answers: takes the prompts' rows (prompt, prompt_ids, row), the answers' token ids and their texts."""
 Parts: TypeAlias = Mapping[str, Sequence[float]]
@@ -41,7 +43,9 @@ BATCH = 32
 
 def check_rewards(settings: RlhfSettings, start: Start) -> str:
     """Hash the reward models and functions. Raises UserError if one is missing, or a model's vocabulary differs."""
-    models, functions = settings.reward_models(), settings.reward_functions()
+    models, functions, seconds = settings.reward_models(), settings.reward_functions(), settings.reward_timeout
+    if seconds and threading.current_thread() is not threading.main_thread():
+        raise UserError(f"reward_timeout: {seconds:g} (allowed outside a process's main thread: 0)")
     if not models and not functions:
         raise UserError("reward_model: none given (needed: a folder as lamina reward leaves it, or --reward-function)")
     digests = [_check_model(named, start) for named in models]
@@ -123,9 +127,7 @@ def make_rewards(settings: RlhfSettings, device: torch.device, dtype: torch.dtyp
 def _unused(name: str, known: Mapping[str, object]) -> str:
     """Return a name for a reward's records, with a number where another one has it."""
     plain = re.sub(r"\W", "_", name)
-    if plain in known:
-        plain += f"_{len(known) + 1}"
-    return plain
+    return plain if plain not in known else _unused(f"{plain}_{len(known) + 1}", known)
 
 
 def _loaded(named: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -152,29 +154,33 @@ def _of_model(model: PreTrainedModel) -> Score:
     return score
 
 
-class Clock:
-    """A limit on the seconds of a block: an exception ends it, and ``rang`` is true. 0 seconds are no limit.
+def in_time(act: Callable[[], T], seconds: float) -> T | None:
+    """Return what ``act`` returns, or None once the seconds (0: no limit) are over, which ends Python code.
 
-    Only the main thread of a process can have one, and only Python code is ended.
+    Only the main thread of a process can have a limit.
     """
+    if not seconds:
+        return act()
+    rang = False
 
-    def __init__(self, seconds: float):
-        self.seconds, self.rang = seconds, False
-
-    def __enter__(self) -> None:
-        if self.seconds:
-            self._before = signal.signal(signal.SIGALRM, self.ring)
-            signal.setitimer(signal.ITIMER_REAL, self.seconds)
-
-    def ring(self, number: int, frame: FrameType | None) -> None:
-        """End the block; SIGALRM calls it."""
-        self.rang = True
+    def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal rang
+        rang = True
         raise TimeoutError
 
-    def __exit__(self, *error: object) -> None:
-        if self.seconds:
+    result, before = None, signal.signal(signal.SIGALRM, ring)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            result = act()
+        finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, self._before)
+    except (UserError, TimeoutError):  # ``act`` may have caught the bell, and raised an error of its own
+        if not rang:
+            raise
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return None if rang else result
 
 
 def _of_function(named: str, *, seconds: float = 0.0, announced: bool = False) -> Score:
@@ -184,14 +190,12 @@ def _of_function(named: str, *, seconds: float = 0.0, announced: bool = False) -
         raise UserError(f"reward_function: {str(path)!r} has no function {name!r}")
 
     def of(row: Fields, text: str) -> float | None:
-        clock, reward = Clock(seconds), None
-        try:
-            with clock, guarded(f"reward_function {named!r}"):
+        def ask() -> float:
+            with guarded(f"reward_function {named!r}"):
                 reward = function(row["prompt"], text, json.loads(row["row"]))
-        except (UserError, TimeoutError):
-            if not clock.rang:
-                raise
-        return None if clock.rang else _number(named, reward)
+            return _number(named, reward)
+
+        return in_time(ask, seconds)
 
     def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
         rewards = [of(row, text) for row, text in zip(rows, texts, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
@@ -158,8 +157,7 @@ class TuningSettings(
 
     from_model: str | None = changed(
         None,
-        help="the model to start from: a run's folder, a Lamina checkpoint, or a transformers one that lamina convert "
-        "supports",
+        help="the model to start from: a run's folder, a Lamina checkpoint, or any causal model of transformers",
     )
     steps: int = changed(0, help="optimizer steps (0: as many as the epochs take)", check=at_least(0))
     epochs: float = setting(1.0, "passes over the examples, unless steps are given", above(0.0))
@@ -229,8 +227,8 @@ class SftSettings(TuningSettings):
     def check(self) -> None:
         """Raise UserError for settings that do not go together."""
         super().check()
-        if self.best_by not in ("last", "loss", *entries(self.eval_tasks)):
-            raise unknown("best_by", self.best_by, ("last", "loss", *entries(self.eval_tasks)))
+        if self.eval_tasks is None and self.best_by not in ("last", "loss"):
+            raise unknown("best_by", self.best_by, ("last", "loss"))
         if self.group_by_length and self.packing:
             raise UserError("group_by_length: no effect on packed sequences (allowed: without --packing)")
 
@@ -328,8 +326,6 @@ class RlhfSettings(TuningSettings):
             raise UserError(
                 f"reward_timeout: {self.reward_timeout:g} has no effect here (allowed: with --reward-function)"
             )
-        if self.reward_timeout and threading.current_thread() is not threading.main_thread():
-            raise UserError(f"reward_timeout: {self.reward_timeout:g} (allowed outside a process's main thread: 0)")
         if self.algorithm == "remax" and self.num_generations != 2:
             raise UserError(
                 f"num_generations: {self.num_generations} (allowed with remax: 2, one sampled answer and one greedy)"

@@ -1,8 +1,13 @@
 """`lamina reward`, `lamina dpo` and `lamina rlhf` on a tiny model."""
 
+import contextlib
+import functools
 import json
 import shutil
+import signal
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +18,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina.errors import UserError
 from lamina.posttraining.pairs import dpo, reward
+from lamina.posttraining.rewards import _number, check_rewards, in_time
 from lamina.posttraining.rlhf import ReMaxTrainer, rlhf
+from lamina.posttraining.settings import RlhfSettings
 from lamina.reports import report
 from lamina.training.monitor.writers import read_rows
 
@@ -355,6 +362,32 @@ def test_a_reward_function_that_takes_too_long_gives_nothing(policy, tmp_path, c
     rewards = {json.loads(line)["reward"] for line in (folder / "held_out.jsonl").read_text().splitlines()}
     assert rewards == {0.0, 1.0}
     assert "answers took more than 0.05 s: 0" in caplog.text
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 0.02])
+def test_the_alarm_that_another_library_has_set_stands_again(seconds):
+    def mine(number, frame):
+        raise AssertionError
+
+    def endless():
+        while True:
+            with contextlib.suppress(TimeoutError):
+                time.sleep(10)
+            raise UserError("an error of its own")
+
+    before = signal.signal(signal.SIGALRM, mine)
+    try:
+        assert [in_time(endless, seconds) for _ in range(20)] == [None] * 20
+        assert in_time(lambda: 3.0, 60.0) == 3.0
+        with pytest.raises(UserError):
+            in_time(functools.partial(_number, "f.py:f", "no number"), 60.0)
+        assert signal.getsignal(signal.SIGALRM) is mine
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    settings = RlhfSettings(reward_function="f.py:f", reward_timeout=seconds)
+    with ThreadPoolExecutor() as pool, pytest.raises(UserError, match="outside a process's main thread: 0"):
+        pool.submit(check_rewards, settings, None).result()
 
 
 def test_the_likeliest_token_alone_is_sampled_if_trl_is_told_so(policy, monkeypatch):
