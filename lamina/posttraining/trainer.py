@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -131,9 +132,9 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    @abstractmethod
     def held_out(self) -> dict[str, float]:
         """Return the metrics of the held-out examples, by ``eval_NAME``."""
-        raise NotImplementedError
 
     def held_out_batches(self, measure: Callable[[list[int]], T], count: int | None = None) -> list[T]:
         """Measure this process's share of ``count`` items, by default the held-out examples, given their places."""

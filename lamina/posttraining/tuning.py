@@ -7,12 +7,12 @@ import logging
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,7 +22,7 @@ from lamina.core.extras import require
 from lamina.core.json_types import Json
 from lamina.data.blocks import spread
 from lamina.data.packed import single_corpus_of, whole_blocks
-from lamina.errors import UserError, one_line
+from lamina.errors import UserError, one_line, unknown
 from lamina.evaluation.scores import is_of, lower_is_better
 from lamina.jobs.files import write_json, writing
 from lamina.jobs.folder import Resume
@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S", bound=TuningSettings)
 T = TypeVar("T")
 Row = Mapping[str, Any]
-LENGTHS = ("input_ids", "chosen_ids", "rejected_ids")  # the columns whose tokens an example has
+LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")  # the columns whose tokens an example has
 POLICY = ResumePolicy(what="run", free=TuningSettings.undecided(), compared=frozenset(("from_model", "reward_model")))
 
 
@@ -181,13 +181,15 @@ class BestWeights(TrainerCallback):
         self.step, self.loss = state.global_step, loss
         # Trainer's epoch is among them, and is not that of Lamina's order
         self.metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        self.metrics |= self.trainer.evaluation.apart()
         self.processes.by_first(self._write)
 
     def _loss(self, metrics: Json) -> float:
         """The number that is lowest at the best evaluation: a score on a task counts with the other sign."""
         if self.by == "loss":
             return metrics["eval_loss"]
-        name, score = next((k, v) for k, v in (self.trainer.evaluation.tasks or {}).items() if is_of(self.by, k))
+        scores = (self.trainer.evaluation.tasks or {}).items()
+        name, score = next((pair for pair in scores if is_of(self.by, pair[0])), ("", math.nan))
         return score if lower_is_better(name) else -score
 
     def _write(self) -> None:
@@ -229,16 +231,20 @@ class Watched:
                 length = min(start.longest, PACKED)
                 read = partial(whole_blocks, settings.eval_corpus, start.tokenizer, length, progress=False)
                 self.blocks = processes.first_per_host(read)
-        measure = partial(task_measure, settings.as_run())
-        wanted = processes.by_first(lambda: measure() is not None)
-        self.tasks = measure() if wanted and processes.first else None
-        self.most = settings.as_run().eval_blocks
+        self.run, self.tasks = settings.as_run(), None
+        processes.by_first(partial(self._find_tasks, getattr(settings, "best_by", "last")))
+
+    def _find_tasks(self, best_by: str) -> None:
+        self.tasks = task_measure(self.run)
+        scored = () if self.tasks is None else dict.fromkeys(column.unit for column in self.tasks.columns)
+        if best_by not in (known := ("last", "loss", *scored)):
+            raise unknown("best_by", best_by, known)
 
     def measure(self, trainer: TunedTrainer) -> LastEvaluation:
         """Return the loss on the text, in nats per token, and the scores; all processes call it."""
         second, scores = None, None
         if self.blocks is not None:
-            chosen, blocks = spread(len(self.blocks), self.most), self.blocks
+            chosen, blocks = spread(len(self.blocks), self.run.eval_blocks), self.blocks
 
             def loss(places: list[int]) -> float:
                 ids = torch.stack([blocks[chosen[place]]["input_ids"] for place in places]).to(trainer.args.device)
@@ -344,9 +350,8 @@ class TuningStage(TrainingStage[S]):
         self.plan, self.processor = self.start.plan, self.start.tokenizer
         self.watched = Watched(self.settings, self.start, processes)
         if settings.group_by_length:
-            rows = cast("Iterable[Mapping[str, Sequence[int]]]", self.train)
-            lengths = [sum(len(row[name]) for name in LENGTHS if name in row) for row in rows]
-            self.ordered = partial(TrainOrder, lengths=lengths)
+            columns = [self.train[name] for name in LENGTHS if name in self.train.column_names]
+            self.ordered = partial(TrainOrder, lengths=[sum(map(len, row)) for row in zip(*columns, strict=True)])
 
     def read_examples(self) -> None:
         """Look at the model, then read and encode the data. Raises UserError."""
@@ -618,7 +623,9 @@ class TuningIdentity:
         rewards = rewards if settings.get(rewards) is not None else "reward_model"
         sources = (("text", "data", "data"), ("plan", "from", "from_model"), ("rewards", rewards, rewards))
         for key, name, setting in sources:
-            if before.get(key, self.text[key]) != self.text[key]:
+            if (earlier := before.get(key, self.text[key])) != self.text[key]:
+                if key == "text" and earlier.partition("+")[0] == self.text[key].partition("+")[0]:
+                    name = setting = "eval_corpus"
                 raise UserError(
                     f"{name}: {settings.get(setting)!r} is not what it was when the run in {str(folder)!r} began "
                     "(allowed with --resume: the same; else another --output, or --overwrite)"

@@ -75,7 +75,8 @@ def test_the_best_score_on_a_task_decides_which_model_is_kept_also_after_a_pause
     monkeypatch.setattr(TaskMeasure, "scores", lambda self, model, tokenizer: {"quiz": next(scores)})
     result = sft({**flags, "best_by": "quiz"}, bar=False)
     assert result["best_step"] == 2
-    assert result["eval_loss"] == records(tmp_path / "run")[1]["eval_loss"]
+    best = records(tmp_path / "run")[1]
+    assert all(result[name] == best[name] for name in ("eval_loss", "eval_corpus_loss", "tasks"))
     part = {**flags, "best_by": "quiz", "output": str(tmp_path / "part"), "save_steps": 2}
     assert sft({**part, "pause_step": 4}, bar=False)["status"] == "interrupted"
     assert sft({**part, "pause_step": None}, resume=True, bar=False)["best_step"] == 2
@@ -90,6 +91,11 @@ def test_preferences_are_watched_too_and_scores_are_not(flags, tmp_path):
         reward({**flags, "data": str(pairs), "output": str(tmp_path / "none")}, bar=False)
     with pytest.raises(UserError, match=r"unknown best_by 'quizz'; did you mean 'quiz'"):
         sft({**flags, "best_by": "quizz", "output": str(tmp_path / "none")}, bar=False)
+    with pytest.raises(
+        UserError, match=r"unknown best_by 'generated'.*lamina_sorting"
+    ):
+        sft({**flags, "eval_tasks": "generated", "best_by": "generated", "output": str(tmp_path / "none")}, bar=False)
+    assert not (tmp_path / "none").exists()
     (tmp_path / "text.txt").write_text(TEXT * 2)
-    with pytest.raises(UserError, match=r"is not what it was when the run"):
+    with pytest.raises(UserError, match=r"^eval_corpus: .*text.txt' is not what it was when the run"):
         dpo({"output": flags["output"]}, resume=True, bar=False)

@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.posttraining.pairs import DpoTrainer, dpo
+from lamina.posttraining.pairs import DirectPreferences, DpoTrainer, dpo
 from lamina.posttraining.rlhf import PolicyTrainer, rlhf
-from lamina.posttraining.settings import SftSettings
+from lamina.posttraining.settings import DpoSettings, SftSettings
 from lamina.posttraining.sft import sft
 from lamina.posttraining.starting import Start, find_start
+from lamina.training.execution.processes import Processes
 from lamina.training.optimization.order import TrainOrder
 
 
@@ -126,6 +127,28 @@ def test_packed_sequences_have_trls_length_unless_the_model_or_the_user_says_les
 
     assert (longest(long), longest(long, packing=True), longest(base, packing=True)) == (4096, 1024, 512)
     assert longest(long, packing=True, sequence_length=2048) == 2048
+
+
+def test_a_pair_is_as_long_as_its_prompt_and_answers(base, tmp_path):
+    pairs = [{**pair, "prompt": "p" * (1 + 5 * n)} for n, pair in enumerate(preferences(12))]
+    data = write_rows(tmp_path / "pairs.jsonl", pairs)
+    settings = DpoSettings(
+        **{**common(base, data, tmp_path / "run"), "group_by_length": True, "template": "none", "steps": 1}
+    )
+    stage = DirectPreferences()
+    stage.settings = settings
+    stage.read(Processes(), bar=False)
+    (lengths,) = stage.ordered.keywords.values()
+    whole = [sum(map(len, (row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]))) for row in stage.train]
+    assert lengths == whole
+    assert max(lengths) > min(lengths) + 20
+
+
+def test_a_pass_is_sorted_once(monkeypatch):
+    sorts, made = [], TrainOrder._sorted_by_length
+    monkeypatch.setattr(TrainOrder, "_sorted_by_length", lambda *given: sorts.append(given[1]) or made(*given))
+    list(TrainOrder(10, steps=9, batch_size=3, lengths=range(10)))
+    assert sorts == [0, 1, 2]
 
 
 def test_batches_by_length_hold_every_item_once_a_pass_and_little_padding():
