@@ -31,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lamina.core.architectures import conversions
 from lamina.core.hub_access import local_when_unreachable
+from lamina.core.values import entries
 from lamina.data.encoding import vocab_size_of
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line, unknown
@@ -182,17 +183,28 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
     """Raise UserError for a model that writes no text, or that transformers can't give a job's head."""
-    writes = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING if plan is None else "causal_lm" in adapter_of(config).heads
+    if plan is None:  # of BERT and the like transformers has a model with a readout, too, which sees what comes next
+        causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
+        writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    else:
+        writes = "causal_lm" in adapter_of(config).heads
     if not writes:
         raise UserError(f"from: {path!r} is a {config.model_type} model, which writes no text (allowed: one that does)")
     if plan is None and getattr(config, "quantization_config", None):
         raise UserError(f"from: {path!r} has quantized weights (allowed: the original, with --weights nf4 or int8)")
-    scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    if plan is None and head != "causal_lm" and type(config) not in scored:
+    if plan is None and head != "causal_lm" and not _has_score(config):
         raise UserError(
             f"from: transformers has no {config.model_type} model that gives scores (allowed: another model, or one "
             "that lamina convert takes)"
         )
+
+
+def _has_score(config: PreTrainedConfig) -> bool:
+    """Return whether transformers has the model with a ``score`` at the last token."""
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return False
+    with torch.device("meta"), quiet():
+        return hasattr(AutoModelForSequenceClassification.from_config(config), "score")
 
 
 def _check_outline(start: Start, settings: TuningSettings) -> None:
@@ -215,13 +227,9 @@ def _check_targets(named: str, model: nn.Module) -> None:
     kinds = (nn.Linear, nn.Embedding, Conv1D)
     layers = [name for name, layer in model.named_modules() if isinstance(layer, kinds)]
     targeted = [name for name in layers if name.rpartition(".")[2] not in NOT_TARGETED]
-    for target in _names(named):
+    for target in entries(named) or [named]:
         if not any(f".{name}".endswith(f".{target}") for name in targeted):
             raise unknown("lora_targets", target, [ALL_LINEAR, *{name.rpartition(".")[2] for name in targeted}])
-
-
-def _names(named: str) -> list[str]:
-    return [name.strip() for name in named.split(",")]
 
 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
@@ -268,7 +276,7 @@ def add_lora(model: PreTrainedModel, settings: TuningSettings) -> LoraModel | No
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha or 2.0 * settings.lora_rank,  # pyright: ignore[reportArgumentType]
         lora_dropout=settings.lora_dropout,
-        target_modules=named if named == ALL_LINEAR else _names(named),
+        target_modules=named if named == ALL_LINEAR else entries(named),
         exclude_modules=list(NOT_TARGETED),
     )
     config.base_model_name_or_path = str(settings.from_model)

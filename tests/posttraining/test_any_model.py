@@ -122,8 +122,11 @@ def test_a_model_that_cannot_be_tuned_is_one_line(model, tmp_path):
     pairs = write_rows(tmp_path / "p.jsonl", preferences(12))
     with pytest.raises(UserError, match=r"^from: transformers has no cohere model that gives scores"):
         reward(common(model("cohere"), pairs, tmp_path / "run"), bar=False)
-    config = AutoConfig.for_model("t5")
-    config.save_pretrained(tmp_path / "t5")
-    with pytest.raises(UserError, match="writes no text"):
-        dpo(common(tmp_path / "t5", pairs, tmp_path / "run"), bar=False)
+    for kind in ("t5", "bert"):  # BERT sees the tokens that it is to predict
+        AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
+        with pytest.raises(UserError, match="writes no text"):
+            dpo(common(tmp_path / kind, pairs, tmp_path / "run"), bar=False)
+    AutoConfig.for_model("ctrl", n_layer=1, n_embd=16, dff=16, n_head=2).save_pretrained(tmp_path / "ctrl")
+    with pytest.raises(UserError, match=r"^from: transformers has no ctrl model that gives scores"):
+        reward(common(tmp_path / "ctrl", pairs, tmp_path / "run"), bar=False)
     assert not (tmp_path / "run").exists()
