@@ -119,7 +119,8 @@ class Runner:
             elif default is None:
                 task.set_config(key="num_fewshot", value=0)
             if self.generation and task.get_config("output_type") == WRITES:
-                task.set_config(key="generation_kwargs", value=dict(self.generation), update=True)
+                sampled = {"do_sample": True} if self.generation.get("temperature") else {}  # a task's False would stay
+                task.set_config(key="generation_kwargs", value={**sampled, **self.generation}, update=True)
             task.set_fewshot_seed(seed=FEWSHOT_SEED + self.seed)
         random.seed(self.seed)
         np.random.seed(FEWSHOT_SEED + self.seed)

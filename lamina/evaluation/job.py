@@ -71,10 +71,9 @@ def evaluate(
         OSError: the disk is full; finished scores are kept.
         KeyboardInterrupt: after result.json says `interrupted`; finished scores are kept.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if (count := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
         raise UserError(
-            f"eval: {os.environ['WORLD_SIZE']} processes (allowed: one; each can evaluate models of its own, with an "
-            "--output of its own)"
+            f"eval: {count} processes (allowed: one; each can evaluate models of its own, with an --output of its own)"
         )
     if not isinstance(settings, EvalSettings):
         lists = ("models", "tasks")

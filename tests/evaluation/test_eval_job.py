@@ -314,18 +314,19 @@ def test_answers_are_written_as_the_user_says_after_the_system_s_turn(written, t
     generate = GenerationMixin.generate
 
     def seen(self, input_ids, **options):
-        asked.append((tokenizer.decode(input_ids[0], skip_special_tokens=True), options.get("temperature")))
+        sampled = options.get("temperature"), options.get("do_sample")
+        asked.append((tokenizer.decode(input_ids[0], skip_special_tokens=True), sampled))
         return generate(self, input_ids, **options)
 
     monkeypatch.setattr(GenerationMixin, "generate", seen)
     words = ["eval", str(folder), "--tasks", "written", "--data-dir", str(written), "--limit", "4", "--batch-size", "1"]
     assert main([*words, "--output", str(tmp_path / "plain")]) == 0
     more = ["--chat-template", "--system", "Be brief.", "--generation.temperature", "0.5"]
-    more += ["--generation.do_sample", "true", "--generation.max_gen_toks", "9"]
+    more += ["--generation.max_gen_toks", "9"]  # a temperature samples, though the task says do_sample: False
     assert main([*words, *more, "--output", str(tmp_path / "told")]) == 0
     plain, told = (pd.read_parquet(tmp_path / name / "items/talker/written.parquet") for name in ("plain", "told"))
     assert plain["answer"].str.len().max() <= 4 < told["answer"].str.len().max()
-    assert [temperature for _, temperature in asked[4:]] == [0.5] * 4
+    assert [sampled for _, sampled in asked[4:]] == [(0.5, True)] * 4
     assert all(text.startswith("<system>Be brief.<user>") for text, _ in asked[4:])
     assert not any("<system>" in text for text, _ in asked[:4])
 
