@@ -115,10 +115,7 @@ class Speaker:
             raise UserError(f"chat: the template does not take these turns ({one_line(error)})") from None
         inputs = self.tokenizer(str(text), return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
         teller = None if tell is None else Teller(self.tokenizer, self.stop, tell)
-        if teller is not None:
-            self.sampling["streamer"] = teller
-        ids = self._generated(dict(inputs))[0, inputs["input_ids"].shape[1] :]
-        self.sampling.pop("streamer", None)
+        ids = self._generated(dict(inputs), teller)[0, inputs["input_ids"].shape[1] :]
         text = self._text(ids).strip()
         if teller is not None and len(text) > teller.told:
             teller.tell(text[teller.told :])
@@ -129,7 +126,7 @@ class Speaker:
         text, before = (str(self.tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, ids[:begin]))
         return text[: until(text, self.stop, len(before))]
 
-    def _generated(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _generated(self, inputs: dict[str, torch.Tensor], teller: Teller | None = None) -> torch.Tensor:
         tokens = inputs["input_ids"].shape[1]
         if self.longest is not None and tokens >= self.longest:
             raise UserError(
@@ -137,11 +134,12 @@ class Speaker:
                 f"(allowed: at most {self.longest - 1})"
             )
         pad, room = self.tokenizer.pad_token_id, self.max_new_tokens
+        options = self.sampling if teller is None else {**self.sampling, "streamer": teller}
         pad = self.tokenizer.eos_token_id if pad is None else pad
         if self.longest is not None and self._has_a_last_position(self.longest):
             room = min(room, self.longest - tokens)
         try:
-            return self.model.generate(**inputs, max_new_tokens=room, pad_token_id=pad, **self.sampling)
+            return self.model.generate(**inputs, max_new_tokens=room, pad_token_id=pad, **options)
         except Exception as error:  # whatever the files ask for, transformers has tried it
             raise UserError(f"model {self.path!r}: it loads, but does not run: {one_line(error)}") from error
 

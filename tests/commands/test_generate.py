@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, GPT2Config, Llam
 import lamina
 from lamina.cli import main
 from lamina.data.tokenizers import load_tokenizer
+from lamina.errors import UserError
 from lamina.modeling.generation import Speaker, Teller, until
 
 
@@ -96,7 +97,7 @@ def test_what_cannot_be_sampled_is_one_line(tmp_path, capsys, words, said):
 
 
 @pytest.mark.parametrize("stops", [(), ("END",), ("\n\n", "ab")])
-def test_an_answer_is_told_while_it_is_written(tmp_path, stops):
+def test_an_answer_is_told_while_it_is_written(tmp_path, stops, monkeypatch):
     """Whatever the parts, together they are the answer, and no part of a text that stops it is shown."""
     answer, said = "  It is level, \n\nab and END not more  ", []
     teller = Teller(load_tokenizer("bytes"), stops, said.append)
@@ -111,3 +112,10 @@ def test_an_answer_is_told_while_it_is_written(tmp_path, stops):
     tokenizer.save_pretrained(folder)
     speaker = Speaker(folder, max_new_tokens=40, temperature=0.0, stop=stops)
     assert speaker.answer([{"role": "user", "content": "So"}], parts.append) == "".join(parts)
+    parts.clear()
+    monkeypatch.setattr(speaker.model, "generate", lambda **options: options["streamer"].on_finalized_text(1))
+    with pytest.raises(UserError, match="does not run"):
+        speaker.answer([{"role": "user", "content": "So"}], parts.append)
+    monkeypatch.undo()
+    speaker.answer([{"role": "user", "content": "So"}])
+    assert parts == []
