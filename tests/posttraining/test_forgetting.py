@@ -91,9 +91,7 @@ def test_preferences_are_watched_too_and_scores_are_not(flags, tmp_path):
         reward({**flags, "data": str(pairs), "output": str(tmp_path / "none")}, bar=False)
     with pytest.raises(UserError, match=r"unknown best_by 'quizz'; did you mean 'quiz'"):
         sft({**flags, "best_by": "quizz", "output": str(tmp_path / "none")}, bar=False)
-    with pytest.raises(
-        UserError, match=r"unknown best_by 'generated'.*lamina_sorting"
-    ):
+    with pytest.raises(UserError, match=r"unknown best_by 'generated'.*lamina_sorting"):
         sft({**flags, "eval_tasks": "generated", "best_by": "generated", "output": str(tmp_path / "none")}, bar=False)
     assert not (tmp_path / "none").exists()
     (tmp_path / "text.txt").write_text(TEXT * 2)

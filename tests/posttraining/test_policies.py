@@ -250,7 +250,10 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
         ({"reward_model": ...}, "reward_model: none given"),
         ({"reward_model": "no-such"}, "reward_model: 'no-such' holds no saved model"),
         ({"reward_model": ..., "reward_function": "f.py:f"}, "reward_function: 'f.py': no such file"),
-        ({"reward_function": "f.py:f", "reward_weights": "1"}, "reward_weights: '1' for 2 rewards"),
+        (
+            {"reward_function": "f.py:f", "reward_weights": "1"},
+            "reward_weights: '1' (allowed: a number for each reward, 2 here)",
+        ),
         ({"reward_weights": "1,x"}, "reward_weights: '1,x' (allowed: comma-separated numbers)"),
         ({"reward_timeout": 1.0}, "reward_timeout: 1 has no effect here"),
         ({"algorithm": "grpo", "trl": {"use_vllm": True}}, "trl.use_vllm: vllm is not installed"),
