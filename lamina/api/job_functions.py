@@ -136,8 +136,8 @@ def _page_of(folder: Path | None) -> Iterator[None]:
 
 def write_page(folder: Path) -> None:
     """Write a folder's page, in the first of several processes."""
+    from lamina.modeling.processes import launched
     from lamina.reports import report
-    from lamina.training.execution.processes import launched
 
     if launched()[0] == 0:
         report(folder)

@@ -51,7 +51,7 @@ def run(row: JobRow, argv: Sequence[str]) -> int:
         show_error(f"interrupted; an unfinished {row.name} keeps nothing")
         return CODES["interrupted"]
     code = CODES.get(str(result.get("status")), 0) if isinstance(result, Mapping) else 0
-    from lamina.training.execution.processes import launched
+    from lamina.modeling.processes import launched
 
     if launched()[0] > 0:  # of several processes the first one prints
         return code

@@ -7,10 +7,10 @@ import contextlib
 import io
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from jinja2 import TemplateError
@@ -20,11 +20,13 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, out_of_memory
 from lamina.evaluation.containment import contained, template_error
 from lamina.jobs.files import disk_full
+from lamina.modeling.processes import ALONE, Processes
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks.manager import TaskDict
 
+T, A = TypeVar("T"), TypeVar("A")
 FEWSHOT_SEED = 1234  # the harness's; ours is added to it
 WRITES = "generate_until"  # the output of a task whose answers are written
 BOOTSTRAPS = 1000  # of the standard errors that have no formula (a perplexity's)
@@ -45,6 +47,7 @@ class Runner:
         system: the system's turn in it.
         generation: arguments of ``generate`` that take the place of the tasks' own.
         run_code: whether a task's own code, and code that the model writes, is run.
+        processes: that share the items.
     """
 
     model: PreTrainedModel
@@ -56,6 +59,7 @@ class Runner:
     system: str | None = None
     generation: Mapping[str, object] = field(default_factory=dict)
     run_code: bool = False
+    processes: Processes = ALONE
 
     @cached_property
     def language_model(self) -> HFLM:
@@ -71,7 +75,22 @@ class Runner:
             "batch_size": 8 if self.batch_size == "auto" and self.model.device.type == "cpu" else self.batch_size,
             "max_length": self._longest,
         }
-        return HFLM(**network)
+        wrapped = HFLM(**network)
+        for name in ("loglikelihood", "loglikelihood_rolling", "generate_until") if self.processes.size > 1 else ():
+            setattr(wrapped, name, partial(self._shared, getattr(wrapped, name)))
+        return wrapped
+
+    def _shared(self, answer: Callable[[list[T]], list[A]], requests: list[T]) -> list[A]:
+        """Answer this process's share of the requests, and return everyone's: all go on as one process would.
+
+        The harness's own way gives each process other examples before its questions.
+        """
+        rank, size = self.processes.rank, self.processes.size
+        mine = self.processes.together(lambda: answer(requests[rank::size]) if requests[rank::size] else [])
+        answers: dict[int, A] = {}
+        for first, part in enumerate(self.processes.everyones(mine)):
+            answers |= dict(zip(range(first, len(requests), size), part, strict=True))
+        return [answers[place] for place in range(len(requests))]
 
     def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
         """Score the model on a unit's tasks; returns the harness's results, and notes.
@@ -101,7 +120,7 @@ class Runner:
                     raise
                 names = ", ".join([*built.get("groups", {}), *built["tasks"]][:3])
                 raise UserError(f"tasks: {names}: {self._reason(error)}") from error
-        cut = sum("exceeds model's maximum length" in text for text in warnings)
+        cut = sum(self.processes.everyones(sum("exceeds model's maximum length" in text for text in warnings)))
         notes = [f"{cut} questions are longer than the model's context: their beginnings were cut"] if cut else []
         zero = sorted(str(name) for name, shots in results.get("n-shot", {}).items() if shots == 0)
         if num_fewshot and zero:

@@ -11,7 +11,9 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -36,12 +38,13 @@ from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
 from lamina.jobs.files import disk_full, read_json, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import ResumePolicy, open_job
+from lamina.jobs.job import Job, ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CONFIG, RESULT, RESULTS
 from lamina.jobs.status import Status
 from lamina.modeling.backbones.loading import refuse_scores
 from lamina.modeling.checkpoint import checked_device
+from lamina.modeling.processes import ALONE, Processes, join, launched, reported_once
 
 logger = logging.getLogger(__name__)
 
@@ -71,28 +74,33 @@ def evaluate(
         OSError: the disk is full; finished scores are kept.
         KeyboardInterrupt: after result.json says `interrupted`; finished scores are kept.
     """
-    if (count := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
-        raise UserError(
-            f"eval: {count} processes (allowed: one; each can evaluate models of its own, with an --output of its own)"
-        )
     if not isinstance(settings, EvalSettings):
         lists = ("models", "tasks")
         settings = {name: comma_separated(name, value) if name in lists else value for name, value in settings.items()}
-    job = open_job(
-        Kind.EVALUATION,
-        EvalSettings,
-        settings,
-        resume=resume,
-        overwrite=overwrite,
-        policy=POLICY,
-        # None if no evaluation has begun, as in the folder of a study's trial
-        stored=lambda folder: read_yaml(folder / CONFIG) if (folder / CONFIG).is_file() else None,
+    job = reported_once(
+        lambda: open_job(
+            Kind.EVALUATION,
+            EvalSettings,
+            settings,
+            resume=resume,
+            overwrite=overwrite,
+            policy=POLICY,
+            # None if no evaluation has begun, as in the folder of a study's trial
+            stored=lambda folder: read_yaml(folder / CONFIG) if (folder / CONFIG).is_file() else None,
+        )
     )
-    evaluation = Evaluation(job.settings, expand, bar=bar)
-    evaluation.check()  # before the folder is touched: the data may not be there
-    with job:
-        job.write_yaml(CONFIG, job.settings.to_dict())
-        return evaluation.run(job.folder)
+    several = launched()[1] > 1
+    with join(job.settings.device or "auto", "ddp") if several else nullcontext(ALONE) as processes:
+        evaluation = processes.first_per_host(partial(Evaluation, job.settings, expand, processes, bar=bar))
+        evaluation.check()  # before the folder is touched: the data may not be there
+        with ExitStack() as held:
+            processes.by_first(partial(_claim, held, job))
+            return evaluation.run(job.folder)
+
+
+def _claim(held: ExitStack, job: Job[EvalSettings]) -> None:
+    held.enter_context(job)
+    job.write_yaml(CONFIG, job.settings.to_dict())
 
 
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
@@ -133,12 +141,14 @@ class Evaluation:
     Args:
         settings: of the job.
         expand: finds the runs in a study's folder.
+        processes: that share each task's items and the text; the first writes.
         bar: whether to show progress.
     """
 
-    def __init__(self, settings: EvalSettings, expand: Expand, *, bar: bool):
+    def __init__(self, settings: EvalSettings, expand: Expand, processes: Processes, *, bar: bool):
         settings.require()
-        self.settings, self.bar, self.device = settings, bar, checked_device(settings.device)
+        self.processes, self.bar = processes, bar and processes.first
+        self.settings, self.device = settings, checked_device(settings.device)
         self.columns, self.tasks = what_to_run(settings)
         self.candidates = candidates_of(settings.model_list(), expand)
         self.units = {column.unit: column for column in self.columns}
@@ -146,6 +156,9 @@ class Evaluation:
 
     def check(self) -> None:
         """Look at every model and read every task's data. Raises UserError, before the folder is touched."""
+        self.processes.first_per_host(self._check)
+
+    def _check(self) -> None:
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
         for candidate in self.candidates:
@@ -167,7 +180,7 @@ class Evaluation:
     def run(self, folder: Path) -> Json:
         """Evaluate, write, and return the content of result.json; errors as in ``evaluate``."""
         self.folder = folder
-        self._read_finished()
+        self.records = self.processes.by_first(self._finished)
         self._write(Status.INTERRUPTED, RUNNING)
         try:
             for number, candidate in enumerate(self.candidates, start=1):
@@ -175,12 +188,12 @@ class Evaluation:
                 if todo and not candidate.left_out:
                     self._evaluate(candidate, todo, f"{number} of {len(self.candidates)}")
         except KeyboardInterrupt:
-            self._write(Status.INTERRUPTED, "stopped by Ctrl-C; finished scores are kept (--resume continues)")
+            self._end(Status.INTERRUPTED, "stopped by Ctrl-C; finished scores are kept (--resume continues)")
             raise
         except Exception as error:
             if disk_full(error):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
-            self._write(Status.FAILED, one_line(str(error) if isinstance(error, UserError) else error))
+            self._end(Status.FAILED, one_line(str(error) if isinstance(error, UserError) else error))
             raise
         return self._write(Status.FINISHED, "")
 
@@ -201,11 +214,14 @@ class Evaluation:
                 "notes": notes,
                 "seconds": round(time.monotonic() - began, 3),
             }
-            path = self._file("scores", candidate.name, unit, ".json")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, record)
+            self.processes.by_first(partial(self._keep, record))
             self.records[candidate.name, unit] = record
             self._write(Status.INTERRUPTED, RUNNING)
+
+    def _keep(self, record: Json) -> None:
+        path = self._file("scores", record["model"], record["unit"], ".json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, record)
 
     def _score(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, candidate: Candidate, column: Wanted
@@ -213,12 +229,10 @@ class Evaluation:
         if column.task == PERPLEXITY:
             return self._perplexity(model, tokenizer)
         assert self.tasks is not None
-        runner = runner_of(self.settings, model, tokenizer)
+        runner = replace(runner_of(self.settings, model, tokenizer), processes=self.processes)
         results, notes = runner.run(self.tasks.build(column.task), column.num_fewshot, bar=self.bar)
         path = self._file("items", candidate.name, column.unit, ".parquet")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(path) as temporary:
-            item_table(results.get("samples", {})).to_parquet(temporary.absolute(), index=False)
+        self.processes.by_first(partial(_write_items, path, results.get("samples", {})))
         return scores_of(results), notes
 
     def _perplexity(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Score], list[str]]:
@@ -228,9 +242,12 @@ class Evaluation:
         def measure(batch_size: int) -> Perplexity:
             off = not (self.bar and has_bars())
             with tqdm(desc="perplexity", unit=" tokens", disable=off, leave=False) as progress:
-                reading = {"window": window, "stride": stride, "batch_size": batch_size}
-                return perplexity(model, tokenizer, self._texts(), **reading, progress=progress.update)
+                reading = {"window": window, "stride": stride, "batch_size": batch_size, "share": share}
+                return perplexity(
+                    model, tokenizer, self._texts(), **reading, processes=self.processes, progress=progress.update
+                )
 
+        share = MOST if settings.batch_size == "auto" else None
         if settings.batch_size == "auto":
             measured = find_executable_batch_size(measure, 8 if model.device.type == "cpu" else MOST)()
         else:
@@ -259,8 +276,9 @@ class Evaluation:
     def _file(self, kind: str, model: str, unit: str, suffix: str) -> Path:
         return self.folder / kind / _file_name(model) / f"{_file_name(unit)}{suffix}"
 
-    def _read_finished(self) -> None:
+    def _finished(self) -> dict[tuple[str, str], Json]:
         """Read the folder's scores of these models as they are now, on these tasks."""
+        finished = {}
         for candidate in self.candidates:
             for unit in self.units:
                 path = self._file("scores", candidate.name, unit, ".json")
@@ -273,9 +291,10 @@ class Evaluation:
                         path = items
                         pyarrow.parquet.read_metadata(items)
                     if record["state"] == self._state(candidate, unit) and from_rows(record["scores"]):
-                        self.records[candidate.name, unit] = record
+                        finished[candidate.name, unit] = record
                 except (OSError, ValueError, KeyError, TypeError) as error:
                     logger.warning("%s is missing or damaged (%s): it is computed again", path, one_line(error))
+        return finished
 
     def scores(self) -> dict[tuple[str, Wanted], Score]:
         """The columns' numbers so far, by model and column."""
@@ -288,6 +307,15 @@ class Evaluation:
         return numbers
 
     def _write(self, status: Status, reason: str) -> Json:
+        """Write the tables and result.json, in the first process; returns the content of the latter in all."""
+        return self.processes.by_first(partial(self._written, status, reason))
+
+    def _end(self, status: Status, reason: str) -> None:
+        """Write how the evaluation ended in this process alone: another may have failed."""
+        if self.processes.first:
+            self._written(status, reason)
+
+    def _written(self, status: Status, reason: str) -> Json:
         keys = [(candidate.name, unit) for candidate in self.candidates for unit in self.units]
         finished = [self.records[key] for key in keys if key in self.records]
         printed = table(self.columns, self.candidates, self.scores())
@@ -313,6 +341,12 @@ class Evaluation:
             write_text(self.folder / f"table.{name}", text)
         write_json(self.folder / RESULT, result)  # the last: a page reads it first
         return result
+
+
+def _write_items(path: Path, samples: Mapping[str, Sequence[Json]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path) as temporary:
+        item_table(samples).to_parquet(temporary.absolute(), index=False)
 
 
 def rows(records: Iterable[Json], candidates: Sequence[Candidate]) -> pd.DataFrame:

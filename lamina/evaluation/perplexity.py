@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
+from lamina.modeling.processes import ALONE, Processes
 
 UNSCORED = -100  # cross_entropy's ignore_index
 ROWS = 1024  # predictions whose logits are in float64 at a time
@@ -82,6 +84,8 @@ def perplexity(
     window: int,
     stride: int,
     batch_size: int = 8,
+    share: int | None = None,
+    processes: Processes = ALONE,
     progress: Callable[[int], object] | None = None,
 ) -> Perplexity:
     """Score texts, each on its own.
@@ -93,6 +97,8 @@ def perplexity(
         window: tokens that the model reads at once.
         stride: tokens by which the window moves.
         batch_size: windows per forward pass.
+        share: windows that a process takes in turn, the same in all; by default a batch.
+        processes: that read the text together; the sum is in the windows' order, as in one.
         progress: called with the number of tokens that were scored.
 
     Raises:
@@ -112,11 +118,17 @@ def perplexity(
             counts["documents"] += 1
             yield from windows(tokens, prefix, window, stride)
 
-    total, found = 0.0, all_windows()
-    while batch := list(islice(found, batch_size)):
-        total += _nll(model, batch, prefix)
-        if progress is not None:
-            progress(sum(len(one.targets) for one in batch))
+    found, number, own = all_windows(), 0, []
+    while taken := list(islice(found, share or batch_size)):
+        for at in range(0, len(taken), batch_size) if number % processes.size == processes.rank else ():
+            batch = taken[at : at + batch_size]
+            own.append((number, _nll(model, batch, prefix)))
+            if progress is not None:
+                progress(sum(len(one.targets) for one in batch))
+        number += 1
+    total = 0.0
+    for _, nll in sorted((pair for part in processes.everyones(own) for pair in part), key=itemgetter(0)):
+        total += nll
     if not counts["tokens"]:
         raise UserError("corpus: it has no tokens (allowed: a text)")
     if not math.isfinite(total):

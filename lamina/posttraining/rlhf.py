@@ -30,12 +30,12 @@ from lamina.errors import UserError
 from lamina.jobs.files import write_text
 from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
+from lamina.modeling.processes import Processes
 from lamina.posttraining.examples import Fields, prompt_of
 from lamina.posttraining.rewards import Rewards, check_rewards, make_rewards, padded
 from lamina.posttraining.settings import RlhfSettings
 from lamina.posttraining.trainer import NoReference, Passed, TunedTrainer
 from lamina.posttraining.tuning import Row, TuningStage, tune
-from lamina.training.execution.processes import Processes
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.run import TrainingRun
 
@@ -69,6 +69,8 @@ class PolicyTrainer(TunedTrainer, _Online):
         super().__init__(*args, reward_funcs=self._clipped_rewards, **kwargs)
         from trl.trainer.utils import add_fused_lm_head
 
+        if self.sharded:  # processes that have their answers go on until all have theirs
+            self.bare_model().generate = partial(self.bare_model().generate, synced_gpus=True)
         self.beta = beta
         self.ref_model: Passed = self.without_adapters  # the KL is measured with beta = 0, too
         if self.tuner is None:

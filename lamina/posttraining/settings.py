@@ -150,7 +150,7 @@ class TuningSettings(
     """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs`` until the data are read."""
 
     without: ClassVar[frozenset[str]] = frozenset(
-        (*("eval_blocks", "probe_every", "monitor_blocks", "stuck_margin", "compile", "parallel"),)
+        (*("eval_blocks", "probe_every", "monitor_blocks", "stuck_margin", "compile", "tensor_parallel"),)
     )
     order: ClassVar[tuple[str, ...]] = ("from_model", "data")
     needed: ClassVar[tuple[str, ...]] = ("from_model", "data")

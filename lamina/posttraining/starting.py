@@ -41,11 +41,12 @@ from lamina.modeling.backbones.loading import load_weights, quiet, read_config, 
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForSequenceClassification, adapter_of
+from lamina.modeling.processes import device_of
 from lamina.placements import Plan
 from lamina.posttraining.settings import TuningSettings
 from lamina.training import source
-from lamina.training.checkpointing.sharding import only_trained
-from lamina.training.execution.devices import decided, device_of
+from lamina.training.checkpointing.sharding import only_trained, reshard, set_whole
+from lamina.training.execution.devices import decided
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
@@ -307,9 +308,8 @@ def merged(model: PreTrainedModel, tuner: LoraModel | None, adapter: Path | None
 
 def set_trained(model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
     """Copy trained weights into a model, by name."""
-    with torch.no_grad():
-        for name, parameter in trained_of(model).items():
-            parameter.copy_(trained[name])
+    for name, parameter in trained_of(model).items():
+        set_whole(parameter, trained[name])
 
 
 def numel(parameter: torch.Tensor) -> int:
@@ -319,7 +319,8 @@ def numel(parameter: torch.Tensor) -> int:
 
 
 def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the weights that are trained, by name."""
+    """Return the weights that are trained, by name; of a sharded model the parts of them."""
+    reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

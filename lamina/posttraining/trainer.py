@@ -89,6 +89,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         self.series, self.watched = StepSeries(self.processes), stage.watched
         self.layer_rows, self.gradient_norms = [], None if run.followed is None else run.updates.groups
         super().__init__(*args, **kwargs)
+        self.keep_sharded()
 
     def _send_telemetry(self) -> None:
         """Send nothing: TRL would report the model type and the machine of every run."""
@@ -139,10 +140,14 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
     def held_out_batches(self, measure: Callable[[list[int]], T], count: int | None = None) -> list[T]:
         """Measure this process's share of ``count`` items, by default the held-out examples, given their places."""
         data: Passed = self.eval_dataset
-        mine = list(range(self.processes.rank, len(data) if count is None else count, self.processes.size))
+        number, processes = len(data) if count is None else count, self.processes
+        mine = range(processes.rank, number, processes.size)
         size = max(1, self.args.per_device_eval_batch_size)
+        # a process without a batch measures another's: a sharded model needs every process
+        starts = range(0, math.ceil(number / processes.size) if self.sharded else len(mine), size)
         with torch.no_grad():
-            return self.evaluating(lambda: [measure(mine[at : at + size]) for at in range(0, len(mine), size)])
+            measured = self.evaluating(lambda: [measure(list(mine[at : at + size]) or [0]) for at in starts])
+        return measured[: math.ceil(len(mine) / size)]
 
     def evaluating(self, act: Callable[[], T]) -> T:
         """Act with the model in evaluation mode."""

@@ -28,6 +28,7 @@ from lamina.jobs.files import write_json, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, ResumePolicy
 from lamina.jobs.status import Status
+from lamina.modeling.processes import Processes, device_of
 from lamina.posttraining.examples import ExampleEncoder, Fields, read, read_template
 from lamina.posttraining.settings import TuningSettings, with_preset
 from lamina.posttraining.starting import (
@@ -46,8 +47,8 @@ from lamina.training.arguments import arguments_of, check_arguments
 from lamina.training.checkpointing.checkpoints import Checkpoints, RunState
 from lamina.training.checkpointing.resuming import DATA, known_of, noted
 from lamina.training.checkpointing.saved_model import ModelCard, check_repository
+from lamina.training.checkpointing.sharding import is_sharded, shard, whole
 from lamina.training.execution.devices import decided
-from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.recorder import RunRecorder
 from lamina.training.monitor.scheduled_probes import undisturbed
@@ -56,7 +57,7 @@ from lamina.training.monitor.writers import LastEvaluation
 from lamina.training.objectives.text import about_eval_corpus
 from lamina.training.optimization.optimizer import schedule_of
 from lamina.training.optimization.order import TrainOrder
-from lamina.training.resolve import task_measure
+from lamina.training.resolve import check_sharded, task_measure
 from lamina.training.run import TrainingRun, TrainingStage, train
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ class BestWeights(TrainerCallback):
         # Trainer's epoch is among them, and is not that of Lamina's order
         self.metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         self.metrics |= self.trainer.evaluation.apart()
-        self.processes.by_first(self._write)
+        tensors = whole(trained_of(self.model))
+        self.processes.by_first(lambda: self._write(tensors))
 
     def _loss(self, metrics: Json) -> float:
         """The number that is lowest at the best evaluation: a score on a task counts with the other sign."""
@@ -192,10 +194,9 @@ class BestWeights(TrainerCallback):
         name, score = next((pair for pair in scores if is_of(self.by, pair[0])), ("", math.nan))
         return score if lower_is_better(name) else -score
 
-    def _write(self) -> None:
-        tensors = {name: p.detach().cpu().contiguous() for name, p in trained_of(self.model).items()}
+    def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with writing(self.folder / BEST_WEIGHTS) as temporary:
-            save_file(tensors, temporary)
+            save_file(dict(tensors), temporary)
         write_json(self.folder / BEST_NOTE, {"step": self.step, "loss": self.loss, "metrics": self.metrics})
 
     def restore(self) -> Json:
@@ -274,6 +275,7 @@ class TuningStage(TrainingStage[S]):
         train: encoded examples.
         held_out: those of an evaluation.
         inputs: token ids [sequences, tokens] for the layer monitor.
+        processes: of the run.
         notes: counts for result.json.
     """
 
@@ -297,6 +299,7 @@ class TuningStage(TrainingStage[S]):
     watched: Watched
     best: BestWeights
     tuner: Any
+    processes: Processes
 
     @abstractmethod
     def encoded(self, row: Fields) -> Json:
@@ -330,9 +333,12 @@ class TuningStage(TrainingStage[S]):
         return {name: v for name, v in given.items() if v or name not in ("steps", "sequence_length")}
 
     def check(self, job: Job[S], processes: Processes) -> None:
-        if processes.parallel != "ddp":
-            raise UserError("fsdp: accelerate's configuration asks for it (allowed here: ddp)")
-        self.settings = settings = job.settings
+        self.settings, self.processes = job.settings, processes
+        settings = job.settings
+        if processes.parallel == "fsdp2":
+            check_sharded(settings)
+            if settings.quantized:
+                raise UserError(f"weights: {settings.weights!r} can't be sharded (allowed with fsdp2: fp32, bf16)")
         settings.require(*settings.needed)
         if settings.quantized:
             require(self.kind, "qlora")
@@ -391,7 +397,15 @@ class TuningStage(TrainingStage[S]):
         """Load the model that a policy is held to; with LoRA it is the policy itself, without a second copy."""
         if self.tuner is not None:
             return NoReference(self.start.config)
-        return self.start.policy().eval().requires_grad_(False)
+        return self.shared(self.start.policy().eval().requires_grad_(False))
+
+    def shared(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Shard a model over the processes if they do not hold it whole."""
+        settings, processes = self.settings, self.processes
+        if processes.parallel == "fsdp2":
+            bf16 = settings.precision == "bf16" and settings.weights == "fp32"
+            shard(model, processes, device_of(settings.device), bf16=bf16)
+        return model
 
     def new_model(self) -> PreTrainedModel:
         """Load or build the model to train."""
@@ -408,7 +422,7 @@ class TuningStage(TrainingStage[S]):
         self.tuner = add_lora(model, self.settings)
         if self.tuner is not None and self.settings.gradient_checkpointing:
             model.enable_input_require_grads()  # else a checkpointed block of frozen weights has no gradient
-        return model
+        return self.shared(model)
 
     def guard(self) -> DivergenceGuard:
         margin = self.settings.divergence_margin if self.guarded else math.inf
@@ -499,8 +513,9 @@ class TuningStage(TrainingStage[S]):
         result.update(self.best.restore())
         model, tuner = run.model, self.tuner
         adapter = run.folder / "adapter" if run.processes.first else None
-        if self.settings.quantized:  # the matrices join the weights as they were before they were quantized
-            trained, model = trained_of(model), self.new_model()
+        if self.settings.quantized or (tuner is not None and is_sharded(model)):
+            # the matrices join the weights as they were before they were quantized, or sharded
+            trained, model = whole(trained_of(model)), self.new_model()
             tuner = add_lora(model, replace(self.settings, weights="fp32"))
             set_trained(model, trained)
         return merged(model, tuner, adapter), self._card(result)

@@ -20,13 +20,13 @@ from lamina.jobs.job import Job, ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS
 from lamina.jobs.status import ENDED
+from lamina.modeling.processes import launched
 from lamina.studies.record import refuse_another_trial, stored_study, write_study
 from lamina.studies.running import cores, run_tasks
 from lamina.studies.settings import CompareSettings, MaxRateSettings, MaxRateStudySettings, TransferSettings
 from lamina.studies.task import Task
 from lamina.training.checkpointing.resuming import refuse_another_text
 from lamina.training.execution.devices import decided
-from lamina.training.execution.processes import launched
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.max_rate_rules import MaxRateGuard
 from lamina.training.pretrain import pretrain

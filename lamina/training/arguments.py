@@ -18,7 +18,7 @@ from lamina.core.values import mapping, one_of, switch
 from lamina.errors import UserError, unknown
 from lamina.jobs.aliases import meaning
 from lamina.jobs.settings import Check, Settings, at_least, between
-from lamina.training.execution.devices import device_of
+from lamina.modeling.processes import device_of, launched
 from lamina.training.settings import PretrainSettings
 
 SCHEDULES = (
@@ -243,7 +243,7 @@ def _values(settings: PretrainSettings, processes: int) -> Json:
         "activation_checkpointing": settings.gradient_checkpointing,
         "disable_tqdm": True,
         "use_cpu": device == "cpu",
-        "ddp_backend": ("nccl" if device == "cuda" else "gloo") if processes > 1 else None,
+        "ddp_backend": ("nccl" if device == "cuda" else "gloo") if launched()[1] > 1 else None,
         "ddp_find_unused_parameters": False,
         # the training order starts where a checkpoint ended, and a step's tokens are those of all processes
         "ignore_data_skip": True,

@@ -33,6 +33,7 @@ from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.modeling.building import recommended
 from lamina.modeling.parts import drop_branches
+from lamina.modeling.processes import Processes
 from lamina.probes.structure.hooks import undisturbed
 from lamina.training import source
 from lamina.training.arguments import training_arguments
@@ -41,7 +42,6 @@ from lamina.training.checkpointing.resuming import RunIdentity, is_good
 from lamina.training.checkpointing.saved_model import ModelCard
 from lamina.training.checkpointing.sharding import shard
 from lamina.training.execution.compiling import prepare
-from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance, find_routers
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, still_falling, usual_guard
 from lamina.training.monitor.recorder import RunRecorder
@@ -98,7 +98,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
             settings = source.with_checkpoint(job.settings, job.given)
             if job.resumes:
                 POLICY.merge(job.settings.to_dict(), settings.to_dict(), {})  # the checkpoint may have changed
-            return resolve_run(settings, processes.size, parallel=processes.parallel)
+            return resolve_run(settings, processes.data_size, parallel=processes.parallel)
 
         self.resolved = processes.by_first(resolved)
         self.settings, self.plan = self.resolved.settings, self.resolved.plan
@@ -115,7 +115,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         if settings.drop_path:
             drop_branches(model, settings.drop_path)
         prepare(model, compiled=settings.compile == "on")
-        self._arguments = training_arguments(settings, processes.size)
+        self._arguments = training_arguments(settings, processes.data_size)
         if processes.size > 1 and processes.parallel == "fsdp2":
             shard(model, processes, self.resolved.device, bf16=bool(self._arguments.bf16))
         return model
@@ -125,7 +125,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
     def order(self, run: TrainingRun) -> TrainOrder:
         run.items = self.splits.train.for_run(self.settings.seed)
-        rank, size = run.processes.rank, run.processes.size
+        rank, size = run.processes.data_rank, run.processes.data_size
         return order_of(self.settings, run.items, skips=run.rollbacks.skips, done=run.done, rank=rank, size=size)
 
     def monitor_inputs(self) -> torch.Tensor:

@@ -18,17 +18,19 @@ from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.backbones.presets import used_by_a_token
 from lamina.modeling.building import build, recommended, refuse_beyond_memory
 from lamina.modeling.configuration_lamina import backbone_of
+from lamina.modeling.processes import device_of
 from lamina.modeling.scaling import Scaling, StepFactors
 from lamina.placements import Plan
 from lamina.probes.engine import registry
 from lamina.training import source
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.saved_model import check_repository
-from lamina.training.execution.devices import decided, device_of, missing_compiler
+from lamina.training.execution.devices import decided, missing_compiler
 from lamina.training.monitor.experts import choose, find_routers
 from lamina.training.objectives.objective import Objective, Processor, objective_of
 from lamina.training.objectives.text import about_eval_corpus
 from lamina.training.optimization.optimizer import check_optimizer, scaling_of, step_factors
+from lamina.training.setting_groups import TrainerSettings
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ def resolve_run(
 
     Args:
         settings: of the run.
-        processes: how many train it together.
+        processes: how many share a batch.
         parallel: how they share the work, "ddp" or "fsdp2".
         trained: whether this machine trains the model as it is, so that it has to fit into its memory.
 
@@ -104,8 +106,9 @@ def resolve_run(
     plan = source.plan_of(settings, config.num_hidden_layers)
     arguments = check_settings(settings, plan, processes)
     check_modules(settings, config, plan, arguments, processes, trained=trained)
-    if processes > 1 and parallel == "fsdp2":
+    if parallel == "fsdp2" and (processes > 1 or settings.tensor_parallel > 1):
         check_sharded(settings)
+        check_tensor_parallel(settings, config)
     return ResolvedRun(settings, plan, config)
 
 
@@ -260,7 +263,7 @@ def _check_memory(
     num_layers, length = whole.num_hidden_layers, objective_of(whole, settings.objective).item_tokens(whole, settings)
     config = backbone_of(small.config)
     device = "cuda" if arguments.device.type == "cuda" else "cpu"
-    parts = processes if settings.parallel == "fsdp2" else 1
+    parts = processes * settings.tensor_parallel if settings.parallel == "fsdp2" else 1
     weights = sum(w.numel() for name, w in small.named_parameters() if ".layers." in name)
     weights = weights * num_layers // config.num_hidden_layers // parts
     optimizer = str(getattr(arguments.optim, "value", arguments.optim))
@@ -277,16 +280,31 @@ def _check_memory(
     )
 
 
-def check_sharded(settings: PretrainSettings) -> None:
+def check_tensor_parallel(settings: PretrainSettings, config: PreTrainedConfig) -> None:
+    """Raise UserError for a model whose matrices can't be shared by that many processes."""
+    size, text = settings.tensor_parallel, config.get_text_config()
+    if size == 1:
+        return
+    plan = getattr(text, "base_model_tp_plan", None)
+    if not plan or any("expert" in name for name in plan):
+        raise UserError(
+            f"tensor_parallel: {size} for {config.model_type} (allowed: 1, or a model of text without experts)"
+        )
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % size:
+        raise UserError(f"tensor_parallel: {size} does not divide the {heads} key-value heads (allowed: what does)")
+
+
+def check_sharded(settings: TrainerSettings) -> None:
     """Raise UserError for settings that do not work with a model that is sharded over several processes."""
     for name, none, command in (("eval_tasks", "none", "eval"), ("probe_every", "0", "probe")):
-        if value := getattr(settings, name):
+        if value := getattr(settings, name, None):
             raise UserError(
                 f"{name}: {value!r} needs the whole model in one process (allowed with --parallel fsdp2: {none}, and "
                 f"lamina {command} afterwards; or --parallel ddp)"
             )
-    if settings.ema_decay:
-        raise UserError(f"ema_decay: {settings.ema_decay} needs whole weights (allowed with --parallel fsdp2: 0)")
+    if average := getattr(settings, "ema_decay", 0.0):
+        raise UserError(f"ema_decay: {average} needs whole weights (allowed with --parallel fsdp2: 0)")
     optimizer = str(settings.trainer.get("optim", SHARDED_OPTIMIZERS[0]))
     if optimizer not in SHARDED_OPTIMIZERS:
         raise UserError(

@@ -35,6 +35,7 @@ from lamina.jobs.manifest import MODEL
 from lamina.jobs.names import CONFIG, METRICS, PLAN, RESULT
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status
+from lamina.modeling.processes import GONE, Processes, join, lost_another, reported_once
 from lamina.modeling.scaling import StepFactors
 from lamina.placements import Plan
 from lamina.training.checkpointing.checkpoints import Checkpoints, Stateful, run_state, step_of
@@ -47,7 +48,6 @@ from lamina.training.checkpointing.resuming import (
     stored_settings,
 )
 from lamina.training.checkpointing.saved_model import ModelCard, push, save_model
-from lamina.training.execution.processes import GONE, Processes, join, lost_another, reported_once
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, found_parameters
 from lamina.training.monitor.recorder import RunRecorder, lamina_rows, stop_signals
@@ -196,7 +196,7 @@ def train(
     """
     job = reported_once(lambda: _open(stage, settings, resume=resume, overwrite=overwrite))
     options: Options = job.settings
-    with join(options.device, options.parallel) as processes:
+    with join(options.device, options.parallel, getattr(options, "tensor_parallel", 1)) as processes:
         bar = bar and processes.first
         transformers.utils.logging.disable_progress_bar()
         stage.check(job, processes)

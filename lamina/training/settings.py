@@ -87,12 +87,18 @@ class SourceSettings(Settings, group="model"):
 class ParallelSettings(DeviceSettings, group="machine"):
     """Where a run computes, and how several processes share it."""
 
-    order = ("parallel",)
+    order = ("parallel", "tensor_parallel")
 
     parallel: Literal["auto", "ddp", "fsdp2"] = setting(
         "auto",
         "how several processes share the work: auto (as accelerate is configured, else ddp), ddp (each holds the "
         "model), fsdp2 (each a part)",
+        decides=False,
+    )
+    tensor_parallel: int = setting(
+        1,
+        "with fsdp2, processes that share each layer's matrices and its part of the batch",
+        at_least(1),
         decides=False,
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = changed("auto", help="auto, cpu, cuda or mps")

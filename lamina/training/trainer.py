@@ -18,11 +18,11 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
 from lamina.modeling.parts import decaying, uncompiled
+from lamina.modeling.processes import Processes
 from lamina.modeling.scaling import StepFactors
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing import state as saving
 from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, Stateful, collected
-from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.recorder import MonitoredTrainer
@@ -45,6 +45,7 @@ class CheckpointedTrainer(_Trainer):
         keep_also: whether an older checkpoint is not pruned, by its run state.
         rate_factor: the rollbacks' factor on all learning rates.
         average: of the weights; a checkpoint holds it, too.
+        sharded: whether each process holds a part of the model.
     """
 
     processes: Processes
@@ -53,9 +54,35 @@ class CheckpointedTrainer(_Trainer):
     keep_also: Callable[[Json], bool] | None = None
     rate_factor: float = 1.0
     average: WeightAverage | None = None
+    sharded: bool = False
     overflows: int
     overflows_in_a_row: int
     _resumed: RunState = MappingProxyType({})
+
+    def keep_sharded(self) -> None:
+        """Note whether ``sharding.shard`` has sharded the model; Trainer's accelerator would put DDP around it."""
+        self.sharded = sharding.is_sharded(self.bare_model())  # type: ignore[attr-defined]
+        if self.sharded:
+            prepare = self.accelerator.prepare_model
+            unwrapped = partial(prepare, device_placement=False, evaluation_mode=True)
+            self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Create Trainer's optimizer, of the parts of a model that an evaluation before training left gathered."""
+        sharding.reshard(self.bare_model())  # type: ignore[attr-defined]
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self._one_by_one()
+        return optimizer
+
+    def _one_by_one(self) -> None:
+        """Have the optimizer update one weight at a time where they lie on several meshes of processes."""
+        for group in self.optimizer.param_groups if self.processes.tensor > 1 and self.optimizer else ():
+            group.update({name: False for name in ("foreach", "fused") if name in group})
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.sharded:  # gradients are reduced once per step, not once per micro-batch
+            model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
+        return super().training_step(model, *args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, whole or not at all, then prune the old ones."""
@@ -97,6 +124,7 @@ class CheckpointedTrainer(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             saving.read_optimizer(self, Path(checkpoint))
+            self._one_by_one()
             saving.renew_random_state(self, self.processes, Path(checkpoint), int(self._resumed.get("step", 0)))
             saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
 
@@ -204,11 +232,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
     ):
         super().__init__(*args, **kwargs)
         self.processes = Processes() if processes is None else processes
-        self.sharded = sharding.is_sharded(self.bare_model())
-        if self.sharded:  # Trainer's accelerator would put DDP around it
-            prepare = self.accelerator.prepare_model
-            unwrapped = partial(prepare, device_placement=False, evaluation_mode=True)
-            self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
+        self.keep_sharded()
         self.series = StepSeries(self.processes)
         self.order, self.states, self.keep_also = order, states, keep_also
         self.rate_factor = rate_factor
@@ -258,8 +282,6 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return (result[0] + extra, result[1]) if return_outputs else result + extra
 
     def training_step(self, model: nn.Module, inputs: Json, num_items_in_batch: Any = None) -> torch.Tensor:
-        if self.sharded:  # gradients are reduced once per step, not once per micro-batch
-            model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.series.add_loss(loss)
         if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
@@ -299,7 +321,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         Over all processes; draws no random number.
         """
         model: Any = self.model if self.average is None else self.average.model
-        rank, size = self.processes.rank, self.processes.size
+        rank, size = self.processes.data_rank, self.processes.data_size
         batch = self.args.per_device_eval_batch_size * size
         totals: dict[str, float] = {"eval_loss": 0.0}
         weights = 0.0

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from evaluation.conftest import saved_model
 from safetensors.torch import load_file, save_file
+from training.test_distributed import torchrun
 from transformers import GenerationMixin
 
 import lamina
@@ -370,8 +371,21 @@ def test_what_asks_nothing_is_refused(model, data_dir, tmp_path, changed, messag
     assert not (tmp_path / "out").exists()
 
 
-def test_several_processes_are_refused_in_one_line(model, text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["eval", str(model), "--corpus", str(text), "--output", str(tmp_path / "out")]) == 2
-    assert "eval: 2 processes (allowed: one; each can evaluate models of its own" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+@pytest.mark.slow
+def test_two_processes_score_as_one_does_and_one_of_them_writes(model, written, text, tmp_path):
+    """Of seven items neither process has as many as the other; batches of one are the same in both."""
+    given = ["eval", model, "--tasks", "quiz,quiz@2,written", "--data-dir", written, "--limit", "7"]
+    given = [*map(str, given), "--corpus", str(text), "--window", "64", "--batch-size", "1", "--device", "cpu"]
+    assert main([*given, "--output", str(tmp_path / "one")]) == 0
+    done = torchrun("-m", "lamina", *given, "--output", tmp_path / "two")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("| model | ppl |") == 1
+    one, two = (result(tmp_path / name) for name in ("one", "two"))
+    for ours, theirs in zip(two["units"], one["units"], strict=True):
+        assert ours["unit"] == theirs["unit"]
+        assert ours["notes"] == theirs["notes"]
+        for score, other in zip(ours["scores"], theirs["scores"], strict=True):
+            assert score == other
+    for path in (tmp_path / "one/items").rglob("*.parquet"):
+        items = pd.read_parquet(tmp_path / "two" / path.relative_to(tmp_path / "one"))
+        pd.testing.assert_frame_equal(items, pd.read_parquet(path))

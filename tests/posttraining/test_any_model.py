@@ -1,5 +1,6 @@
 """Models of transformers that Lamina does not convert are tuned as they are, with the layer monitor on them."""
 
+import functools
 import json
 
 import pandas as pd
@@ -22,20 +23,20 @@ OWN = {"glm4": {"head_dim": 8}}
 KINDS = ("phi3", "phi", "glm4", "stablelm", "gpt_neox")  # which lamina convert does not take
 
 
+def write_foreign(folder, kind):
+    """Write a tiny model of a type of transformers, with random weights, and its tokenizer."""
+    tokenizer = load_tokenizer("bytes")
+    ends = {"vocab_size": len(tokenizer), "bos_token_id": 256, "eos_token_id": 256}
+    config = AutoConfig.for_model(kind, **SIZES, **ends, **OWN.get(kind, {}))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
+    tokenizer.save_pretrained(folder / kind)
+    return folder / kind
+
+
 @pytest.fixture
 def model(tmp_path):
-    """Write a tiny model of a type of transformers, with random weights, and its tokenizer."""
-
-    def write(kind):
-        tokenizer = load_tokenizer("bytes")
-        ends = {"vocab_size": len(tokenizer), "bos_token_id": 256, "eos_token_id": 256}
-        config = AutoConfig.for_model(kind, **SIZES, **ends, **OWN.get(kind, {}))
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
-        tokenizer.save_pretrained(tmp_path / kind)
-        return tmp_path / kind
-
-    return write
+    return functools.partial(write_foreign, tmp_path)
 
 
 def layers(folder):

@@ -2,19 +2,17 @@
 
 import json
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
-from training.test_distributed import torchrun
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
 from lamina.jobs.run_folder import RunFolder
+from lamina.modeling.processes import Processes
 from lamina.posttraining.pairs import dpo, reward
 from lamina.posttraining.sft import sft
-from lamina.training.execution.processes import Processes
 
 JOBS = {"reward": reward, "dpo": dpo}
 
@@ -75,25 +73,6 @@ def test_the_lowest_and_the_highest_reward_are_of_all_pairs(base, pairs, seven, 
         reward(given(base, pairs, seven, tmp_path / str(size), batch_size=size, learning_rate=1e-9), bar=False)
         by_batch.append(evaluations(tmp_path / str(size))[0])
     assert by_batch[0] == pytest.approx(by_batch[1], abs=1e-5)
-
-
-@pytest.mark.slow
-def test_two_processes_train_and_evaluate_as_one_does(base, pairs, seven, tmp_path):
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([(job, given(base, pairs, seven, tmp_path / f"{job}-two")) for job in JOBS]))
-    done = torchrun(Path(__file__).with_name("two_stages.py"), plan)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for name, job in JOBS.items():
-        job(given(base, pairs, seven, tmp_path / f"{name}-one"), bar=False)
-        one, two = (
-            [json.loads(line) for line in (tmp_path / f"{name}-{count}" / "metrics.jsonl").read_text().splitlines()]
-            for count in ("one", "two")
-        )
-        assert [r["grad_norm"] for r in two if "grad_norm" in r] == pytest.approx(
-            [r["grad_norm"] for r in one if "grad_norm" in r], rel=1e-3
-        )
-        for ours, theirs in zip(*(evaluations(tmp_path / f"{name}-{c}") for c in ("one", "two")), strict=True):
-            assert theirs == pytest.approx(ours, abs=1e-4)
 
 
 def answer_logp(model, tokenizer, row, name):

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.modeling.processes import Processes
 from lamina.posttraining.pairs import DirectPreferences, DpoTrainer, dpo
 from lamina.posttraining.rlhf import PolicyTrainer, rlhf
 from lamina.posttraining.settings import DpoSettings, SftSettings
 from lamina.posttraining.sft import sft
 from lamina.posttraining.starting import Start, find_start
-from lamina.training.execution.processes import Processes
 from lamina.training.optimization.order import TrainOrder
 
 

@@ -8,14 +8,25 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from lamina.posttraining import pairs
+from lamina.errors import UserError
+from lamina.posttraining.pairs import dpo, reward
+from lamina.posttraining.rlhf import rlhf
+from lamina.posttraining.sft import sft
+
+JOBS = {"sft": sft, "reward": reward, "dpo": dpo, "rlhf": rlhf}
 
 
 def main(path):
     distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
-    for job, given in json.loads(Path(path).read_text()):
-        getattr(pairs, job)(given, bar=False)
+    said = []
+    for job, given, resume in json.loads(Path(path).read_text()):
+        try:
+            said.append(JOBS[job](given, resume=resume, bar=False)["status"])
+        except UserError as error:
+            said.append(str(error))
+    if distributed.get_rank() == 0:
+        Path(path).with_suffix(".said").write_text(json.dumps(said))
     distributed.destroy_process_group()
 
 

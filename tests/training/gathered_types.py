@@ -9,8 +9,8 @@ import torch
 from torch import distributed
 
 import lamina
+from lamina.modeling.processes import Processes
 from lamina.training.checkpointing.sharding import shard
-from lamina.training.execution.processes import Processes
 
 
 def gathered(placement):

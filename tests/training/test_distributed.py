@@ -29,18 +29,29 @@ from transformers import AutoModelForCausalLM
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full
+from lamina.modeling import processes
+from lamina.modeling.processes import _sendable, launched, lost_another, parallel_of
 from lamina.training import pretrain as pretraining
-from lamina.training.execution import processes
-from lamina.training.execution.processes import _sendable, launched, lost_another, parallel_of
 from lamina.training.resolve import SHARDED_OPTIMIZERS, check_sharded
 from lamina.training.settings import PretrainSettings
 
 STEPS = 20
 OPTIONS = {
-    **SMALL, "hidden_size": 20, "placement": "keel", "steps": STEPS, "batch_size": 4, "gradient_accumulation": 2,
+    **SMALL, "hidden_size": 20, "placement": "keel(qk_norm=head)", "steps": STEPS, "batch_size": 4,
+    "gradient_accumulation": 2,
     "logging_steps": 1, "eval_steps": 10, "save_steps": 10, "learning_rate": 1e-2, "eval_blocks": 5,
 }  # fmt: skip
-WAYS = ("ddp", "fsdp2", "one-then-two", "two-then-one")
+WAYS = ("ddp", "fsdp2", "one-then-two", "two-then-one", "tensor", "tensor-then-one")
+TENSOR = {"parallel": "fsdp2", "tensor_parallel": 2}
+REFUSED = [
+    ({"parallel": "ddp"}, "tensor_parallel: 2 of 2 processes by ddp (allowed: a number that divides the processes"),
+    ({"tensor_parallel": 3}, "tensor_parallel: 3 of 2 processes by fsdp2 (allowed: a number that divides"),
+    ({"num_heads": 1}, "tensor_parallel: 2 does not divide the 1 key-value heads"),
+    (
+        {"backbone": "deepseek-nano", "placement": "keel", **dict.fromkeys(("num_layers", "hidden_size", "num_heads"))},
+        "tensor_parallel: 2 for deepseek_v3 (allowed: 1, or a model of text without experts)",
+    ),
+]
 STREAMED = {"streaming": True, "shuffle_buffer": 6}
 
 
@@ -91,11 +102,16 @@ def runs(corpus, session_cache, tmp_path_factory):
             {"settings": given("spoiled", parallel="fsdp2").to_dict(), "spoil": 4},
             {"settings": given("streamed-ddp", **STREAMED).to_dict()},
             {"settings": given("streamed-two-then-one", parallel="fsdp2", **STREAMED).to_dict(), "terminate": 13},
+            {"settings": given("tensor", **TENSOR).to_dict(), "terminate": 13},
+            {"settings": given("tensor-then-one", **TENSOR).to_dict(), "terminate": 13},
+            {"settings": given("tensor", **TENSOR).to_dict(), "resume": True},
+            *({"settings": given("refused", **{**TENSOR, **changed}).to_dict()} for changed, _ in REFUSED),
         ]
         said = train(folder, plan)
         pretraining.pretrain(given("streamed-one", **STREAMED), bar=False)
         pretraining.pretrain(given("streamed-two-then-one", **STREAMED), resume=True, bar=False)
         pretraining.pretrain(given("two-then-one"), resume=True, bar=False)
+        pretraining.pretrain(given("tensor-then-one"), resume=True, bar=False)
         with at_step(4, spoil):
             pretraining.pretrain(given("spoiled-one"), bar=False)
     return folder, said
@@ -111,9 +127,7 @@ def curve(folder, name):
     return [r[name] for r in records(folder) if name in r]
 
 
-@pytest.mark.parametrize(
-    "name", ["ddp", "fsdp2", "one-then-two", "two-then-one", "streamed-ddp", "streamed-two-then-one"]
-)
+@pytest.mark.parametrize("name", [*WAYS, "streamed-ddp", "streamed-two-then-one"])
 def test_two_processes_take_the_steps_of_one(runs, name):
     """Also where they were stopped at step 13 (by a signal to one of them) or another number of them went on."""
     folder, one = runs[0], "streamed-one" if "streamed" in name else "one"
@@ -140,7 +154,15 @@ def test_every_layers_records_are_those_of_one_process(runs, name):
     assert torch.allclose(torch.tensor(ours.value), torch.tensor(theirs.value), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_what_cannot_share_matrices_is_refused(runs):
+    folder, said = runs
+    for process in said:
+        for line, (_, says) in zip(process[-len(REFUSED) :], REFUSED, strict=True):
+            assert says in line
+    assert not (folder / "refused").exists()
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor"])
 def test_the_model_of_two_processes_loads_as_any_other(runs, name):
     folder, _ = runs
     models = [AutoModelForCausalLM.from_pretrained(folder / run / "model") for run in (name, "one")]

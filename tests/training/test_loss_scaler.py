@@ -8,7 +8,7 @@ from torch import nn
 from training.tiny_runs import SMALL, flags
 
 from lamina.cli import main
-from lamina.training.execution.processes import Processes
+from lamina.modeling.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.writers import StepSeries
 from lamina.training.trainer import CheckpointedTrainer, MonitoredTrainer

@@ -26,7 +26,7 @@ from lamina.jobs.manifest import (
     sync,
     sync_and_hash,
 )
-from lamina.training.execution.processes import Processes
+from lamina.modeling.processes import Processes
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from lamina.jobs.environment import environment
 from lamina.jobs.manifest import seal
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import HEADS
+from lamina.modeling.processes import Processes
 from lamina.placements import Plan
 from lamina.placements.diagram import svg, text, title_of
 from lamina.placements.resolution import find
 from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
-from lamina.training.execution.processes import Processes
 from lamina.training.objectives.objective import Processor
 
 logger = logging.getLogger(__name__)

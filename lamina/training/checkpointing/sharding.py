@@ -16,20 +16,20 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.modeling.parts import body_of
+from lamina.modeling.modeling_lamina import LaminaModel
+from lamina.modeling.processes import Processes
 from lamina.modeling.streams_lamina import LaminaWiring
 from lamina.modeling.wiring_lamina import LaminaNorm, Residual
-from lamina.training.execution.processes import Processes
 
 STATES = "states.safetensors"
-_SCALARS, _TRAINED = "_lamina_scalars", "_lamina_only_trained"
+_SCALARS, _TRAINED, _PARTIAL = "_lamina_scalars", "_lamina_only_trained", "_lamina_partial"
 
 
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
@@ -39,12 +39,17 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
     gradients reduced in float32, which is what autocast computes in one process; norms, learned scales and the stream
     stay in float32 (a bfloat16 embedding would make the stream bfloat16). Learned scalars become vectors of one
     element, for FSDP2 can't shard a scalar; checkpoints and models hold them as scalars.
+
+    With ``processes.tensor`` > 1 so many neighbors first share the linear layers' matrices, by transformers' plan.
     """
-    mesh = init_device_mesh(device, (processes.size,))
+    whole = init_device_mesh(device, (processes.data_size, processes.tensor), mesh_dim_names=("data", "tensor"))
+    if processes.tensor > 1:
+        _share_matrices(model, whole["tensor"])
+    mesh = whole["data"]
     float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     _scalars_to_vectors(model)
-    for block in body_of(model, "parallel").layers:
+    for block in _blocks(model):
         norms: list[nn.Module] = [
             m for m in block.modules() if isinstance(m, LaminaNorm | LaminaWiring) and any(True for _ in m.parameters())
         ]
@@ -60,6 +65,34 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
         else:
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def _share_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Give each process its columns or rows of the linear layers, by transformers' plan for tensor parallelism."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # since transformers 5.22
+
+    plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_plan="auto", tp_size=mesh.size()))
+    # transformers would add up these gradients after each micro-batch, the earlier ones' once more
+    inside = {name for name, style in plan.items() if style == "replicated_with_grad_allreduce"}
+    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in inside})
+    model.tie_weights()
+    setattr(model, _PARTIAL, ([norm for name, norm in model.named_modules() if name in inside], mesh.get_group()))
+
+
+def sum_partial(model: nn.Module) -> None:
+    """Add up the gradients of norms inside heads, of which each process has seen its own; call once in a step."""
+    norms, group = getattr(model, _PARTIAL, ((), None))
+    for gradient in [p.grad for norm in norms for p in norm.parameters() if p.grad is not None]:
+        torch.distributed.all_reduce(gradient.to_local(), group=group)
+
+
+def _blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """Return a model's blocks: a Lamina model's, or those that transformers does not split."""
+    if isinstance(body := getattr(model, "model", model), LaminaModel):
+        return list(body.layers)
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 def _scalars_to_vectors(model: nn.Module) -> None:
@@ -142,6 +175,21 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     reshard(model)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {name: value.reshape(()) if name in _scalars(model) else value for name, value in state.items()}
+
+
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors on the CPU, gathered where they are sharded; all processes must call it."""
+    parts = {name: tensor.detach() for name, tensor in tensors.items()}
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).cpu().contiguous() for name, p in parts.items()}
+
+
+@torch.no_grad()
+def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Set a tensor, sharded or not, to a whole one; all processes must call it."""
+    value = value.reshape(tensor.shape)  # a sharded scalar is a vector
+    if isinstance(tensor, DTensor):
+        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
+    tensor.copy_(value)
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, Trainer
 
 from lamina.core.json_types import Json
 from lamina.jobs.manifest import listed
+from lamina.modeling.processes import Processes
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing.checkpoints import RUN_STATE
-from lamina.training.execution.processes import Processes
 
 logger = logging.getLogger(__name__)
 

@@ -10,24 +10,10 @@ from typing import TypeVar
 
 import torch
 
-from lamina.errors import UserError
+from lamina.modeling.processes import device_of
 from lamina.training.setting_groups import COMPILED_FROM, SpeedSettings
 
 S = TypeVar("S", bound=SpeedSettings)
-
-
-def device_of(device: str) -> str:
-    """cpu, cuda or mps. Raises UserError for a device that this machine does not have."""
-    devices = ["cpu"]
-    if torch.cuda.is_available():
-        devices.insert(0, "cuda")
-    if torch.backends.mps.is_available():
-        devices.insert(0, "mps")
-    if device == "auto":
-        return devices[0]
-    if device not in devices:
-        raise UserError(f"device: {device!r} is not on this machine (allowed here: auto, {', '.join(sorted(devices))})")
-    return device
 
 
 def decided(settings: S) -> S:

@@ -22,7 +22,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CONFIG, ENVIRONMENT, RESULT
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
-from lamina.training.execution.processes import Processes
+from lamina.modeling.processes import Processes
 from lamina.training.monitor.alarms import Alarm, Alarms, events
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.parameter_measures import tables_of

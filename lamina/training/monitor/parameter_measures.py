@@ -89,8 +89,21 @@ def _share(tensor: torch.Tensor) -> float:
     world = get_world_size()
     if not isinstance(tensor, DTensor):
         return 1.0 / world
-    sizes = [tensor.device_mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    sizes = [
+        tensor.device_mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    ]
     return math.prod(sizes) / world
+
+
+def clip(model: nn.Module, limit: float) -> torch.Tensor:
+    """Clip a sharded model's gradients, and return their norm before; torch's own takes one mesh of processes."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    parts = [local_part(gradient) for gradient in gradients]
+    squares = torch.stack([part.norm() ** 2 * _share(g) for part, g in zip(parts, gradients, strict=True)]).sum()
+    torch.distributed.all_reduce(squares)
+    norm = squares.sqrt()
+    torch._foreach_mul_(parts, (limit / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
+    return norm
 
 
 class GradientNorms:

@@ -25,11 +25,12 @@ from lamina.core.progress import ProgressLines, has_bars
 from lamina.data.blocks import PartShare
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled, orphaned
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
+from lamina.modeling.processes import Processes
 from lamina.training.checkpointing.checkpoints import RunState
-from lamina.training.execution.processes import Processes
+from lamina.training.checkpointing.sharding import sum_partial
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows, is_recorded
+from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, clip, gain_rows, is_recorded
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.writers import LastEvaluation, LayersWriter, MetricsWriter, NoWriter, Row, StepSeries
@@ -48,6 +49,7 @@ class MonitoredTrainer(_Trainer):
     Trainer's own hook before the optimizer step runs after clipping, hence the two overridden methods.
     """
 
+    processes: Processes
     guard: DivergenceGuard
     layer_rows: list[Row]
     gradient_norms: GradientNorms | None
@@ -59,7 +61,10 @@ class MonitoredTrainer(_Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Norm:
         squares = self._squares()  # before clipping: a norm that is not finite would spoil every layer's gradient
-        return self._checked(super()._clip_grad_norm(model), squares)
+        shared = self.processes.tensor > 1
+        return self._checked(
+            clip(model, self.args.max_grad_norm) if shared else super()._clip_grad_norm(model), squares
+        )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> Norm:
         if grad_norm is not None:
@@ -68,6 +73,7 @@ class MonitoredTrainer(_Trainer):
         return self._checked(super()._get_grad_norm(model), squares)
 
     def _squares(self) -> torch.Tensor:
+        sum_partial(self.bare_model())
         if self.gradient_norms is None:
             self.gradient_norms = GradientNorms(self.bare_model())
         squares = self.gradient_norms.squares()

@@ -24,11 +24,11 @@ from torch.nn.utils import clip_grad as torch_clipping
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.modeling.parts import temporary_hooks
+from lamina.modeling.processes import Processes
 from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.hooks import Kwargs, Output, forward, undisturbed
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
-from lamina.training.execution.processes import Processes
 from lamina.training.monitor.parameter_measures import (
     Gain,
     GradientNorms,

@@ -24,7 +24,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.jobs.folder import Resume
 from lamina.jobs.status import Status
-from lamina.training.execution.processes import Processes
+from lamina.modeling.processes import Processes
 from lamina.training.monitor.guard import Diverged
 from lamina.training.monitor.monitor import Monitor, OnAlarm, WatchedRecords
 from lamina.training.monitor.training_hooks import Instruments

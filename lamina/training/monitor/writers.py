@@ -30,7 +30,7 @@ from lamina.training.setting_groups import trackers
 if TYPE_CHECKING:
     import torch
 
-    from lamina.training.execution.processes import Processes
+    from lamina.modeling.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class StepSeries:
     """
 
     def __init__(self, processes: Processes | None = None):
-        from lamina.training.execution.processes import Processes
+        from lamina.modeling.processes import Processes
 
         self.processes = Processes() if processes is None else processes
         self._loss: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""The processes of one run: their ranks, what they agree on, and how they end together."""
+"""The processes of one job: their ranks, their device, what they agree on, and how they end together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch import distributed
 
 from lamina.errors import UserError, mark_reported
 from lamina.jobs.files import disk_full
-from lamina.training.execution.devices import device_of
 
 T = TypeVar("T")
 GONE = "another process of the run is gone"
@@ -31,6 +30,8 @@ PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus
 class Processes:
     """This process (``rank`` of ``size``), and its communication with the other processes of the run.
 
+    ``tensor`` of them share each layer's matrices.
+
     Decisions that must be the same in all (stop, diverged, failed) use their own CPU collectives, so that no process
     waits for one that has left, and none waits for a device.
     """
@@ -39,7 +40,18 @@ class Processes:
     size: int = 1
     local_rank: int = 0
     parallel: str = "ddp"
+    tensor: int = 1
     group: Any = None
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a batch this process takes: ``tensor`` neighbors share one."""
+        return self.rank // self.tensor
+
+    @property
+    def data_size(self) -> int:
+        """The number of parts of a batch."""
+        return self.size // self.tensor
 
     @property
     def first(self) -> bool:
@@ -120,6 +132,9 @@ class Processes:
         raise error
 
 
+ALONE = Processes()
+
+
 def lost_another(error: BaseException | None) -> bool:
     """Return whether an exception comes from the end of another process, killed or failed."""
     while error is not None:
@@ -176,13 +191,28 @@ def reported_once(act: Callable[[], T]) -> T:
         raise
 
 
+def device_of(device: str) -> str:
+    """cpu, cuda or mps. Raises UserError for a device that this machine does not have."""
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.insert(0, "cuda")
+    if torch.backends.mps.is_available():
+        devices.insert(0, "mps")
+    if device == "auto":
+        return devices[0]
+    if device not in devices:
+        raise UserError(f"device: {device!r} is not on this machine (allowed here: auto, {', '.join(sorted(devices))})")
+    return device
+
+
 @contextmanager
-def join(device: str, parallel: str) -> Iterator[Processes]:
+def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
     """Join the run's other processes, if torchrun or accelerate launch started several, and leave them at the end.
 
     Args:
         device: as the settings have it: "auto", "cpu", "cuda" (one GPU per process) or "mps".
         parallel: as the settings have it: "auto", "ddp" or "fsdp2".
+        tensor: how many processes share each layer's matrices.
 
     Raises:
         UserError: for more processes than GPUs, a device that only one process can use, processes that could not meet.
@@ -190,8 +220,13 @@ def join(device: str, parallel: str) -> Iterator[Processes]:
     """
     rank, size, local_rank, local_size = launched()
     device, parallel = reported_once(lambda: (device_of(device), parallel_of(parallel)))
+    if tensor > 1 and (size % tensor or parallel != "fsdp2"):
+        raise UserError(
+            f"tensor_parallel: {tensor} of {size} processes by {parallel} (allowed: a number that divides the "
+            "processes, with --parallel fsdp2)"
+        )
     if size == 1:
-        yield Processes()
+        yield ALONE
         return
     if device == "mps":
         raise UserError("device: 'mps' trains in one process (allowed with several: cpu, cuda)")
@@ -214,7 +249,8 @@ def join(device: str, parallel: str) -> Iterator[Processes]:
     group = distributed.new_group(backend="gloo", timeout=PATIENCE) if device == "cuda" else None
     failed = True
     try:
-        yield Processes(rank=rank, size=size, local_rank=local_rank, parallel=parallel, group=group)
+        ranks = {"rank": rank, "size": size, "local_rank": local_rank}
+        yield Processes(**ranks, parallel=parallel, tensor=tensor, group=group)
         failed = False
     except Exception as error:
         if not lost_another(error):
