@@ -67,10 +67,10 @@ class CheckpointedTrainer(_Trainer):
             unwrapped = partial(prepare, device_placement=False, evaluation_mode=True)
             self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create Trainer's optimizer, of the parts of a model that an evaluation before training left gathered."""
         sharding.reshard(self.bare_model())  # type: ignore[attr-defined]
-        optimizer = super().create_optimizer(*args, **kwargs)
+        optimizer = super().create_optimizer(model)
         self._one_by_one()
         return optimizer
 
@@ -79,10 +79,12 @@ class CheckpointedTrainer(_Trainer):
         for group in self.optimizer.param_groups if self.processes.tensor > 1 and self.optimizer else ():
             group.update({name: False for name in ("foreach", "fused") if name in group})
 
-    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Json, num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self.sharded:  # gradients are reduced once per step, not once per micro-batch
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
-        return super().training_step(model, *args, **kwargs)
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, whole or not at all, then prune the old ones."""
