@@ -38,7 +38,7 @@ from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
 from lamina.jobs.files import disk_full, read_json, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
-from lamina.jobs.job import Job, ResumePolicy, open_job
+from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CONFIG, RESULT, RESULTS
 from lamina.jobs.status import Status
@@ -94,13 +94,8 @@ def evaluate(
         evaluation = processes.first_per_host(partial(Evaluation, job.settings, expand, processes, bar=bar))
         evaluation.check()  # before the folder is touched: the data may not be there
         with ExitStack() as held:
-            processes.by_first(partial(_claim, held, job))
+            processes.by_first(lambda: held.enter_context(job).write_yaml(CONFIG, job.settings.to_dict()))
             return evaluation.run(job.folder)
-
-
-def _claim(held: ExitStack, job: Job[EvalSettings]) -> None:
-    held.enter_context(job)
-    job.write_yaml(CONFIG, job.settings.to_dict())
 
 
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
@@ -214,14 +209,12 @@ class Evaluation:
                 "notes": notes,
                 "seconds": round(time.monotonic() - began, 3),
             }
-            self.processes.by_first(partial(self._keep, record))
+            if self.processes.first:
+                path = self._file("scores", candidate.name, unit, ".json")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, record)
             self.records[candidate.name, unit] = record
             self._write(Status.INTERRUPTED, RUNNING)
-
-    def _keep(self, record: Json) -> None:
-        path = self._file("scores", record["model"], record["unit"], ".json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, record)
 
     def _score(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, candidate: Candidate, column: Wanted
@@ -231,8 +224,11 @@ class Evaluation:
         assert self.tasks is not None
         runner = replace(runner_of(self.settings, model, tokenizer), processes=self.processes)
         results, notes = runner.run(self.tasks.build(column.task), column.num_fewshot, bar=self.bar)
-        path = self._file("items", candidate.name, column.unit, ".parquet")
-        self.processes.by_first(partial(_write_items, path, results.get("samples", {})))
+        if self.processes.first:
+            path = self._file("items", candidate.name, column.unit, ".parquet")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with writing(path) as temporary:
+                item_table(results.get("samples", {})).to_parquet(temporary.absolute(), index=False)
         return scores_of(results), notes
 
     def _perplexity(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Score], list[str]]:
@@ -341,12 +337,6 @@ class Evaluation:
             write_text(self.folder / f"table.{name}", text)
         write_json(self.folder / RESULT, result)  # the last: a page reads it first
         return result
-
-
-def _write_items(path: Path, samples: Mapping[str, Sequence[Json]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path) as temporary:
-        item_table(samples).to_parquet(temporary.absolute(), index=False)
 
 
 def rows(records: Iterable[Json], candidates: Sequence[Candidate]) -> pd.DataFrame:

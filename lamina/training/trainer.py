@@ -61,7 +61,7 @@ class CheckpointedTrainer(_Trainer):
 
     def keep_sharded(self) -> None:
         """Note whether ``sharding.shard`` has sharded the model; Trainer's accelerator would put DDP around it."""
-        self.sharded = sharding.is_sharded(self.bare_model())  # type: ignore[attr-defined]
+        self.sharded = sharding.is_sharded(saving.bare(self))
         if self.sharded:
             prepare = self.accelerator.prepare_model
             unwrapped = partial(prepare, device_placement=False, evaluation_mode=True)
@@ -69,7 +69,7 @@ class CheckpointedTrainer(_Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create Trainer's optimizer, of the parts of a model that an evaluation before training left gathered."""
-        sharding.reshard(self.bare_model())  # type: ignore[attr-defined]
+        sharding.reshard(saving.bare(self))
         optimizer = super().create_optimizer(model)
         self._one_by_one()
         return optimizer

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> None:
     """Write a checkpoint's files into ``folder``, each process its own; an error in one process is raised in all."""
-    model = _bare(trainer)
+    model = bare(trainer)
     sharded = sharding.is_sharded(model)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     tensors, rest = processes.together(lambda: sharding.optimizer_tensors(model, optimizer))
@@ -59,15 +59,15 @@ def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> 
         sharding.write_shards(tensors, folder / "optimizer")
 
 
-def _bare(trainer: Trainer) -> PreTrainedModel:
-    """The model without the wrappers of accelerate and DDP."""
+def bare(trainer: Trainer) -> PreTrainedModel:
+    """Return the model without the wrappers of accelerate and DDP."""
     assert trainer.model is not None
     return trainer.accelerator.unwrap_model(trainer.model)
 
 
 def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None:
     """Fill the trainer's model. Raises UserError for a checkpoint of another model."""
-    model = _bare(trainer)
+    model = bare(trainer)
     files = _tensor_files(checkpoint, "model") or _tensor_files(checkpoint, ".")
     tensors = sharding.model_tensors(model)
     processes.together(lambda: sharding.check_shapes(tensors, files, checkpoint))
@@ -83,7 +83,7 @@ def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
 
 def read_optimizer(trainer: Trainer, checkpoint: Path) -> None:
     """Restore the optimizer and the schedule. Raises UserError for a checkpoint of another model."""
-    model = _bare(trainer)
+    model = bare(trainer)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     rest = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
     alone = not sharding.is_sharded(model)

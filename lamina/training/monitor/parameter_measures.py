@@ -102,7 +102,8 @@ def clip(model: nn.Module, limit: float) -> torch.Tensor:
     squares = torch.stack([part.norm() ** 2 * _share(g) for part, g in zip(parts, gradients, strict=True)]).sum()
     torch.distributed.all_reduce(squares)
     norm = squares.sqrt()
-    torch._foreach_mul_(parts, (limit / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
+    for part in parts:
+        part.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
