@@ -60,10 +60,11 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
         found.setdefault(_reason(row["unknown"]) if row["match"] is None else _layout(row["match"]), []).append(name)
     lines = ["| layout | count | model types |", "|---|---|---|"]
     for layout, names in sorted(layouts.items(), key=lambda one: -len(one[1])):
-        lines.append(f"| {layout} | {len(names)} | {', '.join(names)} |")
+        told = sorted(names, key=lambda name: not name.startswith("**"))  # first those that convert takes
+        more = f", and {len(told) - 20} more" if len(told) > 20 else ""
+        lines.append(f"| {layout} | {len(names)} | {', '.join(told[:20])}{more} |")
     untold = "; ".join(f"{reason}: {len(names)}" for reason, names in reasons.items())
-    told = "by name in [the record](../benchmarks/results/census.json)"
-    return "\n".join([*lines, "", f"Not known, {told}: {untold}.", "", where])
+    return "\n".join([*lines, "", f"Not known: {untold}.", "", where])
 
 
 def _layout(match: dict[str, Any]) -> str:
