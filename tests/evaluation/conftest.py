@@ -14,16 +14,9 @@ WORDS = ["the", "norm", "sits", "before", "after", "and", "between", "every", "l
 def saved_model(folder, placement="keel", vocab_size=257, positions=256):
     """A tiny model over bytes, with random weights, beside its tokenizer."""
     config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=positions,
-        bos_token_id=256,
-        eos_token_id=256,
-    )
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=positions, bos_token_id=256, eos_token_id=256,
+    )  # fmt: skip
     model = lamina.build(config, placement, init="normal")
     for parameter in model.parameters():  # far from uniform predictions, so that an error shows
         parameter.data.mul_(3.0)
@@ -50,16 +43,11 @@ def quiz_rows(count=20):
 
 
 QUIZ = {
-    "task": "quiz",
-    "dataset_path": "toy/quiz",
-    "output_type": "multiple_choice",
-    "training_split": "train",
-    "test_split": "test",
-    "doc_to_text": "{{question}}\nAnswer:",
-    "doc_to_choice": "choices",
+    "task": "quiz", "dataset_path": "toy/quiz", "output_type": "multiple_choice", "training_split": "train",
+    "test_split": "test", "doc_to_text": "{{question}}\nAnswer:", "doc_to_choice": "choices",
     "doc_to_target": "answer",
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-}
+}  # fmt: skip
 
 
 @pytest.fixture

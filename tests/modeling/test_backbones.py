@@ -194,31 +194,6 @@ def test_a_backbone_that_builds_and_then_fails_is_refused():
         lamina.build(config, "pre_ln")
 
 
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        (None, "config.json is missing"),
-        ("{", "is not JSON"),
-        ("[]", "holds a list"),
-        ('{"model_type": "lama"}', "unknown model_type"),
-    ],
-)
-def test_a_folders_missing_or_malformed_configuration_is_one_line(written, said, tmp_path):
-    if written is not None:
-        (tmp_path / "config.json").write_text(written)
-    with pytest.raises(UserError, match=said) as caught:
-        resolve_backbone(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_folders_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    (tmp_path / "config.json").write_text('{"model_type": "mystery", "auto_map": {"AutoConfig": "evil.Config"}}')
-    with pytest.raises(UserError, match="code of its own"):
-        resolve_backbone(tmp_path)
-
-
 @pytest.mark.parametrize("factor", [0.5, 1, 2, 4])
 def test_heads_of_latent_attention_keep_their_width(factor):
     """DeepSeek's head_dim is only the part of a head that is rotated."""

@@ -90,22 +90,11 @@ def test_every_value_of_a_placements_own_switch_gives_another_model(name, option
 
 
 SUBLAYER = {
-    "pre_norm": Norm(),
-    "out_norm": Norm(),
-    "post_norm": Norm(),
-    "skip": "block_input",
-    "skip_scale": 2.0,
-    "skip_scale_learned": "scalar",
-    "pre_scale": 2.0,
-    "pre_scale_learned": "vector",
-    "weight_gain": 0.5,
-    "gate_gain": 0.5,
-    "out_scale": 2.0,
-    "out_scale_learned": "scalar",
-    "coupling": "lerp",
-    "gate_temperature": 0.5,
-    "inner_norm": Norm(),
-}
+    "pre_norm": Norm(), "out_norm": Norm(), "post_norm": Norm(), "skip": "block_input", "skip_scale": 2.0,
+    "skip_scale_learned": "scalar", "pre_scale": 2.0, "pre_scale_learned": "vector", "weight_gain": 0.5,
+    "gate_gain": 0.5, "out_scale": 2.0, "out_scale_learned": "scalar", "coupling": "lerp",
+    "gate_temperature": 0.5, "inner_norm": Norm(),
+}  # fmt: skip
 BESIDE = {"gate_temperature": {"coupling": "lerp", "out_scale": 0.25, "out_scale_learned": "scalar"}}
 OF_PLANS = {"streams", "read"}  # they need the plan's other ends: test_streams.py
 NORM = {

@@ -17,7 +17,6 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling.backbones import count_parameters
 from lamina.modeling.initialization import weights
-from lamina.modeling.modeling_lamina import LaminaModel
 
 AS_LLAMA = {
     "backbone.tower.turns": "layers",
@@ -77,23 +76,11 @@ def test_tied_embeddings_are_tied_under_their_own_name():
     assert model.lm_head.weight is model.model.backbone.words.weight
 
 
-def test_a_class_called_model_does_not_take_the_place_of_laminas_own():
-    assert type(talking().model) is LaminaModel
-    assert isinstance(talking().model.backbone, Model)
-
-
 def test_the_weights_have_the_roles_that_it_gives():
     roles = {weight.name.rpartition(".module.")[2]: weight.role for weight in weights(talking())}
     assert {"hidden", "router"}.isdisjoint(roles.values())
     assert roles["gate.weight"] == "gate"
     assert roles["narrow.weight"] == "feed_forward_out"
-
-
-def test_the_users_configuration_stays_as_it_was_and_others_have_no_adapter():
-    config = TalkConfig(**OF_TEXT)
-    lamina.build(config, "keel", adapter=NAMES)
-    assert not hasattr(config, "lamina_adapter")
-    assert "lamina_adapter" not in lamina.build(LlamaConfig(**OF_TEXT), "keel").config.to_json_string()
 
 
 def test_the_configuration_may_name_its_modules_itself(tmp_path):

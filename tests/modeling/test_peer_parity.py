@@ -82,16 +82,9 @@ def torchscale_encoder():
     from torchscale.architecture.config import EncoderConfig
 
     config = EncoderConfig(
-        encoder_embed_dim=WIDTH,
-        encoder_attention_heads=4,
-        encoder_ffn_embed_dim=48,
-        encoder_layers=LAYERS,
-        deepnorm=True,
-        layernorm_eps=EPSILON,
-        dropout=0.0,
-        no_output_layer=True,
-        vocab_size=-1,
-    )
+        encoder_embed_dim=WIDTH, encoder_attention_heads=4, encoder_ffn_embed_dim=48, encoder_layers=LAYERS,
+        deepnorm=True, layernorm_eps=EPSILON, dropout=0.0, no_output_layer=True, vocab_size=-1,
+    )  # fmt: skip
     return architecture.Encoder(config).eval()
 
 

@@ -1,7 +1,5 @@
 """The registry: names, options and the plans that they resolve to."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -170,15 +168,3 @@ def test_a_scheme_with_a_plan_of_another_depth_is_refused():
 
     with pytest.raises(UserError, match=r"1 layers, num_layers is 2"):
         resolve("wrong_depth", 2)
-
-
-@pytest.mark.parametrize("module", ["lamina", "lamina.placements"])
-def test_importing_and_resolving_load_neither_torch_nor_transformers(module):
-    code = f"""
-import sys, {module}
-import lamina
-lamina.placements.names(), lamina.placements.resolve("keel(alpha=3)", 4).to_dict()
-print(sorted({{"torch", "transformers", "numpy", "pandas"}} & set(sys.modules)))
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"

@@ -1,19 +1,13 @@
 """examples/after_pretraining.py runs through, and resumes what was stopped."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "after_pretraining.py"
+from scripts import loaded
 
 
 def script():
-    spec = importlib.util.spec_from_file_location("after_pretraining", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("examples/after_pretraining.py")
 
 
 @pytest.mark.slow

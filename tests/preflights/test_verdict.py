@@ -21,31 +21,12 @@ from lamina.preflights.verdict import (
 )
 
 FINE = Features(
-    step=32,
-    finite=1.0,
-    excess=-0.30,
-    excess_error=0.02,
-    excess_middle=0.13,
-    context=0.32,
-    context_middle=0.05,
-    variation=0.30,
-    similarity=0.49,
-    similarity_middle=0.93,
-    jacobian=-0.05,
-    jacobian_layer=30,
-    jacobian_middle=-0.02,
-    jacobian_start=0.0,
-    jacobian_largest=2.0,
-    weight_gradient=-1.7,
-    weight_gradient_layer=20,
-    weight_gradient_start=-0.2,
-    spike=0.3,
-    magnitude=30.0,
-    magnitude_layer=32,
-    growth=4.3,
-    spent=0.45,
-    pace=1.6,
-)
+    step=32, finite=1.0, excess=-0.30, excess_error=0.02, excess_middle=0.13, context=0.32, context_middle=0.05,
+    variation=0.30, similarity=0.49, similarity_middle=0.93, jacobian=-0.05, jacobian_layer=30,
+    jacobian_middle=-0.02, jacobian_start=0.0, jacobian_largest=2.0, weight_gradient=-1.7,
+    weight_gradient_layer=20, weight_gradient_start=-0.2, spike=0.3, magnitude=30.0, magnitude_layer=32,
+    growth=4.3, spent=0.45, pace=1.6,
+)  # fmt: skip
 # Post-LN, 32 layers, 5e-3: measured
 COLLAPSED = replace(
     FINE, excess=0.009, context=-2e-5, variation=0.0, similarity=1.0, jacobian=-13.9, jacobian_layer=0, magnitude=5.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -95,14 +93,7 @@ def test_a_missing_layer_is_refused_a_missing_head_noted(saved):
 def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(UserError, match="is neither a folder nor a readable model"):
         load(tmp_path / "nothing")
-    with pytest.raises(UserError, match=r"config\.json is missing"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text("{ not json")
-    with pytest.raises(UserError, match="checkpoint"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 16}))
-    with pytest.raises(UserError, match="checkpoint"):
-        load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="is a file"):
         load(tmp_path / "config.json")
 

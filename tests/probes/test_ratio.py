@@ -23,14 +23,6 @@ def test_ratio_is_total_over_count_with_the_error_of_a_ratio_of_sums():
     np.testing.assert_allclose(ratio.standard_error, error, rtol=1e-9)
 
 
-def test_at_equal_counts_the_error_is_that_of_the_mean_over_sequences():
-    values = torch.randn(10, 3, dtype=torch.float64)
-    ratio = Ratio()
-    ratio.add(values * 4, torch.full((10,), 4.0))
-    torch.testing.assert_close(ratio.mean, values.mean(0))
-    torch.testing.assert_close(ratio.standard_error, values.std(0) / 10**0.5)
-
-
 def test_a_sequence_without_tokens_is_left_out_and_one_alone_has_no_error():
     ratio = Ratio()
     assert torch.isnan(ratio.mean)

@@ -26,17 +26,9 @@ def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = ""):
 
 def not_run(name: str, scale: str = "cpu") -> dict:
     return {
-        "claim": name,
-        "says": "It is so",
-        "study": name,
-        "scale": scale,
-        "verdict": "not run yet",
-        "ours": "",
-        "paper": "1 < 2",
-        "seeds": 0,
-        "date": None,
-        "note": f"lamina study run {name}",
-    }
+        "claim": name, "says": "It is so", "study": name, "scale": scale, "verdict": "not run yet", "ours": "",
+        "paper": "1 < 2", "seeds": 0, "date": None, "note": f"lamina study run {name}",
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,9 @@ from lamina.studies.dry_run import dry_run, table
 from lamina.training.settings import PretrainSettings
 
 MIX_1B = PretrainSettings(
-    backbone="llama-1b",
-    placement="pre_ln",
-    init="normal",
-    corpus="hf:allenai/c4:en",
-    streaming=True,
-    tokenizer="t5-base",
-    sequence_length=256,
-    batch_size=64,
-    gradient_accumulation=8,
-    steps=100_000,
-)
+    backbone="llama-1b", placement="pre_ln", init="normal", corpus="hf:allenai/c4:en", streaming=True,
+    tokenizer="t5-base", sequence_length=256, batch_size=64, gradient_accumulation=8, steps=100_000,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

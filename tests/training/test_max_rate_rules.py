@@ -12,16 +12,9 @@ STEPS, ENTROPY = 400, 3.0
 
 def rules(**changed):
     given = {
-        "top": 0.1,
-        "steps": STEPS,
-        "unigram_entropy": ENTROPY,
-        "window": 8,
-        "spike_margin": 0.5,
-        "spike_patience": 20,
-        "plateau_margin": 0.05,
-        "plateau_factor": 2.0,
-        "stuck_margin": 0.1,
-    }
+        "top": 0.1, "steps": STEPS, "unigram_entropy": ENTROPY, "window": 8, "spike_margin": 0.5,
+        "spike_patience": 20, "plateau_margin": 0.05, "plateau_factor": 2.0, "stuck_margin": 0.1,
+    }  # fmt: skip
     return MaxRateRules(**{**given, **changed})
 
 
