@@ -18,6 +18,7 @@ SIZES = {
     "smoke": {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 64},
     "nano": {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 32, "num_heads": 2, "vocab_size": 257},
     "8m": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_heads": 4, "vocab_size": 4096},
+    "30m": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_heads": 8, "vocab_size": 4096},
     "71m": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 12, "num_heads": 8},
     "130m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_heads": 12},
     "740m": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 23, "num_heads": 12},

@@ -1,14 +1,19 @@
 """A training step of each placement against transformers' LlamaForCausalLM of the same configuration.
 
 Speed: all models in one process, their steps alternating (A B C A B C ...), medians; the ratio is taken round by
-round, so that it holds when the machine's speed drifts. Memory: the largest resident size of a process of its own.
+round, so that it holds when the machine's speed drifts. On one thread a step is timed by what it used of the core.
+Memory: the largest resident size of a process of its own; with --kept, what a model, its gradients and moments, and
+the tensors that wait for the backward pass take together.
 
     python benchmarks/train_step.py --output benchmarks/results/train_step.json
+    python benchmarks/train_step.py --peer pre_ln --threads 1 --kept --compile --size 30m \
+        --placements "pre_ln(wiring=x0),pre_ln(wiring=mhc)" --output benchmarks/results/wirings-compiled.json
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import subprocess
 import sys
@@ -21,52 +26,74 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from common import SIZES, high_water_mark, llama_config, settings_of_machine, sizes_of, write_record  # noqa: E402
 
 PEER = "transformers LlamaForCausalLM"
+Shape = tuple[str, int, int, bool]  # size, batch, tokens, compiled
+Step = Callable[[], float]
 
 
-def make_step(name: str, size: str, batch: int, length: int) -> Callable[[], None]:
-    """A function that does one whole training step of a model: forward, backward, clipping, AdamW."""
+def make_step(name: str, size: str, batch: int, length: int, compiled: bool) -> Step:
+    """A function that does one whole training step of a model: forward, backward, clipping, AdamW.
+
+    Returns the MiB of weights, gradients, moments, and tensors kept for the backward pass.
+    """
     import torch
     from transformers import LlamaForCausalLM
 
     import lamina
+    from lamina.training.execution import compiling
 
     torch.manual_seed(0)
     config = llama_config(size, length)
     model = LlamaForCausalLM(config) if name == PEER else lamina.build(config, name)
     model.train()
+    if compiled:
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 999  # of all models
+        compiling.compile_blocks(model)
     ids = torch.randint(0, config.vocab_size, (batch, length))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
 
-    def step() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    def step() -> float:
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return (4 * sum(weights.values()) + sum(n for at, n in kept.items() if at not in weights)) / 2**20
 
     return step
 
 
-def times(names: list[str], size: str, batch: int, length: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each model's step in each round."""
-    steps = {name: make_step(name, size, batch, length) for name in names}
-    for step in steps.values():
+def times(names: list[str], shape: Shape, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Seconds of each model's step in each round; the first value is the MiB of its step."""
+    steps = {name: make_step(name, *shape) for name in names}
+    seconds: dict[str, list[float]] = {}
+    for name, step in steps.items():
         step()
-        step()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+        seconds[name] = [step()]
+        print(name, file=sys.stderr, flush=True)
     for round_number in range(rounds):
         order = names if round_number % 2 == 0 else names[::-1]
         for name in order:
-            start = time.perf_counter()
+            start = clock()
             steps[name]()
-            seconds[name].append(time.perf_counter() - start)
-        print(f"round {round_number + 1}/{rounds}", file=sys.stderr)
+            seconds[name].append(clock() - start)
+        print(f"round {round_number + 1}/{rounds}", file=sys.stderr, flush=True)
     return seconds
 
 
-def peak_memory(name: str, size: str, batch: int, length: int) -> float:
+def peak_memory(name: str, shape: Shape) -> float:
     """MiB of a process that does three steps of the model and nothing else."""
+    size, batch, length, compiled = shape
     command = [sys.executable, __file__, "--memory-of", name, "--size", size]
-    command += ["--batch-size", str(batch), "--sequence-length", str(length)]
+    command += ["--batch-size", str(batch), "--sequence-length", str(length), *(["--compile"] if compiled else [])]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -78,45 +105,57 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--placements", default="pre_ln,post_ln,peri_ln,mix_ln,fusenorm,keel,deepnorm")
+    parser.add_argument("--peer", default=PEER)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--kept", action="store_true")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    shape = (arguments.size, arguments.batch_size, arguments.sequence_length)
+    shape = (arguments.size, arguments.batch_size, arguments.sequence_length, arguments.compile)
+    import torch
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     if arguments.memory_of:
         step = make_step(arguments.memory_of, *shape)
         for _ in range(3):
             step()
         print(high_water_mark())
         return
-    import torch
-
-    names = [PEER, *arguments.placements.split(",")]
-    seconds = times(names, *shape, rounds=arguments.rounds)
-    memory = {name: peak_memory(name, *shape) for name in names}
+    peer, names = arguments.peer, re.findall(r"[^,(]+(?:\([^)]*\))?", arguments.placements)
+    names = [peer, *names]
+    one = torch.get_num_threads() == 1
+    measured = times(names, shape, arguments.rounds, time.process_time if one else time.perf_counter)
+    memory = {name: first for name, (first, *_) in measured.items()}
+    seconds = {name: rest for name, (_, *rest) in measured.items()}
+    if not arguments.kept:
+        memory = {name: peak_memory(name, shape) for name in names}
     tokens = arguments.batch_size * arguments.sequence_length
     rows = [
         {
             "model": name,
             "tokens_per_second": round(tokens / statistics.median(seconds[name])),
             "speed_ratio": round(
-                statistics.median(p / s for p, s in zip(seconds[PEER], seconds[name], strict=True)), 3
+                statistics.median(p / s for p, s in zip(seconds[peer], seconds[name], strict=True)), 3
             ),
-            "peak_memory_mib": round(memory[name]),
-            "memory_ratio": round(memory[name] / memory[PEER], 3),
+            "kept_mib" if arguments.kept else "peak_memory_mib": round(memory[name]),
+            "memory_ratio": round(memory[name] / memory[peer], 3),
         }
         for name in names
     ]
     record = {
         "benchmark": "train_step",
-        "what": "one fp32 eager training step; ratios against the peer in the same run (speed above 1 is faster)",
+        "what": "one fp32 training step; ratios against the first row in the same run (speed above 1 is faster)",
         "settings": {**sizes_of(arguments.size), "batch_size": arguments.batch_size, "rounds": arguments.rounds}
-        | {"sequence_length": arguments.sequence_length, "threads": torch.get_num_threads()},
+        | {"sequence_length": arguments.sequence_length, "threads": torch.get_num_threads()}
+        | {"compiled": arguments.compile, "clock": "seconds of the core" if one else "seconds on the wall"},
         **settings_of_machine(),
         "results": rows,
     }
     for row in rows:
         speed = f"{row['tokens_per_second']:>8} tokens/s  x{row['speed_ratio']:<6}"
-        print(f"{row['model']:<32} {speed} {row['peak_memory_mib']:>6} MiB  x{row['memory_ratio']}")
+        print(f"{row['model']:<32} {speed} {round(memory[row['model']]):>6} MiB  x{row['memory_ratio']}")
     if arguments.output:
         write_record(arguments.output, record)
 

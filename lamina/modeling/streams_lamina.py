@@ -51,9 +51,15 @@ class LaminaWiring(nn.Module, ABC):
         return value.float() if isinstance(value, torch.Tensor) else torch.tensor(value, device=like.device)
 
 
-def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divide x by its root mean square."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 over the root mean square of the last axis, which is kept."""
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def mixed(matrix: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+    """sum_i M_ij S_i [..., m, width] of streams [..., n, width]; ``matrix`` [n, m] is each token's or everyone's."""
+    with torch.autocast(streams.device.type, enabled=False):  # a stream of float32 stays so
+        return matrix.to(streams.dtype).transpose(-1, -2).expand(*streams.shape[:-2], -1, -1) @ streams
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> torch.Tensor:
@@ -117,14 +123,15 @@ class StreamMixer(LaminaWiring):
                 tops = (1.0, float(self.spec["magnitude"]))
                 weights = [top * p.sigmoid() for top, p in zip(tops, logits, strict=False)]
                 logits = [*weights, *(sinkhorn(p) for p in logits[2:])]
-            read = (logits[0].unsqueeze(-1) * x).sum(-2)
+            read = mixed(logits[0].unsqueeze(-1), x).squeeze(-2)
         write = logits[1] if self.writes else None
         return read.to(streams.dtype), logits[-1] if self.mixes else None, write
 
     def _moved(self, logits: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
         """The static weights plus those that are projected from the normed streams."""
         flat = self.spec["weights"] == "sigmoid"
-        y = nn.functional.linear(unit(x.flatten(-2) if flat else x, self.eps), self.held("projection", x))
+        rows = x.flatten(-2) if flat else x
+        y = nn.functional.linear(rows, self.held("projection", x)) * inverse_rms(rows, self.eps)  # no normed copy
         if flat:
             split = y.split([p.numel() for p in logits], -1)
             parts = [part.unflatten(-1, p.shape) for part, p in zip(split, logits, strict=True)]
@@ -135,7 +142,7 @@ class StreamMixer(LaminaWiring):
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Qwen's gated residual: the mean of the normed streams, each channel by its share; 2 sigmoid to write."""
-        y = unit(x, self.eps).flatten(-2) * self.held("gain", x)
+        y = (x * inverse_rms(x, self.eps)).flatten(-2) * self.held("gain", x)
         low = nn.functional.silu(nn.functional.linear(y, self.held("down", x)) / self.n)
         share = torch.sigmoid(nn.functional.linear(low, self.held("up", x)))
         read = (share * y).unflatten(-1, (self.n, -1)).mean(-2)
@@ -156,11 +163,15 @@ class DepthAttention(LaminaWiring):
         return {"query": torch.zeros(self.width)}
 
     def forward(self, memory: tuple[torch.Tensor, ...], stream: torch.Tensor | None = None) -> torch.Tensor:
-        states = torch.stack([*memory, *([] if stream is None else [stream])], dim=-2)
-        with torch.autocast(states.device.type, enabled=False):
-            values = states.float()
-            shares = (unit(values, self.eps) * self.held("query", values)).sum(-1).softmax(-1)
-            return (shares.unsqueeze(-1) * values).sum(-2).to(states.dtype)
+        states = [*memory, *([] if stream is None else [stream])]
+        with torch.autocast(states[0].device.type, enabled=False):
+            values = [state.float() for state in states]  # each where it is: a stack would copy them for every reader
+            query = self.held("query", values[0])
+            logits = [(v * query).sum(-1, keepdim=True) * inverse_rms(v, self.eps) for v in values]
+            total = torch.zeros_like(values[0])
+            for share, value in zip(torch.cat(logits, -1).softmax(-1).split(1, -1), values, strict=True):
+                total = total + share * value
+            return total.to(states[0].dtype)
 
 
 class StateSources(LaminaWiring):

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .streams_lamina import BlockState, DepthAttention, LaminaWiring, State, StreamMixer
+from .streams_lamina import BlockState, DepthAttention, LaminaWiring, State, StreamMixer, mixed
 
 
 class Record(dict):
@@ -406,7 +406,7 @@ class Residual(nn.Module):
             branch = branch * self.branch_factor()
         source = skip_source(self.skip, x, block_input)
         if mix is not None:
-            source = mix.to(source.dtype).transpose(-1, -2) @ source
+            source = mixed(mix, source)
         skip = self.scale_skip(source)
         if write is not None:
             branch = write.to(branch.dtype).unsqueeze(-1) * branch.unsqueeze(-2)

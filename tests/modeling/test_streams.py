@@ -309,7 +309,10 @@ def test_under_autocast_the_weights_are_those_of_float32(wiring):
     module(*arguments)
     with torch.autocast("cpu", torch.bfloat16):
         module(*arguments)
+        model.model.layers[-1].register_forward_hook(lambda block, args, state: seen.append(state))
         assert model(ids).logits.isfinite().all()
+    stream = seen.pop()
+    assert (stream.stream if isinstance(stream, tuple) else stream).dtype == torch.float32  # as in pre_ln
     assert torch.equal(seen[0], seen[1])
 
 
