@@ -199,7 +199,7 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
             raise UserError(f"{name}: {shortened(repr(value), 200)} (allowed: a {kind.__name__})")
     whole_number("hidden_size", hidden_size)
     halves = (layer_plan.attention, layer_plan.feed_forward)
-    if layer_plan.sources or layer_plan.boundary or any(half.streams or half.read != "stream" for half in halves):
+    if layer_plan.sources or layer_plan.boundary or any(half.streams or half.reads_memory for half in halves):
         raise UserError("layer_plan: it needs the blocks around it, for its streams or memory (allowed: lamina.build)")
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
     style = NormStyle()

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+DEPTH_READS = ("depth", "memory")  # what a sub-layer may read of the memory: with the stream, and without
+
 
 class State(NamedTuple):
     """What blocks pass on where the plan has a memory: the stream, and earlier states [batch, tokens, width]."""
@@ -258,7 +260,7 @@ class StatePlan:
         if self.plan.get("readout"):
             return Collapse(norm, StreamMixer(self.plan["readout"], self.width, eps))
         halves = [layer[half] for layer in self.plan["layers"] for half in ("attention", "feed_forward")]
-        depth = any(half.get("read", "stream") != "stream" for half in halves)
+        depth = any(half.get("read") in DEPTH_READS for half in halves)
         reader = DepthAttention(self.width, eps) if depth else self._sources(self.plan.get("final_sources"))
         return Collapse(norm, reader)
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .streams_lamina import BlockState, DepthAttention, LaminaWiring, State, StreamMixer, mixed
+from .streams_lamina import DEPTH_READS, BlockState, DepthAttention, LaminaWiring, State, StreamMixer, mixed
 
 
 class Record(dict):
@@ -351,7 +351,7 @@ class Residual(nn.Module):
         self.gate = self._scale("gate", hidden_size) if "gate" in self.starts() else None
         streams, self.read = self.sublayer["streams"], self.sublayer["read"]
         self.mixer = StreamMixer(streams, hidden_size, style.eps) if streams else None
-        self.depth = DepthAttention(hidden_size, style.eps) if self.read != "stream" else None
+        self.depth = DepthAttention(hidden_size, style.eps) if self.read in DEPTH_READS else None
         # Decided once: comparing the floats in forward would make torch.compile guard on each layer's value.
         self._applied = {name: name in scaled or self._is_scaled(name) for name in SCALES}
         self._terms_hooks: OrderedDict[int, Callable[[Terms], None]] = OrderedDict()
@@ -388,7 +388,7 @@ class Residual(nn.Module):
 
         The block's input is x by default; ``memory`` are earlier states [batch, tokens, hidden_size].
         """
-        hidden, mix, write = x, None, None
+        hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
         if self.mixer is not None:
             hidden, mix, write = self.mixer(x)
         elif self.depth is not None:

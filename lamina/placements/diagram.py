@@ -1,7 +1,8 @@
 """A plan as a picture (SVG), as a gallery of pictures and as equations for a terminal: all drawn from the plan itself.
 
 The vertical line is the stream, bottom to top, and each module stands on a branch to its right: a norm on the line
-normalizes the stream, a norm on the branch does not.
+normalizes the stream, a norm on the branch does not. Several streams are as many lines; a small square is a state that
+is remembered, or read from the memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from html import escape
 
 from lamina.core.text import runs
 from lamina.errors import UserError
-from lamina.placements.plan import POSITIONS, SCALES, Layer, Learned, Norm, Plan, Sublayer
+from lamina.placements.plan import POSITIONS, SCALES, Layer, Learned, Norm, Plan, Sources, Sublayer
 from lamina.placements.registry import get
 
 MOST_KINDS = 4  # of layers that are shown one by one
@@ -34,9 +35,10 @@ _NAMES = {"attention": "Attention", "feed_forward": "Feed-forward"}
 
 def title_of(plan: Plan) -> str:
     try:
-        return get(plan.placement).title
+        name = get(plan.placement).title
     except UserError:
-        return plan.placement
+        name = plan.placement
+    return f"{name}, {plan.options['wiring']}" if "wiring" in plan.options else name
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
@@ -51,7 +53,9 @@ def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
         same |= {} if sub.coupling == "none" else {"skip_scale": 1.0}
         return replace(sub, **same, **norms)
 
-    wired = replace(plan, layers=tuple(layer.map(wiring) for layer in plan.layers))
+    sources = [layer.sources and Sources(states=()) for layer in plan.layers]  # of whichever states
+    layers = (replace(layer.map(wiring), sources=one) for layer, one in zip(plan.layers, sources, strict=True))
+    wired = replace(plan, layers=tuple(layers))
     return [([plan.layers[i] for i in indices], indices) for _, indices in wired.kinds()]
 
 
@@ -119,7 +123,7 @@ def plan_notes(plan: Plan) -> list[str]:
     notes, first = head_norms(plan), plan.layers[0].attention
     if first.streams:
         notes.append(f"{plan.streams} streams: {first.streams.weights} weights, mix: {first.streams.mix}")
-    if first.read != "stream":
+    if first.reads_memory:
         notes.append("each sub-layer reads a softmax over earlier sums of blocks, and its own block's so far")
     elif plan.has_memory:
         states = [len(layer.sources.states) if layer.sources else 0 for layer in plan.layers]
@@ -201,7 +205,7 @@ def _column(plan: Plan, layers: list[Layer], indices: list[int], bottom: int, la
     parts = [
         f'<rect x="6" y="{top}" width="{_COLUMN - 12}" height="{bottom - top}" rx="9" fill="{_PANEL}" '
         'stroke="#e1e5ea"/>',
-        _line(x, top, x, top + _CAP),
+        _stream(plan.streams, x, top, top + _CAP),
         _text(_COLUMN - 14, top + 17, block_label(indices), anchor="end", size=11, weight=600, fill=_GRAY),
     ]
     if 0 in indices:
@@ -213,9 +217,14 @@ def _column(plan: Plan, layers: list[Layer], indices: list[int], bottom: int, la
             parts.append(_text(x + 52, bottom + 56, f"×{scale}"))
     else:
         parts += [
-            _line(x, bottom + 20, x, bottom),
+            _stream(plan.streams, x, bottom + 20, bottom),
             _text(x, bottom + 33, f"from block {min(indices)}", anchor="middle"),
         ]
+    states, y = max(len(layer.sources.states) if layer.sources else 0 for layer in layers), bottom + 5
+    if states:
+        parts += [_path(f"M{x - 42} {y}H{x}"), _arrowhead(x, y, "right"), _slots(states, x - 42, y)]
+    if layers[0].boundary:
+        parts += [_path(f"M{x - 28} {y}H{x}"), _dot(x, y), _slots(1, x - 28, y)]
     for number, name in enumerate(("attention", "feed_forward")):
         start = bottom - number * _SUBLAYER
         parts.append(_sublayer(name, [getattr(layer, name) for layer in layers], start, bottom - 9))
@@ -233,17 +242,18 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
     sub, x, b = subs[0], _STREAM, _BRANCH
     split, add = start - 9, start - 129
     pre, module, out, post = split - 25, split - 68, split - 102, add - 27
-    parts = [_line(x, start, x, split)]
+    n = len(sub.streams.read) if sub.streams else 1
+    parts = [_stream(n, x, start, split)]
     if sub.skip != "block_input":
-        parts.append(_line(x, split, x, add + 8, arrow=True))
+        parts.append(_stream(n, x, split, add + 8, arrow=True))
     if sub.skip != "stream":
         parts += [
             _path(f"M{x} {block_input}H{_BYPASS + 9}q-9 0 -9 -9V{add + 9}q0 -9 9 -9H{x - 9}"),
             _dot(x, block_input),
         ]
         parts.append(_arrowhead(x - 8, add, "right"))
-    parts.append(_path(f"M{x} {split}H{b - 9}q9 0 9 -9V{add + 9}q0 -9 -9 -9H{x + 9}") + _arrowhead(x + 8, add, "left"))
-    parts.append(_dot(x, split) if sub.skip != "block_input" else "")
+    parts.append(_reading(sub, split, block_input))
+    parts.append(_path(f"M{b - 9} {split}q9 0 9 -9V{add + 9}q0 -9 -9 -9H{x + 9}") + _arrowhead(x + 8, add, "left"))
     box = _BRANCH - _STREAM + 12
     for position, middle in (("pre_norm", pre), ("out_norm", out)):
         if getattr(sub, position):
@@ -260,17 +270,28 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
             _text(b + 6, out - 20, f"×{out_scale}".removesuffix(" per channel"), size=10.5, weight=600, halo=_PANEL)
         )
     if skip_scale := _skip_label(subs):
-        label_x, anchor = (_BYPASS + 5, "start") if sub.skip == "block_input" else (x - 6, "end")
+        label_x, anchor = (_BYPASS + 5, "start") if sub.skip == "block_input" else (x - 6 - 5 * (n > 1), "end")
         label = f"×{skip_scale}".removesuffix(" per channel").replace(" … ", " …\n").replace(" learned", "\nlearned")
         for line, part in enumerate(label.split("\n")):
             style = {"size": 9.5} if part == "learned" else {"size": 11, "weight": 600}
             parts.append(_text(label_x, module + 5 + 13 * line, part, anchor=anchor, halo=_PANEL, **style))
     parts.append(f'<circle cx="{x}" cy="{add}" r="8" fill="#fff" stroke="{_LINE}" stroke-width="1.4"/>')
     parts.append(_path(f"M{x - 4} {add}H{x + 4}M{x} {add - 4}V{add + 4}"))
-    parts.append(_line(x, add - 8, x, start - _SUBLAYER))
+    parts.append(_stream(n, x, add - 8, start - _SUBLAYER))
     if sub.post_norm:
         parts.append(_box(x, post, 74, _NORM, norm_label([s.norms["post_norm"] for s in subs]), _FILL["norm"]))
     return "".join(parts)
+
+
+def _reading(sub: Sublayer, split: int, block_input: int) -> str:
+    """Draw what a branch reads, up to its turn: the stream, the block's input, or states of the memory."""
+    x, end = _STREAM, _BRANCH - 9
+    if sub.read == "block_input":
+        bypass = f"M{x} {block_input}H{_BYPASS + 9}q-9 0 -9 -9V{split + 9}q0 -9 9 -9H{end}"
+        return _path(bypass) + _dot(x, block_input)
+    start = x + 20 if sub.read == "memory" else x
+    dot = _dot(x, split) if start == x and sub.skip != "block_input" else ""
+    return _path(f"M{start} {split}H{end}") + dot + (_slots(3, x + 20, split) if sub.reads_memory else "")
 
 
 def _skip_label(subs: list[Sublayer]) -> str:
@@ -311,7 +332,8 @@ def _expression(subs: list[Sublayer], module: str, x: str) -> str:
     pre, out, post = (_ln([s.norms[p] for s in subs]) if getattr(sub, p) else "" for p in POSITIONS)
     factor = _factor([s.pre_scale for s in subs], sub.pre_scale_learned)
     inside = f"[{_ln([s.norms['inner_norm'] for s in subs])} inside]" if sub.inner_norm else ""
-    branch = f"{module}{inside}( {factor}{pre + ' ' if pre else ''}{x} )"
+    read = "x" if sub.read == "block_input" else x
+    branch = f"{module}{inside}( {factor}{pre + ' ' if pre else ''}{read} )"
     branch = f"{out}( {branch} )" if out else branch
     branch = (
         _factor([s.out_scale for s in subs], sub.out_scale_learned, "b = " if sub.coupling != "none" else "") + branch
@@ -358,6 +380,19 @@ def _box(x: float, middle: float, width: float, height: float, label: str, color
 
 def _line(x1: float, y1: float, x2: float, y2: float, arrow: bool = False) -> str:
     return _path(f"M{x1} {y1}L{x2} {y2}") + (_arrowhead(x2, y2, "up") if arrow else "")
+
+
+def _stream(n: int, x: float, y1: float, y2: float, arrow: bool = False) -> str:
+    """Draw the stream: as many lines as streams, all within the circle of a sum."""
+    beside = [x + (i - (n - 1) / 2) * min(4, 14 / n) for i in range(n)]
+    lines = "".join(_line(at, y1, at, y2) for at in (beside if n > 1 else [x]))
+    return lines + (_arrowhead(x, y2, "up") if arrow else "")
+
+
+def _slots(count: int, x: float, y: float) -> str:
+    """Draw states of the memory, at most three of them, the first around (x, y)."""
+    style = f'width="8" height="8" rx="1.5" fill="{_END[0]}" stroke="{_END[1]}" stroke-width="1.2"'
+    return "".join(f'<rect x="{x - 4 + 10 * i:g}" y="{y - 4:g}" {style}/>' for i in range(min(count, 3)))
 
 
 def _path(d: str) -> str:

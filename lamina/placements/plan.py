@@ -29,7 +29,7 @@ Coupling = Literal["none", "lerp", "variance"]
 HeadNorm = Literal["off", "head", "full"]
 Weights = Literal["constant", "learned", "tanh", "sigmoid", "gate"]
 Mix = Literal["identity", "free", "sinkhorn"]
-Read = Literal["stream", "depth", "memory"]
+Read = Literal["stream", "block_input", "depth", "memory"]
 
 POSITIONS = ("pre_norm", "out_norm", "post_norm")
 SCALES = ("skip_scale", "pre_scale", "out_scale")
@@ -180,9 +180,9 @@ class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
     ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes it 1 - b, "variance" sqrt(1 - b^2). A learned
-    b is then the sigmoid of a parameter over ``gate_temperature``. ``read``: "depth" reads a softmax over the memory's
-    states and the stream, "memory" over those alone (Attention Residuals). ``inner_norm`` stands inside the module,
-    before its last projection (SubLN).
+    b is then the sigmoid of a parameter over ``gate_temperature``. ``read``: a feed-forward may read the "block_input",
+    beside its attention (GPT-J); "depth" reads a softmax over the memory's states and the stream, "memory" over those
+    alone (Attention Residuals). ``inner_norm`` stands inside the module, before its last projection (SubLN).
 
     ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
     output projections; ``gate_gain`` is the same for a gated feed-forward's gate. They do not act in the forward pass.
@@ -221,7 +221,8 @@ class Sublayer:
         if self.streams and not self.streams.write:
             raise UserError("streams.write: none given (allowed: as many weights as in read; a readout has none)")
         if self.read != "stream" and (self.streams or self.skip != "stream"):
-            what = "several streams" if self.streams else f"skip {self.skip!r}: the memory holds the block's input"
+            what = "several streams" if self.streams else f"skip {self.skip!r}"
+            what += ": the memory holds the block's input" * (self.reads_memory and not self.streams)
             raise UserError(f"read: {self.read!r} has no meaning with {what}")
         if self.coupling != "none":
             self._check_coupling()
@@ -237,6 +238,11 @@ class Sublayer:
             )
         if self.gate_temperature <= 0:
             raise UserError(f"gate_temperature: {self.gate_temperature!r} (allowed: a number above 0)")
+
+    @property
+    def reads_memory(self) -> bool:
+        """Whether it reads earlier states."""
+        return self.read in ("depth", "memory")
 
     @property
     def norms(self) -> dict[str, Norm]:
@@ -268,11 +274,12 @@ class Layer:
     def __post_init__(self) -> None:
         """Raise UserError where the attention's skip asks for the block's input, which the stream is already."""
         _typed(self, attention=Sublayer, feed_forward=Sublayer, sources=Sources | None, boundary=bool)
-        if self.attention.skip != "stream":
-            raise UserError(
-                f"attention.skip: {self.attention.skip!r} contradicts its place (the stream that enters a block's "
-                "attention is the block's input; allowed: 'stream')"
-            )
+        for name, value in (("skip", self.attention.skip), ("read", self.attention.read)):
+            if value != "stream" and (name == "skip" or value == "block_input"):
+                raise UserError(
+                    f"attention.{name}: {value!r} contradicts its place (the stream that enters a block's "
+                    "attention is the block's input; allowed: 'stream')"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +344,7 @@ class Plan:
             for state, _ in sources.states if sources else ():
                 if not 0 <= state <= (last := min(index, len(self.layers) - 1)):
                     raise UserError(f"sources: state {state} at layer {index} (allowed: 0 to {last}, those before it)")
-        if any(half.read != "stream" for half in halves) and (self.final_sources or not self.layers[0].boundary):
+        if any(half.reads_memory for half in halves) and (self.final_sources or not self.layers[0].boundary):
             raise UserError(
                 "read: 'depth' needs a memory, which is read at the end, too (allowed: boundary in the first layer, no "
                 "final_sources)"

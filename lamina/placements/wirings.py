@@ -157,6 +157,13 @@ def unet(plan: Plan) -> Plan:
     return _with_sources(plan, lambda index: Sources(states=((n - index, 1.0),)) if 2 * index >= n and index else None)
 
 
+@wiring("parallel", equation="y = x + A(x), x' = y + F(x)", source="GPT-J, PaLM; transformers' gpt_neox")
+def parallel(plan: Plan) -> Plan:
+    """Attention and feed-forward read the same stream, each by its own norm."""
+    layers = (replace(one, feed_forward=replace(one.feed_forward, read="block_input")) for one in plan.layers)
+    return replace(plan, layers=tuple(layers))
+
+
 @wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
 def attn_res(plan: Plan, size: int | None) -> Plan:
     """Each sub-layer attends to the sums of the blocks before and of its own so far; 8 blocks unless size says."""

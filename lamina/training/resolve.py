@@ -178,7 +178,7 @@ def wiring_multiplications(plan: Plan) -> int:
         for half in (layer.attention, layer.feed_forward):
             n = len(half.streams.read) if half.streams else 0
             total += 2 * n + (n * n if half.streams and half.streams.mix != "identity" else 0)
-            total += 2 * (memory + (half.read == "depth")) if half.read != "stream" else 0
+            total += 2 * (memory + (half.read == "depth")) if half.reads_memory else 0
     return total
 
 

@@ -30,11 +30,30 @@ def test_every_registered_placement_is_drawn_and_written(name):
     assert text(plan).count("attention") == columns
 
 
-@pytest.mark.parametrize(("wiring", "words"), [("mhc", "4 streams"), ("x0", "earlier states"), ("attn_res", "softmax")])
-def test_what_the_residual_carries_is_said(wiring, words):
-    plan = resolve("pre_ln", 4, wiring=wiring)
-    assert words in text(plan)
-    assert words in svg(plan)
+@pytest.mark.parametrize(
+    ("wiring", "said", "lines", "squares"),
+    [
+        ("mhc", "4 streams", 4, 0),
+        ("x0", "earlier states", 1, 1),
+        ("attn_res", "softmax", 1, 13),
+        ("unet", "added", 1, 2),
+    ],
+)
+def test_what_the_residual_carries_is_said_and_drawn(wiring, said, lines, squares):
+    plan = resolve("pre_ln", 4, wiring=wiring, **({"size": 4} if wiring == "attn_res" else {}))
+    assert said in text(plan)
+    drawing = svg(plan)
+    assert said in drawing
+    boxes = [node.attrib for node in ET.fromstring(drawing).iter(f"{SVG}rect")]
+    top = next(box["y"] for box in boxes if box["rx"] == "9")  # of the first block's panel
+    paths = {str(node.get("d")) for node in ET.fromstring(drawing).iter(f"{SVG}path")}
+    assert len({p.split("L")[1].split()[0] for p in paths if p.endswith(f" {int(top) + 22}")}) == lines
+    assert [box["width"] for box in boxes].count("8") == squares
+
+
+def test_a_parallel_feed_forward_reads_what_the_block_reads():
+    layer = resolve("pre_ln", 4, wiring="parallel").layers[0]
+    assert equations([layer]) == ("y  = x + A( LN x )", "x' = y + F( LN x )")
 
 
 def test_keels_equations_are_the_papers():

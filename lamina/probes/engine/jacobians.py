@@ -199,6 +199,7 @@ class Wiring:
     """
 
     skip: str = "stream"  # stream | block_input | both
+    read: str = "stream"  # stream | block_input
     skip_scale: float = 1.0
     pre_scale: float = 1.0
     out_scale: float = 1.0
@@ -238,7 +239,8 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
     for layer in layers:
         block_input, layer_sigmas = stream, []
         for wiring in layer:
-            read = (stream if wiring.pre_gain is None else wiring.pre_gain) * wiring.pre_scale
+            read = skip_source(wiring.read, stream, block_input) if wiring.pre_gain is None else wiring.pre_gain
+            read *= wiring.pre_scale
             branch = (read if wiring.out_gain is None else wiring.out_gain) * wiring.out_scale
             skip = math.sqrt(skip_source(wiring.skip, stream**2, block_input**2))  # uncorrelated: variances add
             sigma = ((wiring.skip_scale * skip) ** 2 + branch**2) ** 0.5
@@ -273,6 +275,7 @@ def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
     scales = {name: torch.as_tensor(scale).detach().double().cpu() for name, scale in scales.items()}
     return Wiring(
         skip=str(getattr(residual, "skip", "stream")),
+        read=str(getattr(residual, "read", "stream")),
         **{name: float(scale.square().mean().sqrt()) for name, scale in scales.items()},
         pre_gain=sizes.get("pre_norm"),
         out_gain=sizes.get("out_norm"),
