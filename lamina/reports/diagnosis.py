@@ -21,7 +21,7 @@ from lamina.jobs.names import CONFIG
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.reports.causes import CAUSES, NOT_KNOWN, Signs, causes_of, open_changes
-from lamina.training.monitor.alarms import NOTABLE, Alarm, describe, read_alarms
+from lamina.training.monitor.alarms import NOTABLE, Alarm, describe, read_alarms, says_where
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, Row, read_about, read_rows
@@ -157,8 +157,10 @@ def sentences(evidence: Evidence) -> list[str]:
         if rose is not None:
             texts.append("Record more often (every=1) to see what happens between two records.")
         return texts
-    told = {"What left first": first, "What says where": evidence.place or first}
-    for what, alarm in list(told.items())[: 1 + (evidence.place != first)]:
+    told, place = [("What left first", first)], evidence.place or first
+    if place != first and says_where(place):
+        told.append(("What may say where", place))
+    for what, alarm in told:
         name = evidence.names.get(alarm.layer)
         texts.append(f"{what}: {describe(alarm)}{f', {name}' if name else ''}.")
     if (lead := evidence.lead) is not None:
@@ -168,10 +170,10 @@ def sentences(evidence: Evidence) -> list[str]:
     then: dict[tuple[int, str, bool], str] = {}  # the first alarm of each other sub-layer, the telling ones first
     telling = {alarm: alarm.rule in ("not_finite", "written") for alarm in evidence.alarms}
     for alarm in sorted(evidence.alarms, key=lambda alarm: not telling[alarm]):
-        place = (alarm.layer, alarm.sublayer)
-        if alarm.step >= first.step and "block" not in place and (telling[alarm] or place != _place(first)):
-            then.setdefault((*place, telling[alarm]), describe(alarm))
-    then = {place: said for place, said in then.items() if said != describe(told["What says where"])}
+        where = (alarm.layer, alarm.sublayer)
+        if alarm.step >= first.step and "block" not in where and (telling[alarm] or where != _place(first)):
+            then.setdefault((*where, telling[alarm]), describe(alarm))
+    then = {where: said for where, said in then.items() if said != describe(place)}
     then.pop((*_place(first), first.rule in ("not_finite", "written")), None)
     if then:
         texts.append(f"Then: {'; '.join([*then.values()][:3])}.")

@@ -298,15 +298,19 @@ def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
     return before[-1][0] if before else groups[0][0] if groups else None
 
 
-def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
-    """Return the alarm that says where a failure is: the first that can, of those within 20 steps of the first one.
+def says_where(alarm: Alarm) -> bool:
+    """Whether an alarm says where a failure is; updates over the weights do where one stands apart."""
+    return alarm.rule in PLACED or (alarm.metric in PARAMETERS and alarm.rule != "rewritten")
 
-    Records show late what gradients and losses show at every step. Updates over the weights can where one stands apart.
+
+def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
+    """Return the first alarm that says where a failure is, of those within 20 steps of the first one.
+
+    Records show late what gradients and losses show at every step. Without one, the first that has a place.
     """
     near = [alarm for alarm in alarms if first.step <= alarm.step <= first.step + EVENT]
     within = [alarm for alarm in near if alarm.layer >= 0 or alarm.role != "all"] or [first]
-    saying = (a for a in within if a.rule in PLACED or (a.metric in PARAMETERS and a.rule != "rewritten"))
-    return next(saying, first if first in within else within[0])
+    return next(filter(says_where, within), first if first in within else within[0])
 
 
 def read_alarms(folder: Path) -> list[Alarm]:
