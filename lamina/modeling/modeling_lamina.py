@@ -572,11 +572,11 @@ class LaminaForMaskedLM(LaminaWithHead):
     _tied_weights_keys = {"decoder.weight": "model.backbone.embeddings.tok_embeddings.weight"}
 
     def __init__(self, config: LaminaConfig):
-        from transformers.models.modernbert.modeling_modernbert import ModernBertPredictionHead
+        from transformers.models.modernbert.modeling_modernbert import ModernBertConfig, ModernBertPredictionHead
 
         super().__init__(config)
         text_config = backbone_of(config)
-        self.head = ModernBertPredictionHead(text_config)
+        self.head = ModernBertPredictionHead(cast(ModernBertConfig, text_config))
         self.decoder = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=text_config.decoder_bias)
         self.post_init()
 

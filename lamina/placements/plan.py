@@ -66,7 +66,8 @@ def _typed(record: object, **kinds: type | UnionType) -> None:
     words = {bool: "true or false", str: "a text", Mapping: "a mapping", NoneType: "none"}
     for name, kind in kinds.items():
         if not isinstance(value := getattr(record, name), kind):
-            allowed = " or ".join(words.get(one, f"a {one.__name__}") for one in get_args(kind) or (kind,))
+            each_kind = (kind,) if isinstance(kind, type) else get_args(kind)
+            allowed = " or ".join(words.get(one, f"a {one.__name__}") for one in each_kind)
             raise UserError(f"{name}: {value!r} (allowed: {allowed})")
 
 

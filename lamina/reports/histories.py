@@ -133,10 +133,12 @@ def _number(value: object) -> float | None:
 def _norm_of_bins(histogram: Mapping[str, Proto]) -> float | None:
     """Return the norm of values in bins, as if they were uniform in each: E[x^2] = middle^2 + width^2 / 12."""
     counts, edges, packed = histogram.get("values"), histogram.get("bins"), histogram.get("packedBins")
+    if not isinstance(counts, list):
+        return None
     if isinstance(packed, Mapping):
         low, size, count = (float(packed[name]) for name in ("min", "size", "count"))
         edges = [low + size * index for index in range(len(counts) + 1)] if count == len(counts) else None
-    if not isinstance(counts, list) or not isinstance(edges, list) or len(edges) != len(counts) + 1:
+    if not isinstance(edges, list) or len(edges) != len(counts) + 1:
         return None
     bins = zip(counts, edges, edges[1:], strict=False)
     return math.sqrt(sum(n * (((low + high) / 2) ** 2 + (high - low) ** 2 / 12) for n, low, high in bins))
