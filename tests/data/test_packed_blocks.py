@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lamina.data import cache
-from lamina.data.blocks import BlockStats, bits_per_byte
+from lamina.data.blocks import BlockStats, bits_per_byte, perplexity
 from lamina.data.packed import prepare_blocks
 from lamina.errors import UserError
 
@@ -241,6 +241,11 @@ def test_a_cache_that_cannot_be_written_is_a_clear_error(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="LAMINA_CACHE"):
         packed(corpus, cache_dir=tmp_path / "file")
+
+
+def test_perplexity_is_the_exponential_and_infinite_on_overflow():
+    assert perplexity(math.log(7)) == pytest.approx(7)
+    assert perplexity(1e9) == math.inf
 
 
 def test_bits_per_byte_do_not_depend_on_how_the_text_is_cut_into_tokens():

@@ -23,21 +23,15 @@ def test_choices_differ_and_no_place_gives_the_answer_away(made, name):
         assert abs(sum(item.answer == place for item in made[name]) - 80 / count) < 23
 
 
-def test_arithmetic_is_right(made):
+def test_arithmetic_sorting_and_contains_are_right(made):
     for item in made["lamina_arithmetic"]:
         left, sign, right, _ = item.question.split()
         value = int(left) + int(right) if sign == "+" else int(left) - int(right)
         assert item.choices[item.answer] == str(value)
-
-
-def test_sorting_is_right(made):
     for item in made["lamina_sorting"]:
         letters = item.question.removeprefix("Sort the letters: ").split()
         assert item.choices[item.answer].split() == sorted(letters)
         assert sum(choice.split() == sorted(letters) for choice in item.choices) == 1
-
-
-def test_contains_is_right(made):
     for item in made["lamina_contains"]:
         sentence, _, rest = item.question.partition(' Does this sentence contain the word "')
         assert item.choices[item.answer] == ("yes" if rest.removesuffix('"?') in sentence else "no")

@@ -33,50 +33,34 @@ def test_every_setting_is_in_the_identity_or_is_known_not_to_matter():
     assert set(first) | outside | PretrainSettings.undecided() | younger == names
 
 
+def key_of(**settings):
+    trial.read_again()
+    return trial.key(trial.identity("pretrain", PretrainSettings(**{"num_layers": 4, **settings})))
+
+
 @pytest.mark.parametrize("placement", placements())
 def test_a_placement_by_another_name_is_the_same_trial(placement):
-    key = trial.key(trial.identity("pretrain", PretrainSettings(placement=placement, num_layers=4)))
-    again = trial.key(trial.identity("pretrain", PretrainSettings(placement=f"{placement}()", num_layers=4)))
-    assert key == again
+    assert key_of(placement=placement) == key_of(placement=f"{placement}()")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 1},
-        {"learning_rate": 1e-2},
-        {"steps": 7},
-        {"init": "scaled"},
-        {"placement": "keel(alpha=3)"},
-        {"num_layers": 5},
-    ],
-)
-def test_whatever_changes_the_numbers_changes_the_key(change):
-    base = {"placement": "keel", "num_layers": 4}
-    key = trial.key(trial.identity("pretrain", PretrainSettings(**base)))
-    assert trial.key(trial.identity("pretrain", PretrainSettings(**{**base, **change}))) != key
+CHANGES = [("seed", 1), ("learning_rate", 1e-2), ("steps", 7), ("init", "scaled"), ("num_layers", 5)]
+
+
+@pytest.mark.parametrize(("name", "value"), [*CHANGES, ("placement", "keel(alpha=3)")])
+def test_whatever_changes_the_numbers_changes_the_key(name, value):
+    assert key_of(**{"placement": "keel", name: value}) != key_of(placement="keel")
 
 
 def test_how_a_trial_is_run_does_not_change_its_key():
-    base = {"placement": "keel", "num_layers": 4}
-    key = trial.key(trial.identity("pretrain", PretrainSettings(**base)))
-    other = PretrainSettings(**base, output="elsewhere", threads=3, save_steps=5)
-    assert trial.key(trial.identity("pretrain", other)) == key
+    assert key_of(output="elsewhere", threads=3, save_steps=5) == key_of()
 
 
 def test_another_text_is_another_trial(corpus, tmp_path):
-    key = trial.key(trial.identity("pretrain", PretrainSettings(num_layers=4, corpus=str(corpus))))
     same = tmp_path / corpus.name
     same.write_bytes(corpus.read_bytes())
-    assert trial.key(trial.identity("pretrain", PretrainSettings(num_layers=4, corpus=str(same)))) == key
+    assert key_of(corpus=str(same)) == key_of(corpus=str(corpus))
     same.write_bytes(corpus.read_bytes() + b"more")
-    trial.read_again()
-    assert trial.key(trial.identity("pretrain", PretrainSettings(num_layers=4, corpus=str(same)))) != key
-
-
-def key_of(**settings):
-    trial.read_again()
-    return trial.key(trial.identity("pretrain", PretrainSettings(num_layers=4, **settings)))
+    assert key_of(corpus=str(same)) != key_of(corpus=str(corpus))
 
 
 def test_another_share_of_a_mix_is_another_trial(corpus, tmp_path):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import yaml
-from training.tiny_runs import SMALL, flags, write_corpus
+from training.tiny_runs import SMALL, write_corpus
 
 from lamina.cli import main
 from lamina.errors import UserError
@@ -141,13 +141,3 @@ def test_the_page_refuses_a_mixture_too(study, capsys):
     alter(trial(study) / "config.yaml", "\nsteps: 4\n", "\nsteps: 36\n")
     assert main(["report", str(study)]) == 2
     assert "trained with steps 36" in capsys.readouterr().err
-
-
-def test_a_coordinate_check_that_is_damaged_is_known(tmp_path, corpus, capsys):
-    given = {"widths": "8,16", "num_layers": 1, "steps": 1, "seeds": "0", "sequence_length": 16, "batch_size": 2}
-    argv = ["coord-check", *flags(**given, backbone="llama-nano", corpus=corpus, output=tmp_path / "check")]
-    assert main(argv) == 0
-    capsys.readouterr()
-    alter(tmp_path / "check" / STUDY, "\n  steps: 1\n", "\n  steps: 2\n")
-    assert main([*argv, "--resume"]) == 2
-    assert STUDY in capsys.readouterr().err

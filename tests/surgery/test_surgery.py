@@ -13,7 +13,6 @@ import lamina
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling.backbones.conversion import from_transformers, to_transformers
-from lamina.modeling.backbones.presets import cut_config
 from lamina.placements import resolve
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.probe_settings import ProbeSettings
@@ -202,13 +201,6 @@ def test_a_placement_that_a_model_cannot_take_is_refused(placement, tmp_path, mo
     with pytest.raises(UserError, match="placement: "):
         lamina.graft(tmp_path / "model", tmp_path / "out", placement=placement, **text)
     assert not (tmp_path / "out").exists()
-
-
-def test_lists_by_layer_are_cut_with_the_layers():
-    config = gemma2().config
-    config.layer_types = ["sliding_attention", "full_attention"]
-    cut_config(config, [1], 2)
-    assert (config.layer_types, config.num_hidden_layers) == (["full_attention"], 1)
 
 
 def test_layers_are_read_as_they_are_typed():
