@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,7 @@ from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import COLUMNS, Probe, probe
-from lamina.probes.engine.statistics import Running, TokenStates, as_tokens
+from lamina.probes.engine.statistics import Ratio, Running, TokenStates, as_tokens
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Point
 
@@ -57,8 +57,10 @@ class HiddenStates(Probe):
     addition, behind a post_norm): variance, mean, abs_mean, abs_max; index counts sub-layers of the same kind in a
     layer. Rows with a norm's role, at its input: sigma (standard deviation over the channels, Mix-LN Eq 5-7) and rms
     (what an RMSNorm divides by), averaged over tokens; index counts norms of the same role in the sub-layer.
-    Layer -1, sublayer "model": growth_linear_r2 and growth_exponential_r2, the R^2 of straight lines through the
-    states' variance and through its logarithm.
+    Where a model has several streams S_1 ... S_n, the states are their mean, and rows with role "streams" compare
+    them: stream_cosine, the mean cosine of two of them at a token (1: they have collapsed into one), and stream_rms of
+    the index-th. Layer -1, sublayer "model": growth_linear_r2 and growth_exponential_r2, the R^2 of straight lines
+    through the states' variance and through its logarithm.
 
     Padding is left out. Trap: HF's hidden_states[-1] is behind the final norm; state N here is before it.
     """
@@ -67,6 +69,7 @@ class HiddenStates(Probe):
     title = "Hidden states"
     summary = "variance and magnitudes of the stream by layer, massive activations, sigma at the norms, FP16 headroom"
     source = "Peri-LN Fig 1, 6, 11, Eq 4; Mix-LN Eq 5-7; massive activations: Sun et al. 2024"
+    of_states = True
     over_steps = ("variance", "abs_mean", "abs_max")
 
     def __init__(self, top: int = 3):
@@ -87,6 +90,8 @@ class HiddenStates(Probe):
         self._buffer = torch.zeros(0)
         points: list[tuple[int, str, str, Point | None]] = []
         points += [(state, "block", "state", point) for state, point in context.structure.states().items()]
+        several = [state for state, point in context.structure.states().items() if point.collapse]
+        points += [(s, "block", "streams", replace(context.structure.states()[s], collapse=False)) for s in several]
         for site in context.structure.layers:
             for s in site.sublayers:
                 points += [(site.index, s.kind, "contribution", s.contribution), (site.index, s.kind, "after", s.after)]
@@ -97,16 +102,22 @@ class HiddenStates(Probe):
             if point is not None:
                 self._places[*place, counts[tuple(place)]] = point
                 counts[tuple(place)] += 1
+        self._streams = {key: Ratio() for key in self._places if key[2] == "streams"}
         self._totals = {
             key: StateTotals(self.top) if key[2] == "state" else Totals(magnitudes=key[2] in ("contribution", "after"))
             for key in self._places
+            if key not in self._streams
         }
 
     def points(self) -> Mapping[tuple, Point]:
         return self._places
 
     def see(self, key: tuple, value: torch.Tensor) -> None:
-        totals, inputs = self._totals[key], self._context.batches[self._batch]
+        inputs = self._context.batches[self._batch]
+        if key in self._streams:
+            add_streams(self._streams[key], value, inputs.get("attention_mask"))
+            return
+        totals = self._totals[key]
         version = 0 if value.is_inference() else value._version
         result: Moments | None = (self._seen.get(value) or {}).get(version)
         if result is not None and totals.magnitudes and result.abs_max is None:
@@ -143,6 +154,12 @@ class HiddenStates(Probe):
                 continue
             names = ("variance", "mean", "abs_mean", "abs_max") if totals.magnitudes else ("sigma", "rms")
             rows += [place | _row(name, *totals.average(name)) for name in names]
+        for (layer, sublayer, role, _), ratio in self._streams.items():
+            means, errors = ratio.mean.reshape(-1).tolist(), ratio.standard_error.reshape(-1).tolist()
+            for index, (mean, error) in enumerate(zip(means, errors, strict=True) if ratio.samples else ()):
+                value, name = (mean**0.5, "stream_rms") if index else (mean, "stream_cosine")
+                row = _row(name, value, error / (2 * value) if index and value else error)
+                rows.append({"layer": layer, "sublayer": sublayer, "role": role, "index": index, **row})
         variances = [
             self._totals[state, *_STATE.values()].average("variance")[0] for state in context.structure.states()
         ]
@@ -175,6 +192,11 @@ class HiddenStates(Probe):
             **by_state,
         )
         yield from chart(
+            frame[frame["metric"] == "stream_cosine"],
+            *("Collapse of the streams", "cosine"),
+            "The mean cosine of two streams of a token: at 1 they carry the same.",
+        )
+        yield from chart(
             around,
             *("Variance of what each sub-layer adds, and of the stream behind it", "variance"),
             "contribution: what is added to the stream. after: the stream behind the addition.",
@@ -196,6 +218,12 @@ class HiddenStates(Probe):
         if peaks["value"].notna().all():
             yield headroom(peaks.loc[peaks["value"].idxmax()])
         yield massive(states)
+        cosine = frame[frame["metric"] == "stream_cosine"].set_index("layer")["value"]
+        if len(cosine):
+            yield (
+                f"Two streams of a token have a cosine of {cosine.iloc[0]:.2f} at state {cosine.index[0]} and of "
+                f"{cosine.iloc[-1]:.2f} at state {cosine.index[-1]} (1: they carry the same)."
+            )
         sigma = frame[(frame["metric"] == "sigma") & (frame["role"] == "pre_norm") & (frame["layer"] >= 0)]
         if len(sigma):
             by_layer = sigma.groupby("layer")["value"].mean()
@@ -204,6 +232,20 @@ class HiddenStates(Probe):
                 f"{by_layer.index[0]} to {by_layer.iloc[-1]:.3g} in layer {by_layer.index[-1]}; a norm's Jacobian goes "
                 "with its inverse."
             )
+
+
+def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Add streams [sequences, tokens, n, width]: the mean cosine of two of them, and each one's mean square.
+
+    A stream that has not been made several [sequences, tokens, width] is left out.
+    """
+    if streams.ndim < 4:
+        return
+    x, n = streams.detach().double(), streams.shape[-2]
+    together = torch.nn.functional.normalize(x, dim=-1, eps=1e-30).sum(-2).square().sum(-1)  # n + the pairs' cosines
+    values = torch.cat([((together - n) / (n * (n - 1))).unsqueeze(-1), x.square().mean(-1)], dim=-1)
+    valid = torch.ones(values.shape[:2], device=x.device) if mask is None else mask.to(x.device)
+    total.add((values * valid.unsqueeze(-1)).sum(1), valid.sum(1))
 
 
 def r_squared(values: Sequence[float]) -> float:

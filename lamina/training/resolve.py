@@ -195,11 +195,6 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
     if settings.probe_every or settings.probes != PretrainSettings.probes:
         registry.make_all(settings.probes)
-    if settings.probe_every and (plan.streams > 1 or plan.has_memory):
-        raise UserError(
-            f"probe_every: {settings.probe_every} probes a model that hands on several streams, or earlier states "
-            "(allowed: 0, or a placement without a wiring)"
-        )
     initializers.check(recommended(plan) if settings.init == "recommended" else settings.init)
     arguments = training_arguments(settings, processes)
     if scaling_of(settings) is not None:

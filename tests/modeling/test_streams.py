@@ -421,10 +421,35 @@ def test_no_architecture_of_transformers_has_it(wiring):
         to_transformers(built("pre_ln", wiring))
 
 
-@pytest.mark.parametrize("wiring", ["mhc", "x0"])
-def test_the_probes_say_that_they_follow_one_stream(wiring):
-    with pytest.raises(UserError, match="hand on several streams"):
-        find_structure(built("pre_ln", wiring), {"input_ids": token_ids()})
+@pytest.mark.parametrize(("wiring", "base"), [("mhc", "pre_ln"), ("residual", "post_ln"), ("attn_res", "keel")])
+def test_probes_of_states_measure_what_the_streams_come_to_and_others_refuse(wiring, base):
+    model, ids = wired(wiring, base), token_ids()
+    states = []
+    for block in model.model.layers:
+        block.register_forward_hook(lambda block, args, state: states.append(state))
+    frames = lamina.probe(model, "hidden_states,similarity,angular_distance", ids)
+    with torch.no_grad():
+        states.clear()
+        model(ids)
+    streams = [state.stream if isinstance(state, tuple) else state for state in states]
+    frame = frames["hidden_states"].set_index(["role", "metric", "layer", "index"])["value"]
+    for layer, state in enumerate(streams, start=1):
+        one = state.mean(-2) if state.ndim == 4 else state
+        assert frame["state", "rms", layer, 0] == pytest.approx(one.square().mean().sqrt().item(), rel=1e-4)
+        if state.ndim == 4:
+            pairs = [(i, j) for i in range(state.shape[2]) for j in range(i)]
+            cosines = [torch.cosine_similarity(state[:, :, i], state[:, :, j], dim=-1).mean() for i, j in pairs]
+            expected = sum(cosines).item() / len(pairs)
+            assert frame["streams", "stream_cosine", layer, 0] == pytest.approx(expected, abs=1e-5)
+            rms = [frame["streams", "stream_rms", layer, 1 + i] for i in range(state.shape[2])]
+            assert rms == pytest.approx(state.square().mean((0, 1, 3)).sqrt().tolist(), rel=1e-4)
+    assert ("streams" in frame.index.get_level_values(0)) == (streams[0].ndim == 4)
+    cosine = frames["similarity"].set_index(["metric", "start", "size"])["value"]["cosine", 1, 1]
+    first, second = (state.mean(-2) if state.ndim == 4 else state for state in streams[:2])
+    assert cosine == pytest.approx(torch.cosine_similarity(first, second, dim=-1).mean().item(), abs=1e-4)
+    for other in ("jacobian", "depth_mixing", "layer_drop", "bounds"):
+        with pytest.raises(UserError, match=f"{other}: follows one stream"):
+            lamina.probe(model, other, ids)
 
 
 def test_the_probes_follow_parallel_branches():

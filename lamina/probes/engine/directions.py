@@ -39,6 +39,8 @@ class DirectionsProbe(Probe):
     positions of every sequence, drawn anew for each batch.
     """
 
+    of_states = True
+
     def __init__(self, tokens: str | None, tokens_per_batch: int | None):
         self.tokens = None if tokens is None else one_of("tokens", tokens, TOKENS)
         self.limit = None if tokens_per_batch is None else whole_number("tokens_per_batch", tokens_per_batch)

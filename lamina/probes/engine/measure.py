@@ -24,7 +24,7 @@ from lamina.probes.engine.inputs import NOISE, Inputs, batches_of, reads_images
 from lamina.probes.engine.losses import is_causal
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe, Sample, make_all, sample_of
-from lamina.probes.structure.discovery import find_structure
+from lamina.probes.structure.discovery import declared_structure, find_structure
 from lamina.probes.structure.hooks import base_of, evaluating, forward, watch
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
@@ -73,6 +73,10 @@ def run(
         with _attempted(context, probe, broken):
             if "tokens" in probe.needs and not context.reads_tokens:
                 raise UserError(f"{probe.name}: needs a text model (allowed: other probes)")
+            if any(site.carries_more for site in context.structure.layers) and not probe.of_states:
+                raise UserError(
+                    f"{probe.name}: follows one stream, the model hands on more (allowed: probes of states)"
+                )
             began = time.monotonic()
             probe.begin(context)
             seconds[probe] = time.monotonic() - began
@@ -306,7 +310,7 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
             f"model: {type(model).__name__} could not be run on {', '.join(tiny)} alone: {text} (allowed: a model of "
             "one tower, a decoder, an encoder or a vision model)"
         ) from error
-    return find_structure(model, tiny, layers=layers)
+    return declared_structure(model) or find_structure(model, tiny, layers=layers)
 
 
 def new_head(model: nn.Module, structure: Structure) -> list[str]:

@@ -22,9 +22,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     Raises:
         UserError: if no layers are found; the message says what was searched for and how to name them.
     """
-    parts = list(model.modules())
-    mixers = {type(getattr(part, "mixer", None)).__name__ for part in parts}  # Mamba's blocks have one, too
-    if "StreamMixer" in mixers or any(getattr(part, "has_memory", False) is True for part in parts):
+    if declared_structure(model) is not None:
         raise UserError(
             "model: its layers hand on several streams, or earlier states beside the stream, and the probes follow one "
             "(allowed: a model without a wiring)"
@@ -67,6 +65,30 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
         notes=notes,
         outside=tuple(outside),
     )
+
+
+def declared_structure(model: nn.Module) -> Structure | None:
+    """Return the blocks of a Lamina model that hand on more than one stream, without sub-layers; None of others.
+
+    Whichever copy of Lamina's code the model runs: a checkpoint brings its own.
+    """
+    named = list(model.named_modules())
+    mixers = {type(getattr(part, "mixer", None)).__name__ for _, part in named}  # Mamba's blocks have one, too
+    blocks = [(path, part) for path, part in named if isinstance(getattr(part, "has_memory", None), bool)]
+    if not blocks or not ("StreamMixer" in mixers or any(block.has_memory for _, block in blocks)):
+        return None
+    return Structure(
+        layers=tuple(LayerSite(i, block, path, 0, (), carries_more=True) for i, (path, block) in enumerate(blocks)),
+        hidden_size=int(getattr(getattr(model, "config", None), "hidden_size", 0)),
+        embedding=_asked(model, "get_input_embeddings"),
+        embedding_norm=None,
+        final_norm=None,
+        head=_asked(model, "get_output_embeddings"),
+        notes=["The states are the mean of the model's streams." if "StreamMixer" in mixers else _ONE_OF_MEMORY],
+    )
+
+
+_ONE_OF_MEMORY = "The states are the stream's; the earlier ones that the model remembers are not added to them."
 
 
 def _chains(record: Trace) -> list[list[Call]]:

@@ -79,6 +79,9 @@ def watch(points: Mapping[Key, Point], see: Callable[[Key, torch.Tensor], None],
 
     def look(key: Key, tensor: torch.Tensor) -> None:
         factor = points[key].factor
+        tensor = stream_of(tensor)
+        if points[key].collapse and tensor.ndim > 3:
+            tensor = tensor.mean(-2)
         see(key, tensor if factor is None else tensor * factor)
 
     with intercept(points, look, roots=[root]):

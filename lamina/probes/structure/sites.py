@@ -57,7 +57,7 @@ class Point:
 
     ``call`` counts from 0 within one forward pass of the model: ALBERT calls the same layer twelve times. The value is
     ``factor`` times the tensor (Granite scales its branches); None for no factor. ``argument`` is the position or
-    the keyword of an input.
+    the keyword of an input. ``collapse``: the mean of several streams [batch, tokens, n, width] is seen.
     """
 
     module: nn.Module
@@ -66,6 +66,7 @@ class Point:
     call: int = 0
     factor: float | torch.Tensor | None = None
     argument: int | str = 0
+    collapse: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +143,10 @@ class SublayerSite:
 
 @dataclass(frozen=True, eq=False)
 class LayerSite:
-    """One layer's call. ``module`` is shared by several layers in ALBERT; ``call`` tells which one this is."""
+    """One layer's call. ``module`` is shared by several layers in ALBERT; ``call`` tells which one this is.
+
+    ``carries_more``: it hands on several streams, or earlier states beside the stream; its sub-layers are not followed.
+    """
 
     index: int
     module: nn.Module
@@ -150,16 +154,17 @@ class LayerSite:
     call: int
     sublayers: tuple[SublayerSite, ...]
     argument: int | str = 0  # the position or keyword of the stream among the layer's arguments
+    carries_more: bool = False
 
     @property
     def input(self) -> Point:
         """x^l, the stream before the layer."""
-        return Point(self.module, self.path, "input", self.call, None, self.argument)
+        return Point(self.module, self.path, "input", self.call, None, self.argument, collapse=self.carries_more)
 
     @property
     def output(self) -> Point:
         """x^(l+1), the stream behind it."""
-        return Point(self.module, self.path, "output", self.call)
+        return Point(self.module, self.path, "output", self.call, collapse=self.carries_more)
 
 
 @dataclass(frozen=True, eq=False)
