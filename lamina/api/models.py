@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from lamina.api.results import Diagnosis
 from lamina.core.architectures import Target
 from lamina.core.extras import require
-from lamina.core.values import number, one_of, path, seed_number, text, whole_number
+from lamina.core.values import DTYPES, number, one_of, path, seed_number, text, whole_number
 from lamina.errors import UserError, shortened
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from lamina.probes.census.census import Census
     from lamina.surgery.graft import Grafting
     from lamina.surgery.prune import Pruning
-
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def generate(

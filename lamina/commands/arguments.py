@@ -270,9 +270,9 @@ def _resume(text: str) -> bool | str:
 
 
 def _from_yaml(file: Path, record: type[Settings]) -> Json:
-    from lamina.jobs.files import read_yaml
+    from lamina.core.yaml_files import read_mapping
 
-    data, names = read_yaml(file), record.names()
+    data, names = read_mapping(file), record.names()
     if isinstance(data.get("settings"), Mapping):  # a study.yaml is also a configuration
         data = dict(data["settings"])
     data = in_our_words({str(key): value for key, value in data.items()}, names, f"{str(file)!r}: ")

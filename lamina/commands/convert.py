@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from lamina.api.models import DTYPES, convert
+from lamina.api.models import convert
 from lamina.commands.arguments import Parser
 from lamina.core.architectures import convertible
 from lamina.core.terminal import show
+from lamina.core.values import DTYPES
 
 EXAMPLES = """
   lamina convert models/smollm2 runs/smollm2-lamina

@@ -16,6 +16,7 @@ from lamina.errors import UserError, nearest, nearest_file, shortened
 
 Number = TypeVar("Number", int, float)
 C = TypeVar("C", bound=Callable[[str, object], object])
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of a model that is loaded; auto: the checkpoint's
 
 
 @runtime_checkable

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import errno
 import hashlib
 import logging
-import os
 import re
 import sys
 import time
@@ -26,6 +24,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.core.values import comma_separated
+from lamina.core.yaml_files import read_mapping
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError, one_line, unknown
 from lamina.evaluation import generated
@@ -36,7 +35,7 @@ from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, item_table, n
 from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
-from lamina.jobs.files import disk_full, read_json, read_yaml, write_json, write_text, writing
+from lamina.jobs.files import disk_full, full_disk, read_json, write_json, write_parquet, write_text
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
@@ -86,7 +85,7 @@ def evaluate(
             overwrite=overwrite,
             policy=POLICY,
             # None if no evaluation has begun, as in the folder of a study's trial
-            stored=lambda folder: read_yaml(folder / CONFIG) if (folder / CONFIG).is_file() else None,
+            stored=lambda folder: read_mapping(folder / CONFIG) if (folder / CONFIG).is_file() else None,
         )
     )
     several = launched()[1] > 1
@@ -187,7 +186,7 @@ class Evaluation:
             raise
         except Exception as error:
             if disk_full(error):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+                raise full_disk(folder) from error
             self._end(Status.FAILED, one_line(str(error) if isinstance(error, UserError) else error))
             raise
         return self._write(Status.FINISHED, "")
@@ -227,8 +226,7 @@ class Evaluation:
         if self.processes.first:
             path = self._file("items", candidate.name, column.unit, ".parquet")
             path.parent.mkdir(parents=True, exist_ok=True)
-            with writing(path) as temporary:
-                item_table(results.get("samples", {})).to_parquet(temporary.absolute(), index=False)
+            write_parquet(path, item_table(results.get("samples", {})))
         return scores_of(results), notes
 
     def _perplexity(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Score], list[str]]:

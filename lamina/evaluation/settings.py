@@ -122,8 +122,8 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     def check(self) -> None:
         """Raise UserError for a stride that would skip tokens."""
         super().check()
-        if self.system is not None and not self.chat_template:
-            raise UserError(f"system: {self.system!r} has no effect here (allowed: with --chat-template)")
+        if not self.chat_template:
+            self.refuse_unused("system", allowed="with --chat-template")
         if self.window is not None and self.stride is not None and self.stride > self.window:
             raise UserError(f"stride: {self.stride} skips tokens (allowed: at most the window, {self.window})")
 

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from lamina.core.extras import missing_extra
+from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
@@ -54,6 +55,12 @@ def write_json(path: Path, data: Any) -> None:
     write_text(path, json.dumps(finite(data), indent=2, ensure_ascii=False) + "\n")
 
 
+def write_parquet(path: Path, table: Frame, **options: Any) -> None:
+    """Write a pandas table whole or not at all; ``options`` are those of ``to_parquet``."""
+    with writing(path) as temporary:
+        table.to_parquet(temporary.absolute(), index=False, **options)  # a relative path with a colon would be a URI
+
+
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write one line of JSON per record."""
     write_text(path, "".join(json.dumps(finite(record)) + "\n" for record in records))
@@ -78,11 +85,6 @@ def noted(path: Path) -> Json:
     return data if isinstance(data, dict) else {}
 
 
-def read_yaml(path: Path) -> Json:
-    """Read a YAML mapping. Raises UserError naming the file if it is missing, unreadable or not a mapping."""
-    return read_mapping(path)
-
-
 def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
     """Write a mapping as YAML with its digest as the first key, so that a cut shows, too."""
     write_yaml(path, {DIGEST: digest_of(data), **data})
@@ -90,7 +92,7 @@ def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
 
 def read_sealed(path: Path) -> Json:
     """The mapping without its digest. Raises UserError naming the file if it is missing, cut short or altered."""
-    data = read_yaml(path)
+    data = read_mapping(path)
     if DIGEST not in data:
         raise UserError(f"{str(path)!r}: cut short or altered (its digest is missing)")
     if data.pop(DIGEST) != digest_of(data):

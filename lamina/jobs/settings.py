@@ -171,6 +171,12 @@ class Settings:
                 flag = "from" if name == "from_model" else name.replace("_", "-")
                 raise UserError(f"{name.removesuffix('_model')}: none given (needed: --{flag}; {self.help(name)})")
 
+    def refuse_unused(self, *names: str, allowed: str, here: str = "here") -> None:
+        """Raise UserError for the first of these settings that is not its default, though nothing reads it here."""
+        for name in names:
+            if (value := getattr(self, name)) != self.default(name):
+                raise UserError(f"{name}: {value!r} has no effect {here} (allowed: {allowed})")
+
     @classmethod
     def group_of(cls, name: str) -> str:
         """The heading of a field's flag in the help; empty for the command's own."""

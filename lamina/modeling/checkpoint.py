@@ -14,13 +14,13 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
+from lamina.core.values import DTYPES, one_of
 from lamina.errors import UserError
 from lamina.jobs.manifest import model_folder, refuse_damaged
 from lamina.jobs.names import CONFIG, RESULT
 from lamina.modeling import modeling_lamina
 from lamina.modeling.backbones.loading import ModelClass, load_weights, read_config
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
 
 
@@ -63,8 +63,7 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
         refuse_damaged(Path(source))
     with local_when_unreachable():
         config = read_config(source, "checkpoint", **more)
-        if dtype not in DTYPES:
-            raise UserError(f"dtype: {dtype!r} (allowed: {', '.join(DTYPES)})")
+        one_of("dtype", dtype, DTYPES)
         # Old checkpoints have .bin files alone; torch reads them as tensors only.
         options: Json = {"dtype": getattr(torch, dtype, dtype), "pickles": True, "optional": _is_of_a_head, **more}
         loaded = load_weights(source, config, _class(config), "checkpoint", **options)

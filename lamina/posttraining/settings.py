@@ -187,9 +187,8 @@ class TuningSettings(
                 "precision: 'fp16' scales the losses of float32 weights (allowed with bf16 weights: bf16, fp32)"
             )
         if self.lora_rank == 0:
-            for name in ("lora_alpha", "lora_dropout", "lora_targets"):
-                if (value := getattr(self, name)) != self.default(name):
-                    raise UserError(f"{name}: {value!r} has no effect without LoRA (allowed: with --lora-rank)")
+            lora = ("lora_alpha", "lora_dropout", "lora_targets")
+            self.refuse_unused(*lora, here="without LoRA", allowed="with --lora-rank")
 
     def as_run(self) -> PretrainSettings:
         """The settings that any training run has, for code that is shared with pretraining."""
@@ -322,16 +321,14 @@ class RlhfSettings(TuningSettings):
             raise UserError(
                 f"reward_weights: {self.reward_weights!r} (allowed: a number for each reward, {count} here)"
             )
-        if self.reward_timeout and not self.reward_functions():
-            raise UserError(
-                f"reward_timeout: {self.reward_timeout:g} has no effect here (allowed: with --reward-function)"
-            )
+        if not self.reward_functions():
+            self.refuse_unused("reward_timeout", allowed="with --reward-function")
         if self.algorithm == "remax" and self.num_generations != 2:
             raise UserError(
                 f"num_generations: {self.num_generations} (allowed with remax: 2, one sampled answer and one greedy)"
             )
-        if self.algorithm != "remax" and self.kl_per != self.default("kl_per"):
-            raise UserError(f"kl_per: {self.kl_per!r} has no effect here (allowed: with --algorithm remax)")
+        if self.algorithm != "remax":
+            self.refuse_unused("kl_per", allowed="with --algorithm remax")
 
     def reward_models(self) -> list[str]:
         """The reward models' folders."""

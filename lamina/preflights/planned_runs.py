@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.data.blocks import Blocks
-from lamina.jobs.files import writing
+from lamina.jobs.files import write_parquet
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import LAYERS, PREFLIGHT
@@ -225,9 +225,8 @@ def preflight(
             for shot in result.burn_in.snapshots
             for row in shot.rows
         ]
-        with writing(job.folder / LAYERS) as temporary:
-            table = pd.DataFrame(layers, columns=["placement", "learning_rate", *LAYER_COLUMNS])
-            table.to_parquet(temporary.absolute(), index=False)
+        table = pd.DataFrame(layers, columns=["placement", "learning_rate", *LAYER_COLUMNS])
+        write_parquet(job.folder / LAYERS, table)
         losses = [result.burn_in.losses for result in results]
         command = complete.command()
         job.write_json(PREFLIGHT, {"command": command, "rows": rows.to_dict("records"), "losses": losses})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.spikes import spike_scores
-from lamina.probes.structure.hooks import watch
+from lamina.probes.structure.hooks import fresh_gradients, watch
 from lamina.probes.structure.sites import Structure
 
 Place = tuple[int, str, str]
@@ -89,7 +88,9 @@ class Gradients(Probe):
                 "The readout is the embedding (tied): one parameter, whose gradient is the embedding's."
             )
         groups: dict[tuple[int, str, str], _Moments] = {}
-        with _fresh_gradients(parameters.values()), torch.enable_grad():
+        with fresh_gradients(parameters.values()), torch.enable_grad():
+            for parameter in parameters.values():
+                parameter.requires_grad_(True)
             correction = _accumulate(context, states, context.first(context.most(self.sequences, _SEQUENCES)))
             for name, parameter in parameters.items():
                 moments = _Moments()
@@ -206,23 +207,6 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapp
     if not predicted:
         raise UserError("gradients: no token is predicted (needed: at least two tokens per sequence)")
     return expected / predicted
-
-
-@contextmanager
-def _fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Give every parameter an empty gradient to fill, and put back the old state afterwards."""
-    parameters = list(parameters)
-    before = [(p.grad, p.requires_grad) for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter, (gradient, required) in zip(parameters, before, strict=True):
-            parameter.grad = None
-            parameter.requires_grad_(required)
-            parameter.grad = gradient
 
 
 def _along_depth(label: str, norms: Frame) -> list[str]:

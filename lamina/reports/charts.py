@@ -61,21 +61,9 @@ class Line:
 
     def draw(self, figure: go.Figure, row: int | None = None, col: int | None = None) -> None:
         """Add the line to a figure, or to one of its panels."""
-        panel = {} if row is None else {"row": row, "col": col}
+        panel: dict[str, int | None] = {} if row is None else {"row": row, "col": col}
         if self.band is not None:
-            x, low, high = self.band
-            figure.add_scatter(
-                x=[*x, *x[::-1]],
-                y=[*high, *low[::-1]],
-                mode="lines",
-                fill="toself",
-                fillcolor=rgba(self.color, self.opacity),
-                line={"width": 0},
-                hoverinfo="skip",
-                legendgroup=self.group,
-                showlegend=False,
-                **panel,
-            )
+            band(figure, *self.band, rgba(self.color, self.opacity), legendgroup=self.group, **panel)
         figure.add_scatter(
             x=self.x,
             y=self.y,
@@ -91,6 +79,21 @@ class Line:
             hovertemplate=None if self.hover is None else f"{self.hover}<extra></extra>",
             **panel,
         )
+
+
+def band(figure: go.Figure, x: Values, low: Values, high: Values, color: str, **more: int | str | None) -> None:
+    """Fill the area between two edges; ``more``: its group in the legend, its panel."""
+    figure.add_scatter(
+        x=[*x, *x[::-1]],
+        y=[*high, *low[::-1]],
+        mode="lines",
+        fill="toself",
+        fillcolor=color,
+        line={"width": 0},
+        hoverinfo="skip",
+        showlegend=False,
+        **more,
+    )
 
 
 def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lamina.core.json_types import Json
+from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
-from lamina.jobs.files import read_json, read_result, read_yaml
+from lamina.jobs.files import read_json, read_result
 from lamina.jobs.names import CONFIG
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
@@ -78,7 +79,7 @@ def gather(folder: Path) -> Evidence:
         )
     result = read_result(folder) or {}
     try:
-        settings = read_yaml(folder / CONFIG)
+        settings = read_mapping(folder / CONFIG)
     except UserError:
         settings = {}
     told, logged = sorted(read_alarms(folder), key=lambda alarm: alarm.order), RunFolder(folder).metrics

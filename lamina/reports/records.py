@@ -17,7 +17,7 @@ import yaml
 
 from lamina.core.frames import Frame
 from lamina.core.json_types import Json
-from lamina.errors import UserError
+from lamina.errors import UserError, one_line
 from lamina.jobs.columns import NUMBERS, TEXTS
 from lamina.jobs.names import CONFIG, ENVIRONMENT, PLAN, RESULT, RESULTS
 from lamina.jobs.run_folder import RunFolder
@@ -267,8 +267,7 @@ def whole(folder: Path, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{str(folder)!r}: no whole {what} ({message})") from None
+        raise UserError(f"{str(folder)!r}: no whole {what} ({one_line(error)})") from None
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -29,7 +29,7 @@ from lamina.core.progress import has_bars
 from lamina.data.blocks import TokenBlock
 from lamina.data.encoding import vocab_size_of
 from lamina.data.packed import prepare_blocks
-from lamina.jobs.files import writing
+from lamina.jobs.files import write_parquet
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
@@ -106,9 +106,8 @@ def coord_check(
                 rows = [(size, seed, *row) for row in measure(run, ids, vocabulary, progress.update)]
                 new = pd.DataFrame(rows, columns=columns)
                 table = new if table.empty else pd.concat([table, new], ignore_index=True)
-                # absolute: a relative path with a colon would be a URI; checksums: reading detects a flipped bit
-                with writing(folder / COORDINATES) as temporary:
-                    table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)
+                # checksums: reading detects a flipped bit
+                write_parquet(folder / COORDINATES, table, write_page_checksum=True)
         wanted = [pair in runs for pair in zip(table[checked.axis], table["seed"], strict=True)]
         result = slopes(table[wanted], checked.tolerance)
         job.write_text(SLOPES, result.to_csv(index=False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.progress import ProgressLines, has_bars
-from lamina.jobs.files import read_result, write_json
+from lamina.jobs.files import full_disk, read_result, write_json
 from lamina.jobs.names import RESULT
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.signals import STOP_SIGNALS, handled
@@ -153,7 +152,7 @@ def _reap(
             continue
         result = read_result(folder)
         if code == DISK_FULL:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+            raise full_disk(folder)
         if result is None:
             result = {"status": missing, "reason": f"the worker process ended with exit code {code}"}
             folder.mkdir(parents=True, exist_ok=True)

@@ -340,10 +340,10 @@ class CoordCheckSettings(
         if self.depths and self.base_width is None and self.width_scaling == self.default("width_scaling"):
             object.__setattr__(self, "width_scaling", "none")
         super().check()
-        word = "with" if self.depths else "without"
-        for name in ("widths", "num_layers") if self.depths else ("hidden_size",):
-            if (value := getattr(self, name)) != self.default(name):
-                raise UserError(f"{name}: {value!r} has no effect {word} depths (allowed: one of both)")
+        if self.depths:
+            self.refuse_unused("widths", "num_layers", here="with depths", allowed="one of both")
+        else:
+            self.refuse_unused("hidden_size", here="without depths", allowed="one of both")
         self.runs()
 
     @property

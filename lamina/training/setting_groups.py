@@ -201,9 +201,7 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
         if self.warmup >= 1 and self.warmup > self.steps:
             raise UserError(f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: at most that)")
         if self.schedule != "wsd":
-            for name in ("decay", "decay_shape"):
-                if (value := getattr(self, name)) != self.default(name):
-                    raise UserError(f"{name}: {value!r} has no effect here (allowed: with --schedule wsd)")
+            self.refuse_unused("decay", "decay_shape", allowed="with --schedule wsd")
             return
         if not self.decay > 0:
             raise UserError(f"decay: {self.decay!r} (allowed: a number above 0)")
@@ -265,18 +263,14 @@ class ScalingSettings(Settings, group="width and depth scaling"):
             ("width_scaling", "base_width", "hidden size", SCHEMES, ("k_embedding", "k_hidden", "k_readout")),
             ("depth_scaling", "base_depth", "number of blocks", DEPTH_SCHEMES, ()),
         ):
-            if (chosen := getattr(self, scheme)) != "none":
-                if getattr(self, base.replace("base", "reference")) is None:
-                    raise UserError(
-                        f"{base}: none given ({scheme} {chosen!r} needs the {of_reference} at which the learning rate "
-                        "was chosen)"
-                    )
-                continue
-            for name in (base, *numbers):
-                if (value := getattr(self, name)) != self.default(name):
-                    raise UserError(
-                        f"{name}: {value!r} has no effect without {scheme} (allowed: with one of {', '.join(schemes)})"
-                    )
+            if (chosen := getattr(self, scheme)) == "none":
+                allowed = f"with one of {', '.join(schemes)}"
+                self.refuse_unused(base, *numbers, here=f"without {scheme}", allowed=allowed)
+            elif getattr(self, base.replace("base", "reference")) is None:
+                raise UserError(
+                    f"{base}: none given ({scheme} {chosen!r} needs the {of_reference} at which the learning rate was "
+                    "chosen)"
+                )
 
 
 class RecordSettings(Settings, group="records"):

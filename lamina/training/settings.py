@@ -200,11 +200,10 @@ class PretrainSettings(
             )
         if self.pause_step is not None and self.pause_step > self.steps:
             raise UserError(f"pause_step: {self.pause_step} (allowed: at most the {self.steps} of --steps)")
-        if self.eval_data_dir is not None and self.eval_tasks is None:
-            raise UserError(f"eval_data_dir: {self.eval_data_dir!r} has no effect here (allowed: with --eval-tasks)")
-        for name in ("rollback_factor", "rollback_skip"):
-            if not self.rollback and (value := getattr(self, name)) != self.default(name):
-                raise UserError(f"{name}: {value!r} has no effect here (allowed: with --rollback)")
+        if self.eval_tasks is None:
+            self.refuse_unused("eval_data_dir", allowed="with --eval-tasks")
+        if not self.rollback:
+            self.refuse_unused("rollback_factor", "rollback_skip", allowed="with --rollback")
 
     def branch_steps(self) -> list[int]:
         """The lengths of the decay branches in steps, the shortest first."""

@@ -255,7 +255,7 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
             "reward_weights: '1' (allowed: a number for each reward, 2 here)",
         ),
         ({"reward_weights": "1,x"}, "reward_weights: '1,x' (allowed: comma-separated numbers)"),
-        ({"reward_timeout": 1.0}, "reward_timeout: 1 has no effect here"),
+        ({"reward_timeout": 1.0}, "reward_timeout: 1.0 has no effect here"),
         ({"algorithm": "grpo", "trl": {"use_vllm": True}}, "trl.use_vllm: vllm is not installed"),
         ({"eval_tasks": "nope"}, "eval_tasks: unknown task 'nope'"),
         ({"eval_corpus": "nope.txt"}, "eval_corpus: 'nope.txt'"),

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from studies.study_files import write_study
 
+from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
-from lamina.jobs.files import read_yaml
 from lamina.papers.engine.describe_study import description
 from lamina.papers.engine.plan import Best, StudyPlan, _rank, best_rate
 from lamina.papers.engine.settings import StudySettings
@@ -180,12 +180,12 @@ def test_a_study_is_not_recorded_with_changed_seeds(tmp_path, corpus):
 
 def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corpus):
     file = write_study(tmp_path, corpus=corpus, axes={**AXES, "learning_rate": {"tune": [5e-4, 1e-3, 2e-3]}, "seed": 3})
-    plan, definition = StudyPlan(read_study(file).scale("cpu")), read_yaml(file)
+    plan, definition = StudyPlan(read_study(file).scale("cpu")), read_mapping(file)
     stored = {"trials": [trial.key for trial in plan.wanted(known)], "definition": definition}
     full, empty = (SimpleNamespace(result=found, outcome=lambda _: None) for found in (known, lambda _: None))
     for store in (full, empty):
         _refuse_edited(stored, definition, plan, store)
-    edited = read_yaml(file)
+    edited = read_mapping(file)
     edited["scales"]["cpu"]["settings"]["steps"] = 9
     file.write_text(yaml.safe_dump(edited))
     for store in (full, empty):

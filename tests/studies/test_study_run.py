@@ -12,8 +12,8 @@ from training.tiny_runs import result
 
 from lamina.api import study
 from lamina.cli import main
+from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
-from lamina.jobs.files import read_yaml
 from lamina.papers.engine import study_run as studies_run
 from lamina.papers.engine import verdicts
 from lamina.papers.pages.folder import read_folder
@@ -70,7 +70,7 @@ def test_a_record_counts_the_looks_at_its_verdicts(run, tmp_path, corpus):
         file = write_study(tmp_path / "files", claims=claims, corpus=corpus, axes={**axes, "seed": seeds})
         run(file, name, record=True)
     record = tmp_path / "records" / "mine-cpu"
-    assert read_yaml(record / "study.yaml")["looks"] == [1, 2], "judged again over the same trials is no look"
+    assert read_mapping(record / "study.yaml")["looks"] == [1, 2], "judged again over the same trials is no look"
     (key, *_) = verdicts.recorded_keys(record)
     assert verdicts.looks_of(record, [key, "b", "c"]) == [1, 2, 3]
     assert verdicts.looks_of(record, ["a", "b", "c"]) == [3], "another experiment"

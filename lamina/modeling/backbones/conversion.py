@@ -40,7 +40,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import ENVIRONMENT
 from lamina.modeling.backbones import loading
-from lamina.modeling.backbones.loading import load_weights, refuse_tensors, stored_shapes
+from lamina.modeling.backbones.loading import TOKENIZER_FILES, load_weights, refuse_tensors, stored_shapes
 from lamina.modeling.backbones.presets import head_dim_of
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM, LogitsStyle
@@ -53,10 +53,7 @@ _MODULES = {"self_attn": "attention.module", "mlp": "feed_forward.module"}
 _BRANCH_END = re.compile(r"(.+\.(?:attention|feed_forward))\.(?:module\.)?(out_norm|o_proj|down_proj)")
 # Backbones with the attention of Llama, but for biases and norms on queries and keys, and its feed-forward.
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
-)
+_BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
 # Logits that differ by more than this part of the largest are another model's; a correct conversion gives 0.0.
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
 logger = logging.getLogger(__name__)
@@ -514,7 +511,7 @@ def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Pat
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
-        for name in TOKENIZER_FILES:
+        for name in (*TOKENIZER_FILES, *_BESIDE_TOKENIZER):
             if (stored := _stored(source, name)) is not None:
                 shutil.copyfile(stored, draft / name)
         yield draft

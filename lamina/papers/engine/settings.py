@@ -7,7 +7,6 @@ from typing import Literal
 
 from lamina.core.json_types import Json
 from lamina.core.values import corpus_name, mapping, path, place
-from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, ThreadSettings, WorkerSettings
 from lamina.jobs.settings import Settings, at_least, changed, not_below, setting
 from lamina.papers.study_catalog import records_folder
@@ -70,9 +69,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
         """Raise UserError for an address without a cluster."""
         super().check()
         if self.engine != "ray":
-            for name in ("address", "gpus", "processes"):
-                if (value := getattr(self, name)) != self.default(name):
-                    raise UserError(f"{name}: {value!r} has no effect here (allowed: with --engine ray)")
+            self.refuse_unused("address", "gpus", "processes", allowed="with --engine ray")
 
     @property
     def changes(self) -> Json:

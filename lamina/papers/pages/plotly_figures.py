@@ -83,17 +83,7 @@ def _draw(figure: go.Figure, drawing: Drawing, series: Series, *, legend: bool, 
         below, above = series.bars
         bars = {"type": "data", "array": above, "arrayminus": below, "thickness": 1.1, "width": 3}
     elif series.low:
-        figure.add_scatter(
-            x=[*series.x, *series.x[::-1]],
-            y=[*series.high, *series.low[::-1]],
-            mode="lines",
-            fill="toself",
-            fillcolor=rgba(color, 0.14),
-            line={"width": 0},
-            hoverinfo="skip",
-            showlegend=False,
-            **place,
-        )
+        charts.band(figure, series.x, series.low, series.high, rgba(color, 0.14), **place)
     figure.add_scatter(
         x=series.x or [None],
         y=series.y or [None],

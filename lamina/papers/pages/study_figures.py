@@ -15,6 +15,7 @@ from lamina.papers.pages.drawing import Axis, Cells, Drawing, Panel, Request
 from lamina.papers.pages.folder import StudyFolder, arms, column_of, measuring, over_seeds
 from lamina.papers.pages.lines import axis, color_axis, joined, panels, title_of, value_title
 from lamina.papers.trials.measures import file_name
+from lamina.reports.page import sentence, words
 from lamina.reports.records import Frame, rows_of
 
 logger = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
         return None
     return Drawing(
         name=_name(study, "curves", y),
-        title=f"{_capital(name)} while training",
+        title=f"{sentence(name)} while training",
         caption=_RANGE,
         x=Axis(title=title_of(x)),
         y=Axis(title=name, log=bool(request.more.get("log")) and bool((table["mean"] > 0).all())),
@@ -228,7 +229,7 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
     log = bool(request.more.get("log", known.log and not metric.startswith("log10")))
     return Drawing(
         name=_name(study, table, metric, role),
-        title=f"{_capital(title_of(metric))} by {_axis(wanted)}",
+        title=f"{sentence(title_of(metric))} by {_axis(wanted)}",
         caption=_RANGE,
         x=Axis(title=_axis(wanted)),
         y=Axis(title=title_of(metric), log=log and all(y > 0 for p in drawn for s in p.series for y in s.y)),
@@ -260,7 +261,7 @@ def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
         return None
     return Drawing(
         name=_name(study, measure),
-        title=f"{_capital(title_of(metric))}, {_TIMES.get(measure.split('-')[0], 'while training')}",
+        title=f"{sentence(title_of(metric))}, {_TIMES.get(measure.split('-')[0], 'while training')}",
         caption=f"Mean over the seeds.{' The first maps of several.' if len(maps) > _MOST_MAPS else ''}",
         x=Axis(title=_axis(x)),
         y=Axis(title=_axis(y)),
@@ -310,10 +311,6 @@ def _axis(column: str) -> str:
     return _AXES.get(column, title_of(column))
 
 
-def _capital(title: str) -> str:
-    return title[:1].upper() + title[1:]
-
-
 def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
     if table.empty or "metric" not in table:
         return pd.DataFrame()
@@ -337,7 +334,7 @@ def _parts(rows: Frame, x: str) -> list[tuple[str, Frame]]:
     if not several:
         return [("", rows)]
     return [
-        (" ".join(str(value).replace("feed_forward", "feed-forward").replace("_", " ") for value in values), part)
+        (" ".join(words(str(value)) for value in values), part)
         for values, part in rows.groupby(several, sort=False, dropna=False)
     ][:_MOST_PARTS]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lamina.errors import UserError, one_line
-from lamina.jobs.files import noted, write_json, writing
+from lamina.jobs.files import noted, write_json, write_parquet
 from lamina.jobs.run_folder import RunFolder
 from lamina.training.settings import PretrainSettings
 
@@ -81,8 +81,7 @@ def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -
         except UserError as error:
             rows, note = None, str(error)
         if rows is not None:
-            with writing(folder / FOLDER / file_name(name)) as temporary:
-                rows.to_parquet(temporary.absolute(), index=False, compression="zstd")
+            write_parquet(folder / FOLDER / file_name(name), rows, compression="zstd")
         write_json(folder / STATE, {**noted(folder / STATE), name: note})
 
 

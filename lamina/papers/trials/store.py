@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lamina.core.json_types import Json
+from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.catalog import load
-from lamina.jobs.files import read_result, read_yaml, write_json, write_text, writing
+from lamina.jobs.files import read_result, write_json, write_parquet, write_text
 from lamina.jobs.folder import lock
 from lamina.jobs.manifest import MODEL, what_is_missing
 from lamina.jobs.names import CONFIG, MANIFEST, RESULT, RESULTS
@@ -118,8 +119,7 @@ def write_results(folder: Path, results: pd.DataFrame) -> None:
 def write_table(folder: Path, measure: str, rows: pd.DataFrame) -> None:
     """Write a measure's rows of all trials, each with its trial's key."""
     (folder / TABLES).mkdir(parents=True, exist_ok=True)
-    with writing(folder / TABLES / file_name(measure)) as temporary:
-        rows.to_parquet(temporary.absolute(), index=False, compression="zstd")
+    write_parquet(folder / TABLES / file_name(measure), rows, compression="zstd")
 
 
 IDENTITY = "trial.json"
@@ -165,7 +165,7 @@ class StoredTask(Task):
         # In the words of the trial's folder: its name is the hash of what they mean, so these only differ in how they
         # say it, such as a depth that is the backbone's own or given, or another path of the same text.
         path = self.folder / CONFIG
-        stored, ours = read_yaml(path) if path.is_file() else {}, self.settings.to_dict()
+        stored, ours = read_mapping(path) if path.is_file() else {}, self.settings.to_dict()
         settings = replace(self.settings, **{name: stored[name] for name in SPELLED if name in stored and name in ours})
         write_json(self.folder / IDENTITY, self.identity)
         result = load(self.job)(settings, resume="auto", bar=False)

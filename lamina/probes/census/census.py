@@ -30,7 +30,6 @@ from lamina.probes.census.equations import (
     BranchTerm,
     Factor,
     Sum,
-    combination,
     norm_kind,
     sums_of,
 )
@@ -39,7 +38,7 @@ from lamina.probes.engine.inputs import batches_of, reads_images
 from lamina.probes.engine.measure import refuse_meta, structure_of
 from lamina.probes.structure.hooks import base_of, evaluating, watch
 from lamina.probes.structure.hooks import forward as run
-from lamina.probes.structure.proof import prove
+from lamina.probes.structure.proof import combination, prove
 from lamina.probes.structure.sites import Structure
 
 _SEQUENCES = 3

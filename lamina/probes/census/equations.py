@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lamina.modeling.modeling_lamina import NormStyle
-from lamina.probes.structure.hooks import forward, watch
+from lamina.probes.structure.proof import combination, watched
 from lamina.probes.structure.sites import LayerSite, NormSite, Point, Structure, SublayerSite
 
 Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]
@@ -144,10 +144,7 @@ def _points(site: LayerSite) -> Iterator[tuple[Hashable, Point]]:
 
 def _watched(root: nn.Module, points: Mapping[Hashable, Point], inputs: Mapping[str, torch.Tensor]) -> Tensors:
     """Return the tensors at the points, float64 [tokens, channels] where they have the stream's size."""
-    found: dict[Hashable, torch.Tensor] = {}
-    with torch.no_grad(), watch(points, lambda key, value: found.update({key: value.detach().clone()}), root=root):
-        forward(root, inputs)
-    return {key: tensor.double().flatten(0, -2) for key, tensor in found.items()}
+    return {key: tensor.double().flatten(0, -2) for key, tensor in watched(root, points, inputs).items()}
 
 
 def _own_parameters(site: LayerSite) -> list[nn.Parameter]:
@@ -269,25 +266,6 @@ class _Fit:
             kind = "norm" if x is None or y is None else norm_kind(norm.module, x, y)
             found[norm.role] = f"{found[norm.role]} of {kind}" if norm.role in found else kind
         return found
-
-
-def combination(
-    total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
-) -> tuple[list[torch.Tensor], float]:
-    """Return the factors [1 or channels] of the terms [tokens, channels] that fit a total best, and the error left.
-
-    The error is the largest difference, as a share of ``largest``, by default the total's and the terms' largest value.
-    """
-    largest = largest or max(float(tensor.abs().max()) for tensor in (total, *terms)) or 1.0
-    if by_channel:
-        basis, aim = torch.stack(list(terms), dim=-1).transpose(0, 1), total.T[..., None]  # [channels, tokens, terms]
-    else:
-        basis, aim = torch.stack([t.flatten() for t in terms], dim=-1)[None], total.flatten()[None, :, None]
-    solution = torch.linalg.lstsq(basis / largest, aim / largest, driver="gelsd").solution  # [1 or channels, terms, 1]
-    factors = list(solution[..., 0].unbind(-1))
-    rest = total - sum((f * t for f, t in zip(factors, terms, strict=True)), torch.zeros_like(total))
-    error = float(rest.abs().max()) / largest
-    return factors, error if math.isfinite(error) else math.inf
 
 
 def _ratio(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:

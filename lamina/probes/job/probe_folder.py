@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import errno
 import inspect
 import logging
 import math
-import os
 import sys
 import time
 from collections import Counter
@@ -23,8 +21,9 @@ from tqdm.auto import tqdm
 from lamina.core.json_types import Json
 from lamina.core.progress import duration, has_bars
 from lamina.core.specs import split
-from lamina.errors import UserError
-from lamina.jobs.files import disk_full, read_json, read_result, read_yaml, write_json, write_text, writing
+from lamina.core.yaml_files import read_mapping
+from lamina.errors import UserError, one_line
+from lamina.jobs.files import disk_full, full_disk, read_json, read_result, write_json, write_parquet, write_text
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
@@ -71,7 +70,7 @@ def probe_folder(
         resume=resume,
         overwrite=overwrite,
         policy=POLICY,
-        stored=lambda folder: read_yaml(folder / CONFIG),
+        stored=lambda folder: read_mapping(folder / CONFIG),
     )
     complete = job.settings
     if not complete.checkpoint:
@@ -156,9 +155,8 @@ class Measuring:
             raise
         except Exception as error:
             if disk_full(error):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
-            message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            self._write("failed", " ".join(message.split()))
+                raise full_disk(folder) from error
+            self._write("failed", one_line(str(error) if isinstance(error, UserError) else error))
             raise
         finally:
             self.bars.close()
@@ -174,14 +172,12 @@ class Measuring:
         """Record a probe that failed; the others are still measured."""
         if disk_full(error):
             raise error
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         logger.debug("%s failed", probe.name, exc_info=error)
-        self._note(probe, "failed", reason=reason)
+        self._note(probe, "failed", reason=one_line(error))
 
     def _done(self, probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
         """Write a probe's frame and figures, then list them in result.json."""
-        with writing(self.folder / f"{probe.name}.parquet") as temporary:
-            frame.to_parquet(temporary.absolute(), index=False)
+        write_parquet(self.folder / f"{probe.name}.parquet", frame)
         error = probe.standard_error()
         figures = []
         for number, (figure, caption) in enumerate(probe.figures(frame), start=1):

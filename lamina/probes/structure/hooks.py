@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -207,20 +207,30 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode, eager, without gradients; mode, gradients and random states are restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
-    held = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     states = random.getstate(), np.random.get_state()
-    devices = {p.device for p, _, _ in held if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=[d.index for d in devices]), uncompiled(model):
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    rng = torch.random.fork_rng(devices=[d.index for d in devices])
+    with rng, uncompiled(model), fresh_gradients(model.parameters()):
         model.eval()
-        for parameter, _, _ in held:
-            parameter.grad = None
         try:
             yield
         finally:
             for module, mode in modes:
                 module.training = mode
-            for parameter, gradient, requires in held:
-                parameter.requires_grad_(requires)
-                parameter.grad = gradient
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+@contextmanager
+def fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Give the parameters empty gradients; theirs, and whether they require any, are restored afterwards."""
+    held = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
+    for parameter, _, _ in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient, required in held:
+            parameter.grad = None
+            parameter.requires_grad_(required)
+            parameter.grad = gradient

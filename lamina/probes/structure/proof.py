@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -251,11 +252,27 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
     limit = _ROUNDINGS * precision * max(largest, 1e-30)
     if float((rest - skips[0]).abs().max()) <= limit:
         return True
-    basis = torch.stack([s / largest for s in dict.fromkeys(skips)], dim=-1).transpose(0, 1)
-    # [channels, tokens, skips]
-    factors = torch.linalg.lstsq(basis, (rest / largest).T[..., None], driver="gelsd").solution
-    residual = (rest / largest).T - (basis @ factors)[..., 0]
-    return float(residual.abs().max()) * largest <= limit
+    _, error = combination(rest, list(dict.fromkeys(skips)), by_channel=True, largest=largest)
+    return error * largest <= limit
+
+
+def combination(
+    total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
+) -> tuple[list[torch.Tensor], float]:
+    """Return the factors [1 or channels] of the terms [tokens, channels] that fit a total best, and the error left.
+
+    The error is the largest difference, as a share of ``largest``, by default the total's and the terms' largest value.
+    """
+    largest = largest or max(float(tensor.abs().max()) for tensor in (total, *terms)) or 1.0
+    if by_channel:
+        basis, aim = torch.stack(list(terms), dim=-1).transpose(0, 1), total.T[..., None]  # [channels, tokens, terms]
+    else:
+        basis, aim = torch.stack([t.flatten() for t in terms], dim=-1)[None], total.flatten()[None, :, None]
+    solution = torch.linalg.lstsq(basis / largest, aim / largest, driver="gelsd").solution  # [1 or channels, terms, 1]
+    factors = list(solution[..., 0].unbind(-1))
+    rest = total - sum((f * t for f, t in zip(factors, terms, strict=True)), torch.zeros_like(total))
+    error = float(rest.abs().max()) / largest
+    return factors, error if math.isfinite(error) else math.inf
 
 
 def _path(structure: Structure, state: int) -> str:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import cast
 
 from lamina.core.json_types import Json
+from lamina.core.yaml_files import read_mapping
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
-from lamina.jobs.files import noted, read_json, read_result, read_yaml, write_json
+from lamina.jobs.files import noted, read_json, read_result, write_json
 from lamina.jobs.manifest import MODEL, refuse_damaged
 from lamina.jobs.names import CONFIG, PLAN
 from lamina.jobs.run_folder import RunFolder
@@ -228,7 +229,7 @@ def stored_settings(
         if path.is_file() and not settings:
             raise UserError(f"{str(path)!r}: cut short, it should end with {last!r} (allowed: the file as it was)")
         return settings or None
-    stored = read_yaml(path)
+    stored = read_mapping(path)
     for name, value in settings.items():
         if name not in free and name in stored and stored[name] != value:
             raise UserError(

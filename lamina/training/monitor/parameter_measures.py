@@ -14,7 +14,6 @@ from typing import TypeAlias, cast
 import torch
 from torch import nn
 from torch.distributed import get_world_size, is_initialized
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback
 from transformers import TrainerControl as Control
@@ -26,6 +25,7 @@ from lamina.modeling.parts import body_of, sublayers
 from lamina.modeling.wiring_lamina import SCALES, LaminaNorm
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Structure, effective_gain
+from lamina.training.checkpointing.sharding import reshard
 from lamina.training.monitor.writers import Row
 
 Owner: TypeAlias = tuple[int, str, str]
@@ -296,9 +296,7 @@ class UpdateRatios(TrainerCallback):
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:
     """Mean and largest magnitude of every norm's gain of a Lamina model, and of every learned scale."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward pass alone leaves the root's parameters gathered
+    reshard(model)
     base = body_of(model, "layer monitor")
     roles = ("pre_norm", "out_norm", "post_norm", *SCALES, "gate")
     parts = [(index, name, role, getattr(res, role)) for index, name, res in sublayers(base) for role in roles]

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lamina.core.json_types import Json
-from lamina.jobs.files import disk_full, write_json, write_lines, writing
+from lamina.jobs.files import disk_full, write_json, write_lines, write_parquet
 from lamina.jobs.names import ABOUT, NOTES
 from lamina.jobs.run_folder import parse_lines
 from lamina.probes.engine.context import Context
@@ -156,10 +156,8 @@ class ScheduledProbes(TrainerCallback):
 def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
     """Write one step's rows under a temporary name, then move them into place."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"part-{step:08d}.parquet"
     rows = frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]]
-    with writing(path) as temporary:
-        rows.to_parquet(temporary.absolute(), index=False)
+    write_parquet(folder / f"part-{step:08d}.parquet", rows)
 
 
 def forget(folder: Path, *, after: int) -> None:

@@ -29,6 +29,7 @@ from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.hooks import Kwargs, Output, forward, undisturbed
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
+from lamina.training.checkpointing.sharding import reshard
 from lamina.training.monitor.parameter_measures import (
     Gain,
     GradientNorms,
@@ -141,9 +142,7 @@ def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Fo
                     followed.notes[:] = [note.replace(flag, setting) for note in followed.notes]
                 return followed
         finally:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # a forward pass alone leaves the root's parameters gathered
+            reshard(model)
     note = f"{type(model).__name__} could not be run on a part of its own batch ({problem})"
     return Followed(structure=None, notes=[f"layers: {note}, so only totals are recorded"])
 
