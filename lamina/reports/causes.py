@@ -292,21 +292,21 @@ def _kind(alarm: Alarm) -> str:
 
 
 def signature(signs: Signs) -> dict[str, str]:
-    """Return the signs of a run's first alarm: what says its place, when, with what, and what loss and rate did.
+    """Return the signs of a run's first alarm: what left, where, when, with what, and what loss and rate did.
 
     Raises ValueError without an alarm.
     """
-    if (first := signs.first) is None or (place := signs.place) is None:
+    if (first := signs.first) is None:
         raise ValueError("no alarm")
     with_it = [alarm for alarm in signs.alarms if first.step <= alarm.step <= first.step + STEPS]
     at_once = {alarm.layer for alarm in with_it if alarm.step <= first.step + START}
     inside = {layer for layer in at_once if layer >= 0}
     rates = [signs.rates[at] for at in sorted(signs.rates) if at <= first.step]
     return {
-        "first": _kind(place),
+        "first": _kind(first),
         "telling": next((rule for rule in TELLING if any(alarm.rule == rule for alarm in with_it)), "none"),
-        "where": "inside" if place.layer >= 0 else place.role,
-        "sublayer": place.sublayer,
+        "where": "inside" if first.layer >= 0 else first.role,
+        "sublayer": first.sublayer,
         "when": "start" if first.step <= START else "later",
         "layers": "none" if not inside else "one" if len(inside) == 1 else "several",
         "loss": _loss_around(signs.losses, first.step),
