@@ -138,6 +138,7 @@ def test_texts_stay_as_they_are(row, prompt):
         ({"body": "x"}, "no known fields"),
         ({"instruction": "q"}, "no known fields .*the row has: instruction"),
         ({"instruction": "q", "output": " "}, "the field 'output' is empty"),
+        ({"instruction": " ", "output": "a"}, "'instruction' is empty"),
         ({"instruction": 3, "output": "a"}, "the field 'instruction' must be a text"),
         ({"text": 3}, "the field 'text' must be a text"),
         ({"text": ""}, "the field 'text' is empty"),
@@ -240,11 +241,6 @@ def test_fields_that_are_not_used_may_hold_anything():
     assert prompt_of({"prompt": "p", "completion": 4, "messages": "[]"}) == "p"
     pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
     assert preference_of({**pair, "completion": 3}) == pair
-
-
-def test_an_empty_instruction_is_no_prompt():
-    with pytest.raises(ValueError, match="'instruction' is empty"):
-        example_of({"instruction": " ", "output": "a"})
 
 
 def test_rows_of_several_forms_have_their_own_fields(tmp_path):
