@@ -42,6 +42,14 @@ def test_results_without_the_entropy_are_ranked_as_before():
     assert not any("bigram" in sentence for sentence in sentences(summarize(older)))
 
 
+def test_who_is_not_past_it_is_said():
+    nobody = sentences(summarize(results(keel=2.6, pre_ln=2.7)))
+    assert nobody[0].startswith("None of 2 placements has beaten a bigram table")
+    assert "note: Not ranked, since a bigram table of the text that was read does as well: pre_ln, keel." in ranking(
+        MIXED
+    )
+
+
 def test_the_page_draws_the_line_beside_the_unigrams(tmp_path, monkeypatch):
     folder = write_study(tmp_path / "study", num_layers=4, steps=20, logged=3, failed=False)
     table = pd.read_csv(folder / "results.csv")

@@ -12,7 +12,7 @@ from lamina.errors import UserError
 from lamina.reports import figures, report
 from lamina.reports.records import read_study
 from lamina.reports.screenshot import screenshot
-from lamina.reports.style import Shown
+from lamina.reports.style import Shown, colors
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,17 @@ def test_a_study_of_short_runs_shows_where_each_one_ended(tmp_path):
     assert "ran too short to tell" in page
     assert 'class="chip short"' in page
     assert not re.search(r"nothing to rank|is stuck:|are stuck|has the lowest|even than", page)
+
+
+def test_several_rates_give_u_curves_and_short_runs_are_their_points(tmp_path):
+    folder = write_study(tmp_path / "study", courses=SHORT, rates=(1e-3, 3e-3), num_layers=4, logged=3, failed=False)
+    study = read_study(folder)
+    drawn = figures.u_curves(study.results, colors(SHORT), list(SHORT))
+    low, high = drawn.layout.yaxis.range
+    points = [y for trace in drawn.data for y in trace.y if y is not None]
+    assert set(study.results.eval_loss) <= set(points)
+    assert all(low < y < high for y in points)
+    assert "at its best learning rate" in readable(report(folder).read_text(encoding="utf-8"))
 
 
 def test_a_run_ends_with_its_page(tmp_path):

@@ -106,3 +106,11 @@ def test_a_torn_part_is_left_out_and_notes_are_shown(run):
     assert html.count("head</p>") == 1
     assert '"step 10"' not in html
     assert '"step 20"' in html
+
+
+def test_each_of_several_norms_is_a_quantity_and_heads_are_one():
+    rows = [(0, layer, "attention", "inner norm", index, 1.0) for layer in (0, 1) for index in (0, 1)]
+    frame = pd.DataFrame(rows, columns=["step", "layer", "sublayer", "role", "index", "value"]).assign(metric="gain")
+    norms = quantities("gains", frame.assign(path="some.module"))
+    assert [q.label for q in norms] == ["gain (attention, inner norm)", "gain (attention, inner norm 2)"]
+    assert len(quantities("attention", frame)) == 1

@@ -90,6 +90,7 @@ SAID = {
     "a gap within the spread": (
         seeds([2.5, 2.6, 2.7], [2.5, 2.6, 2.7]), {}, ["within the seeds' spread (0.141, 3 seeds)"], None,
     ),
+    "a gap beyond the spread": (seeds([2.5, 2.51], [2.6, 2.61]), {}, ["times the seeds' spread (2 seeds)"], None),
     "nothing finished": (
         results(("a", 1, 0, "diverged", math.nan), ("b", 1, 0, "stuck", 3.3)),
         {},

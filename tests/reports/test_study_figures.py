@@ -10,7 +10,7 @@ from lamina.papers.pages import matplotlib_figures, plotly_figures, study_figure
 from lamina.papers.pages.drawing import Request
 from lamina.papers.pages.folder import arms, read_folder
 from lamina.papers.pages.page import _figures
-from lamina.papers.pages.study_figures import KINDS, drawings, sweep
+from lamina.papers.pages.study_figures import KINDS, _parts, _rows, drawings, sweep
 from lamina.papers.study_catalog import names, read_study
 from lamina.reports.style import look
 
@@ -48,6 +48,21 @@ def test_a_sweep_shows_every_rates_mean_and_marks_where_no_seed_trained(tmp_path
     assert [ended for _, ended in lines["post_ln"].lost] == ["3 stuck", "3 stuck"]
     assert sweep.x.log
     assert {name: line.look for name, line in lines.items()} == {name: look(name) for name in PLACEMENTS}
+
+
+def test_the_parts_of_a_layer_are_panels_and_what_is_outside_is_left_out(tmp_path):
+    rows = [
+        {"key": key, "metric": "gain", "layer": layer, "sublayer": sub, "role": "pre_norm", "value": value}
+        for key in pd.read_csv(write_claims_study(tmp_path / "study") / "results.csv")["key"]
+        for layer, sub, value in ((0, "attention", 1.0), (0, "feed_forward", 3.0), (-1, "model", 100.0))
+    ]
+    table = _rows(pd.DataFrame(rows), "gain", {})
+    table = table[table["layer"] >= 0]
+    assert {name: part["value"].mean() for name, part in _parts(table, "layer")} == {
+        "attention": 1.0,
+        "feed-forward": 3.0,
+    }
+    assert [name for name, _ in _parts(table[table["sublayer"] == "attention"], "layer")] == [""]
 
 
 def test_the_axes_decide_the_figures(tmp_path):
