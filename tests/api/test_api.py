@@ -17,6 +17,7 @@ import lamina
 from lamina.api.job_functions import as_settings
 from lamina.api.results import Comparison, Diagnosis, RunResult, StudyOutcome
 from lamina.cli import COMMANDS
+from lamina.core.progress import ProgressLines
 from lamina.errors import TrialsFailed, UserError
 from lamina.jobs.catalog import JOBS
 from lamina.jobs.environment import environment
@@ -197,6 +198,25 @@ def test_results_are_shown_as_html_with_the_text_escaped(tmp_path):
     told = Diagnosis(sentences=["<it> left"], page=tmp_path / "diagnosis.html")
     assert "&lt;it&gt;" in told._repr_html_()
     assert told.report() == tmp_path / "diagnosis.html"
+
+
+def test_the_time_left_is_that_of_the_latest_steps(capsys, monkeypatch):
+    """The first steps are slow: they compile, fill caches, start processes."""
+    now = [0.0]
+    monkeypatch.setattr("lamina.core.progress.time.monotonic", lambda: now[0])
+    lines = ProgressLines(100, every=0.0)
+    for step in range(1, 100):
+        now[0] += 60.0 if step == 1 else 1.0
+        lines.see(step)
+    told = capsys.readouterr().err.splitlines()
+    assert "left" not in told[0]
+    assert told[2].endswith("1 min 37 s left")
+    assert told[49].endswith("50 s left")
+    slow = ProgressLines(100, every=0.0)
+    for step in range(1, 81):
+        now[0] += 1.0 if step <= 20 else 10.0
+        slow.see(step)
+    assert capsys.readouterr().err.splitlines()[-1].endswith("3 min 20 s left"), "twenty steps at the latest pace"
 
 
 def test_the_examples_in_the_docstrings_are_true():

@@ -11,7 +11,7 @@ import lamina
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import make_context, probe, run
 from lamina.probes.engine.probe_settings import ProbeSettings
-from lamina.probes.engine.statistics import TokenStates
+from lamina.probes.engine.statistics import TokenStates, as_tokens
 from lamina.probes.hidden_states import HiddenStates, moments, r_squared
 
 
@@ -189,6 +189,19 @@ def test_what_is_not_finite_is_said():
     for metric in ("variance", "abs_max", "median"):
         assert math.isnan(value(frame, metric, layer=0, role="state")), metric
     assert "not finite" in next(HiddenStates().sentences(frame))
+
+
+def test_a_norm_of_heads_counts_each_head_of_a_token():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    inputs = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "attention_mask": mask}
+    behind = as_tokens(torch.randn(2, 3, 4, 8), inputs)
+    before = as_tokens(torch.randn(2, 4, 3, 8), inputs)
+    assert behind.x.shape == before.x.shape == (2, 12, 8)
+    assert behind.valid is not None
+    assert before.valid is not None
+    assert behind.valid[0].tolist() == [True] * 8 + [False] * 4
+    assert before.valid[0].tolist() == [True, True, False] * 4
+    assert as_tokens(torch.randn(6, 8), inputs).x.shape == (2, 3, 8)
 
 
 def test_growth_tells_a_line_from_an_exponential():

@@ -1,5 +1,6 @@
 """Which trials a plan asks for, from results that are made up."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from studies.study_files import write_study
 
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
-from lamina.papers.engine.describe_study import description
+from lamina.papers.engine.describe_study import description, dry_run_text
 from lamina.papers.engine.plan import Best, StudyPlan, _rank, best_rate
 from lamina.papers.engine.settings import StudySettings
 from lamina.papers.engine.study_run import _refuse_edited, make_plan, results_table, run_study
@@ -276,6 +277,21 @@ def test_data_of_a_stage_that_is_missing_is_found_before_anything_is_trained(tmp
     file = write_study(tmp_path, corpus=corpus, then={"later": stage})
     with pytest.raises(UserError, match=message):
         make_plan(read_study(file), StudySettings(study=str(file)))
+
+
+def test_a_dry_run_lists_arms_by_their_labels_and_says_the_minutes_here(tmp_path, corpus):
+    arms = {
+        "slow": {"placement": "pre_ln", "learning_rate": 1e-3},
+        "fast": {"placement": "pre_ln", "learning_rate": 0.1},
+    }
+    file = write_study(tmp_path, corpus=corpus, axes={"arm": arms, "num_layers": [2, 3], "seed": 2}, claims="")
+    text = dry_run_text(StudySettings(study=str(file), workers=2))
+    for arm in ("slow, num_layers=2", "fast, num_layers=3"):
+        (line,) = (line for line in text.splitlines() if line.startswith(arm))
+        assert line.split()[2] == "2", "trials of the arm"
+    assert re.search(
+        r"On this machine about [\d,.]+(e-\d+)? minutes with 2 workers: two steps of fast, 2, seed 0 timed", text
+    )
 
 
 def test_a_store_that_is_a_file_leaves_nothing_in_the_output(tmp_path, corpus):
