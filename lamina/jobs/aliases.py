@@ -28,10 +28,11 @@ gradient_checkpointing: activation_checkpointing
 # By our name, the names that do not mean quite the same: the setting is suggested.
 NEAR = _table("""
 steps: num_train_epochs; batch_size: per_device_train_batch_size micro_batch_size; precision: bf16 fp16 torch_dtype;
-compile: torch_compile torch_compile_backend torch_compile_mode; device: use_cpu no_cuda; seed: data_seed; data: corpus;
-parallel: fsdp fsdp_config deepspeed parallelism_config; backbone: model model_name_or_path;
+compile: torch_compile torch_compile_backend torch_compile_mode; device: use_cpu no_cuda; seed: data_seed;
+data: corpus dataset_name; parallel: fsdp fsdp_config deepspeed parallelism_config; backbone: model model_name_or_path;
 trainer: optim lr_scheduler_type per_device_eval_batch_size dataloader_num_workers; resume: resume_from_checkpoint;
-loss_on: completion_only_loss assistant_only_loss; overwrite: overwrite_output_dir
+loss_on: completion_only_loss assistant_only_loss; lora_rank: use_peft; weights: load_in_4bit load_in_8bit;
+overwrite: overwrite_output_dir
 """)
 
 

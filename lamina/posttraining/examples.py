@@ -249,8 +249,12 @@ def preference_of(row: Fields) -> Json:
     if not ("chosen" in named and "rejected" in named):
         raise _no_form(row, "chosen and rejected, with or without a prompt")
     if isinstance(named["chosen"], str) and isinstance(named["rejected"], str):
-        if "prompt" not in named:
-            raise ValueError("no field 'prompt' beside 'chosen' and 'rejected' (needed if they are texts)")
+        if "prompt" not in named:  # TRL's implicit prompt: what both begin with, without its last space
+            better, worse = named["chosen"], named["rejected"]
+            pairs = enumerate(zip(better, worse, strict=False))
+            shared = next((at for at, (one, other) in pairs if one != other), None)
+            prompt = better[: min(len(better), len(worse)) - 1] if shared is None else better[:shared].removesuffix(" ")
+            named = {"prompt": prompt, "chosen": better[len(prompt) :], "rejected": worse[len(prompt) :]}
         return {"prompt": prompt_of(named), "chosen": named["chosen"], "rejected": named["rejected"]}
     chosen, rejected = (_up_to("assistant", as_turns(named[name], "assistant")) for name in ("chosen", "rejected"))
     if rejected[:-1] != chosen[:-1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -17,6 +17,8 @@ from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
+from lamina.jobs.aliases import meaning
+from lamina.training.arguments import OPTIONS
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.writers import StepSeries
@@ -27,7 +29,7 @@ T = TypeVar("T")
 # Of TRL's arguments: what Lamina has flags for, makes itself, or could not resume to the byte.
 _DECIDED = re.compile(
     r"(model_init|trust_remote|chat_template|dataset|shuffle|packing|eval_packing|precompute|sync_ref|ref_model)\w*|"
-    r"(reward|log|num_generations|num_iterations|generation_batch|steps_per)\w*|(eos|pad)_token|truncation_mode|"
+    r"(reward|log|num_generations|num_iterations|generation_batch|steps_per)\w*|pad_token|truncation_mode|"
     r"max_(completion_)?length|padding_free|(completion|assistant)_only_loss|temperature|beta"
 )
 _Trainer = Trainer if TYPE_CHECKING else object
@@ -42,12 +44,19 @@ def trl(name: str) -> Passed:
     return getattr(library, name)
 
 
-def check_trl(options: Json, theirs: str) -> None:
-    """Raise UserError for an option that the configuration of TRL's trainer does not have, or that Lamina decides."""
+def check_trl(options: Json, theirs: str, offered: Collection[str]) -> None:
+    """Raise UserError for an option that the configuration of TRL's trainer does not have, or that Lamina decides.
+
+    ``offered``: the job's own settings.
+    """
     kind, own = trl(f"{theirs}Config"), {entry.name for entry in fields(TrainingArguments)}
     free = {name for entry in fields(kind) if not _DECIDED.fullmatch(name := entry.name)} - own
     for name in options:
+        flag = name if name in offered else meaning(name, offered, near=True)
         if name in own or _DECIDED.fullmatch(name):
+            if flag is not None or name in OPTIONS:
+                flag = f"trainer.{name}" if flag in (None, "trainer") else flag.replace("_", "-")
+                raise UserError(f"trl.{name}: set by --{flag} (allowed: that flag)")
             raise UserError(f"trl.{name}: Lamina decides it (allowed: {', '.join(sorted(free))})")
         if name not in free:
             raise unknown("trl argument", name, free)

@@ -345,7 +345,7 @@ class TuningStage(TrainingStage[S]):
         if settings.push_to_hub is not None:
             processes.by_first(lambda: check_repository(str(settings.push_to_hub)))
         check_arguments(settings.trainer, settings.schedule, type(settings))
-        check_trl(settings.trl, self.theirs)
+        check_trl(settings.trl, self.theirs, settings.names())
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         processes.first_per_host(self.read_examples)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from datasets import Dataset
+from trl import data_utils
 
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
@@ -176,6 +177,12 @@ def test_turns_may_begin_with_the_assistant(tokenizer, name):
 def test_an_answer_alone_asks_nothing():
     with pytest.raises(ValueError, match="no turn of the user's"):
         prompt_of({"chosen": [assistant("a")], "rejected": [assistant("b")]})
+
+
+@pytest.mark.parametrize("answers", [(" blue.", " green."), ("blue", "black"), (" blue", " blue and green"), ("", "x")])
+def test_preferences_of_texts_share_their_beginning_as_trl_finds_it(answers):
+    row = {name: f"The sky is{text}" for name, text in zip(("chosen", "rejected"), answers, strict=True)}
+    assert preference_of(row) == data_utils.extract_prompt(row)
 
 
 def test_preferences_of_whole_conversations_share_their_beginning():

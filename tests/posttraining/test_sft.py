@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from posttraining.tiny import same_weights, sorting, write_model, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import lamina
 from lamina.cli import main
@@ -198,8 +198,12 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"lora_rank": 2, "lora_targets": "q_proj,vproj"}, "lora_targets 'vproj'; did you mean 'v_proj'"),
         ({"preset": "limo"}, "preset 'limo'; did you mean 'lima'"),
         ({"trl": {"los_type": "dft"}}, "unknown trl argument 'los_type'; did you mean 'loss_type'"),
-        ({"trl": {"max_length": 9}}, "trl.max_length: Lamina decides it (allowed: "),
-        ({"trl": {"learning_rate": 9}}, "trl.learning_rate: Lamina decides it (allowed: "),
+        ({"trl": {"max_length": 9}}, "trl.max_length: set by --sequence-length (allowed: that flag)"),
+        ({"trl": {"learning_rate": 9}}, "trl.learning_rate: set by --learning-rate (allowed: that flag)"),
+        ({"trl": {"assistant_only_loss": True}}, "trl.assistant_only_loss: set by --loss-on (allowed: that flag)"),
+        ({"trl": {"neftune_noise_alpha": 5}}, "set by --trainer.neftune_noise_alpha (allowed: that flag)"),
+        ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: Lamina decides it (allowed: "),
+        ({"trl": {"eos_token": "<|im_end|>"}}, "trl.eos_token: '<|im_end|>' is no token of the tokenizer"),
     ],
 )
 def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
@@ -208,6 +212,13 @@ def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_base_model_can_end_its_turns_by_another_token(tuned, tmp_path):
+    """As TRL's own script has Qwen's base model end them, by the token that its template ends a turn with."""
+    folder, _ = tuned("ends", steps=1, trl={"eos_token": "!"})
+    assert AutoTokenizer.from_pretrained(folder / "model").eos_token == "!"
+    assert GenerationConfig.from_pretrained(folder / "model").eos_token_id == ord("!")
 
 
 def test_an_argument_of_trl_s_own_reaches_its_trainer(tuned):
