@@ -8,17 +8,15 @@ from contextlib import contextmanager
 
 import pandas as pd
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.core.frames import Frame
 from lamina.errors import UserError
-from lamina.modeling.parts import temporary_hooks
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart, heat_map
 from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running
-from lamina.probes.structure.hooks import Args, Kwargs, Output, eager_attention
+from lamina.probes.structure.hooks import Args, Kwargs, Output, eager_attention, layers_running
 from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("entropy", "entropy_share", "first_token_share")
@@ -208,18 +206,6 @@ def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tup
 @contextmanager
 def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
     """Call ``see(layer, input, output)`` for each softmax over the last axis within a layer, of one forward pass."""
-    sites: dict[nn.Module, list[int]] = {}
-    for site in layers:
-        sites.setdefault(site.module, []).append(site.index)
-    calls = dict.fromkeys(sites, 0)
-    inside: list[int] = []
-
-    def enter(module: nn.Module, args: Args) -> None:
-        inside.append(sites[module][calls[module] % len(sites[module])])
-        calls[module] += 1
-
-    def leave(module: nn.Module, args: Args, output: Output) -> None:
-        inside.pop()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
@@ -233,9 +219,7 @@ def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, tor
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention in one kernel has no softmax to see
     try:
-        with temporary_hooks() as hooks, Watch():
-            hooks += [module.register_forward_pre_hook(enter) for module in sites]
-            hooks += [module.register_forward_hook(leave) for module in sites]
+        with layers_running(layers) as inside, Watch():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

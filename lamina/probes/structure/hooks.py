@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lamina.modeling.parts import temporary_hooks, uncompiled
-from lamina.probes.structure.sites import Point, Structure
+from lamina.probes.structure.sites import LayerSite, Point, Structure
 
 Output: TypeAlias = Any  # of a module: a tensor, a tuple, a list or a ModelOutput
 Args: TypeAlias = tuple[Any, ...]
@@ -135,6 +135,29 @@ def intercept(
             hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.append(module.register_forward_hook(after))
         yield
+
+
+@contextmanager
+def layers_running(layers: Sequence[LayerSite]) -> Iterator[list[int]]:
+    """Yield the indices of the layers whose calls are under way, the innermost last."""
+    sites: dict[nn.Module, list[int]] = {}
+    for site in layers:
+        sites.setdefault(site.module, []).append(site.index)
+    calls: Counter[nn.Module] = Counter()
+    inside: list[int] = []
+
+    def enter(module: nn.Module, args: Args) -> None:
+        inside.append(sites[module][calls[module] % len(sites[module])])
+        calls[module] += 1
+
+    def leave(module: nn.Module, args: Args, output: Output) -> None:
+        if inside:
+            inside.pop()
+
+    with temporary_hooks() as hooks:
+        hooks += [module.register_forward_pre_hook(enter) for module in sites]
+        hooks += [module.register_forward_hook(leave) for module in sites]
+        yield inside
 
 
 def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Output:

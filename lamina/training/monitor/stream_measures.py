@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lamina.modeling.parts import body_of, sublayers, temporary_hooks, uncompiled
-from lamina.probes.structure.hooks import Args, Kwargs, Output, watch
+from lamina.modeling.parts import body_of, sublayers, uncompiled
+from lamina.probes.structure.hooks import Args, Kwargs, Output, layers_running, watch
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.monitor.writers import Row
 
@@ -251,19 +251,6 @@ def _operations(
     see_choice: Callable[[int, torch.Tensor, int], None],
 ) -> Iterator[None]:
     """Watch softmaxes over keys, fused attention and the choice of experts in each layer, as operations."""
-    inside: list[int] = []
-    calls: Counter[nn.Module] = Counter()
-    sites: dict[nn.Module, list[int]] = {}
-    for site in structure.layers:
-        sites.setdefault(site.module, []).append(site.index)
-
-    def enter(module: nn.Module, args: object) -> None:
-        inside.append(sites[module][calls[module] % len(sites[module])])
-        calls[module] += 1
-
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        if inside:
-            inside.pop()
 
     class Watch(TorchFunctionMode):
         def __torch_function__(
@@ -282,9 +269,7 @@ def _operations(
                 see_choice(inside[-1], output[1], args[0].shape[-1])
             return output
 
-    with temporary_hooks() as hooks, Watch():
-        hooks += [module.register_forward_pre_hook(enter) for module in sites]
-        hooks += [module.register_forward_hook(leave) for module in sites]
+    with layers_running(structure.layers) as inside, Watch():
         yield
 
 
