@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks.manager import TaskDict
 
-T, A = TypeVar("T"), TypeVar("A")
+T = TypeVar("T")
+A = TypeVar("A")
 FEWSHOT_SEED = 1234  # the harness's; ours is added to it
 WRITES = "generate_until"  # the output of a task whose answers are written
 BOOTSTRAPS = 1000  # of the standard errors that have no formula (a perplexity's)

@@ -572,7 +572,8 @@ class LaminaForMaskedLM(LaminaWithHead):
     _tied_weights_keys = {"decoder.weight": "model.backbone.embeddings.tok_embeddings.weight"}
 
     def __init__(self, config: LaminaConfig):
-        from transformers.models.modernbert.modeling_modernbert import ModernBertConfig, ModernBertPredictionHead
+        from transformers import ModernBertConfig
+        from transformers.models.modernbert.modeling_modernbert import ModernBertPredictionHead
 
         super().__init__(config)
         text_config = backbone_of(config)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -71,16 +71,16 @@ class CheckpointedTrainer(_Trainer):
         """Create Trainer's optimizer, of the parts of a model that an evaluation before training left gathered."""
         sharding.reshard(saving.bare(self))
         optimizer = super().create_optimizer(model)
-        self._one_by_one()
+        self._one_by_one(optimizer)
         return optimizer
 
-    def _one_by_one(self) -> None:
+    def _one_by_one(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer update one weight at a time where they lie on several meshes of processes."""
-        for group in self.optimizer.param_groups if self.processes.tensor > 1 and self.optimizer else ():
+        for group in optimizer.param_groups if self.processes.tensor > 1 else ():
             group.update({name: False for name in ("foreach", "fused") if name in group})
 
     def training_step(
-        self, model: nn.Module, inputs: Json, num_items_in_batch: torch.Tensor | None = None
+        self, model: nn.Module, inputs: Json, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         if self.sharded:  # gradients are reduced once per step, not once per micro-batch
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
@@ -126,7 +126,7 @@ class CheckpointedTrainer(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             saving.read_optimizer(self, Path(checkpoint))
-            self._one_by_one()
+            self._one_by_one(cast(torch.optim.Optimizer, self.optimizer))
             saving.renew_random_state(self, self.processes, Path(checkpoint), int(self._resumed.get("step", 0)))
             saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
 

@@ -69,7 +69,7 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
 
 def _share_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Give each process its columns or rows of the linear layers, by transformers' plan for tensor parallelism."""
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # since transformers 5.22
 
     plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_plan="auto", tp_size=mesh.size()))
