@@ -79,10 +79,10 @@ def conversions_table() -> str:
     return "\n".join([*lines, *(f"| {', '.join(types)} | {row}" for row, types in rows.items())])
 
 
-def train_step_table() -> str:
-    """A row a model of the newest benchmark record, with where it was measured."""
-    record = json.loads((ROOT / "benchmarks/results/train_step.json").read_text(encoding="utf-8"))
-    rows = ["| model | tokens/s | speed against the peer | memory against the peer |", "|---|---|---|---|"]
+def train_step_table(name: str) -> str:
+    """A row a model of a record of benchmarks/train_step.py, with where it was measured."""
+    record = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+    rows = ["| model | tokens/s | speed against the first | memory against the first |", "|---|---|---|---|"]
     rows += [
         f"| {r['model']} | {r['tokens_per_second']:,} | {r['speed_ratio']:.2f} | {r['memory_ratio']:.2f} |"
         for r in record["results"]
@@ -91,7 +91,9 @@ def train_step_table() -> str:
     where = (
         f"d {s['hidden_size']}, {s['num_hidden_layers']} layers, vocabulary {s['vocab_size']:,}, "
         f"batch {s['batch_size']} × "
-        f"{s['sequence_length']}, fp32, eager, {s['threads']} threads; {machine['processor'] or machine['platform']}, "
+        f"{s['sequence_length']}, fp32, {'compiled' if s.get('compiled') else 'eager'}, {s['threads']} "
+        f"thread{'s' * (s['threads'] > 1)}, {s.get('clock', 'seconds on the wall')}; "
+        f"{machine['processor'] or machine['platform']}, "
         f"{machine['cores']} cores; torch {record['versions']['torch']}, "
         f"transformers {record['versions']['transformers']}; "
         f"{record['date']}, revision {record['revision']}."
@@ -316,7 +318,8 @@ def tables() -> dict[str, str]:
     found = {
         "wirings": wirings_table(),
         "placements": placements_table(),
-        "train_step": train_step_table(),
+        "train_step": train_step_table("train_step"),
+        "wirings-compiled": train_step_table("wirings-compiled"),
         "reliability": reliability_table(),
     }
     found |= {
