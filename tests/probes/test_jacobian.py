@@ -18,6 +18,8 @@ from tiny_contexts import (
 
 import lamina
 from lamina.probes.engine.jacobians import Wiring, block_factor, expected_sigmas, wirings_of
+from lamina.probes.engine.measure import make_context
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.jacobian import JacobianProbe
 from lamina.probes.structure.hooks import eager_attention
 
@@ -196,3 +198,11 @@ def test_a_model_in_16_bits_is_measured_in_float32_and_stays_in_16_bits():
         found, expected = (value(frame, "norm", "jacobian", layer) for frame in frames)
         assert found == pytest.approx(expected, rel=1e-3)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_images():
+    model = transformers_model("ViTForImageClassification", image_size=8, patch_size=4, num_channels=1)
+    context = make_context(model, ProbeSettings(), torch.randn(2, 1, 8, 8))
+    frame = measured(JacobianProbe(sequences=2), context)
+    assert value(frame, "norm", "jacobian", 0) > 0
+    assert not frame[frame.metric == "norm"].standard_error.isna().any()

@@ -345,3 +345,29 @@ def test_images_are_scored_by_ones_own_measure():
         whole = float(model(pixels).logits[0, 0])
         del model.base_model.layers[2]
         assert found[2, "remove"] == pytest.approx(whole - float(model(pixels).logits[0, 0]), abs=1e-6)
+
+
+def _frame(values, meanings=("remove",)):
+    rows = [(-1, 0, "", "loss", 3.0, 0.1)]
+    for meaning in meanings:
+        shift = 0.5 if meaning == "branch" else 0
+        rows += [(layer, 1, meaning, "loss_increase", v + shift, 0.001) for layer, v in enumerate(values)]
+    rows += [(layer, 1, "", "angular_distance", v / 10, 0.0) for layer, v in enumerate(values)]
+    return pd.DataFrame(rows, columns=["layer", "size", "meaning", "metric", "value", "standard_error"])
+
+
+def test_sentences_name_the_layers_that_could_go():
+    said = list(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3])))
+    assert said[0] == "Dropping layer 3 harms least (loss increase 0.01 nats), dropping layer 0 most (2 nats)."
+    assert "Layers that could be dropped, one at a time: 2-3" in said[1]
+    assert "drop layer 3 first, the measured harm the same" in said[2]
+    assert "correlation of 1.00" in said[2]
+    equal = next(LayerDrop().sentences(_frame([0.3] * 4)))
+    assert equal == "Dropping any one layer does equal harm (loss increase 0.3 nats)."
+    both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
+    assert "its branches set to zero, its norms kept" in both
+    assert "No layer could be dropped unnoticed" in both
+    frame = _frame([2.0, 0.4, 0.02, 0.01])
+    assert "layers 3 to 4" in next(LayerDrop().sentences(frame.assign(size=2)))
+    # of one sequence the error is unknown, and excuses no layer
+    assert "one at a time: 2-3" in list(LayerDrop().sentences(frame.assign(standard_error=np.inf)))[1]
