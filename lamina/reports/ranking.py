@@ -38,9 +38,16 @@ def summarize(results: Frame) -> Frame:
     rows = []
     for _, group in complete(results).groupby("placement", sort=False):
         rates = [_at_rate(trials) for _, trials in group.groupby("learning_rate", dropna=False)]
-        best = min(rates, key=_order_of_rates)
+        best = min(
+            rates,
+            key=lambda row: (
+                -row["finished"] / row["seeds"],
+                0 if row["finished"] else severity(row["status"]),
+                _loss(row),
+            ),
+        )
         rows.append({**best, "learning_rates": group["learning_rate"].nunique()})
-    rows.sort(key=_order_of_placements)
+    rows.sort(key=lambda row: (is_above_bigram(row) if row["finished"] else 2 + severity(row["status"]), _loss(row)))
     ranks = [rank if is_ranked(row) else math.nan for rank, row in enumerate(rows, start=1)]
     return pd.DataFrame([{"rank": rank, **row} for rank, row in zip(ranks, rows, strict=True)])
 
@@ -89,14 +96,6 @@ def _status_text(statuses: Frame) -> str:
 
 def _loss(row: Json) -> float:
     return row["eval_loss"] if math.isfinite(row["eval_loss"]) else math.inf
-
-
-def _order_of_rates(row: Json) -> tuple[float, ...]:
-    return (-row["finished"] / row["seeds"], severity(row["status"]) if not row["finished"] else 0, _loss(row))
-
-
-def _order_of_placements(row: Json) -> tuple[float, ...]:
-    return (is_above_bigram(row) if row["finished"] else 2 + severity(row["status"]), _loss(row))
 
 
 def notices(
