@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
-from lamina.errors import UserError, one_line, out_of_memory
+from lamina.errors import UserError, mark_reported, one_line, out_of_memory
 from lamina.evaluation.containment import contained, template_error
 from lamina.jobs.files import disk_full
 from lamina.modeling.processes import ALONE, Processes
@@ -120,7 +120,10 @@ class Runner:
                 if isinstance(error, UserError) or disk_full(error) or out_of_memory(error):
                     raise
                 names = ", ".join([*built.get("groups", {}), *built["tasks"]][:3])
-                raise UserError(f"tasks: {names}: {self._reason(error)}") from error
+                refused = UserError(f"tasks: {names}: {self._reason(error)}")
+                if not self.processes.first:
+                    mark_reported(refused)  # all fail alike, and the first says it
+                raise refused from error
         cut = sum(self.processes.everyones(sum("exceeds model's maximum length" in text for text in warnings)))
         notes = [f"{cut} questions are longer than the model's context: their beginnings were cut"] if cut else []
         zero = sorted(str(name) for name, shots in results.get("n-shot", {}).items() if shots == 0)

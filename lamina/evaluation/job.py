@@ -192,7 +192,8 @@ class Evaluation:
         return self._write(Status.FINISHED, "")
 
     def _evaluate(self, candidate: Candidate, todo: list[str], position: str) -> None:
-        model, tokenizer = load_candidate(candidate.path, self.settings, self.device)
+        load = partial(load_candidate, candidate.path, self.settings, self.device)
+        model, tokenizer = self.processes.together(load)
         for unit in todo:
             state = self._state(candidate, unit)
             if self.bar:
