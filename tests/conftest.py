@@ -9,8 +9,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from transformers import LlamaConfig
 
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")  # the same cases on every machine, however slow
 torch.set_num_threads(1)  # the models are so small that threads cost more than they bring
 with torch.device("meta"):  # torch lists the functions that obey a device once: before they are replaced below
     torch.empty(0)

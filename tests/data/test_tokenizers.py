@@ -32,7 +32,7 @@ def test_the_byte_tokenizer_has_the_bytes_as_ids_and_the_end_of_text_at_256():
     assert BYTES.encode("a<|endoftext|>b") == [97, 256, 98]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text())
 def test_any_text_survives_the_byte_tokenizer(text):
     ids = ENCODERS[1].encode([text])[0].tolist()
@@ -40,7 +40,7 @@ def test_any_text_survives_the_byte_tokenizer(text):
     assert BYTES.decode(ids) == text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text() | st.just("a <|endoftext|> b"), max_size=4))
 def test_the_short_cut_for_bytes_equals_the_tokenizer_itself(texts):
     fast, slow = (encoder.encode(texts) for encoder in ENCODERS)
