@@ -43,7 +43,8 @@ class Scaled(MonitoredTrainer, Base):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         self.accelerator = SimpleNamespace(scaler=scaler, optimizer_step_was_skipped=False, unwrap_model=lambda m: m)
         self.state, self.args = SimpleNamespace(global_step=0), SimpleNamespace(logging_steps=1)
-        self.gradient_norms, self.series = Norms(self.model), StepSeries(Processes())
+        self.processes = Processes()
+        self.gradient_norms, self.series = Norms(self.model), StepSeries(self.processes)
 
     def step(self, x):
         scaler = self.accelerator.scaler
