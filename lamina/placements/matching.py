@@ -13,6 +13,7 @@ from lamina.errors import UserError
 from lamina.placements.plan import SUBLAYERS, Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import get, names
 from lamina.placements.resolution import resolve
+from lamina.placements.wirings import WIRINGS
 
 Facts: TypeAlias = Mapping[str, object]  # of a layer: "attention.pre_norm" -> "norm"; of the ends: "final_norm" -> ...
 _UNMEASURED = ("weight_gain", "gate_gain", "gate_temperature")  # of the weights: no part of what is computed
@@ -59,6 +60,9 @@ def layer_facts(layer: Layer) -> dict[str, object]:
         sublayer: Sublayer = getattr(layer, part)
         for entry in fields(sublayer):
             value = getattr(sublayer, entry.name)
+            if entry.name == "read" and value == "block_input":
+                found["order"] = PARALLEL
+                continue
             if (learned := getattr(sublayer, f"{entry.name}_learned", "no")) != "no":
                 value = learned_fact(learned)
             if entry.name not in _UNMEASURED and not entry.name.endswith("_learned"):
@@ -102,7 +106,7 @@ def match(layers: Sequence[Facts], ends: Facts) -> Match:
 
 
 def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
-    """Every registered placement, then each with one option changed where that can help."""
+    """Every registered placement, then each with a wiring or one option changed where that can help."""
     for name in names():
         plan = _resolved(name, len(layers))
         if plan is None:
@@ -111,6 +115,10 @@ def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
         wrong = _wrong_fields(layers, plan)
         if not wrong:
             continue
+        for wiring in WIRINGS.names() if "order" in wrong else ():
+            wired = _resolved(name, len(layers), wiring=wiring)
+            if wired is not None and "order" not in _wrong_fields(layers, wired):
+                yield f"{name}(wiring={wiring})", wired
         for option in get(name).options:
             for value in _values(option.type, layers, scales=all("scale" in field for field in wrong)):
                 changed = _resolved(name, len(layers), **{option.name: value})

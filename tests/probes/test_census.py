@@ -58,6 +58,7 @@ def test_every_placement_is_found_again_without_its_name(placement):
         "keel(first_layer=keel)",
         "mix_ln(num_post_layers=5)",
         "pre_ln(qk_norm=head, v_norm=full)",
+        "peri_ln(wiring=parallel, qk_norm=head)",
         "granite(multiplier=0.22)",
         "post_ln(embedding_norm=true, embedding_scale=3.0)",
         "sandwich_ln(embedding_scale=sqrt_hidden_size, final_norm=false)",
@@ -95,7 +96,8 @@ FOREIGN = {
     "gpt2": "pre_ln",
     "glm4": "sandwich_ln",
     "granite": "granite(multiplier=0.25)",
-    "cohere": "side by side",
+    "cohere": "pre_ln(wiring=parallel)",
+    "gpt_neox": "pre_ln(wiring=parallel)",
     "beit": "layerscale(final_norm=false)",
     "modernbert": "attention.pre_norm in layer 0 is none",
 }
@@ -118,12 +120,15 @@ def test_families_of_transformers(family, expected):
         "bitnet": "subln",
         "doge": "doge(qk_norm=head)",
         "deepseek_v4": "not known: DeepseekV4DecoderLayer hands on 4 streams, not one",
+        "granitemoehybrid": "pre_ln",
+        "xlnet": "not known: model: the stream at transformer.layer.0 is [11, 3, 32] for 3 sequences of 11 tokens",
         "mamba": "pre_ln",
     }.items(),
 )
 def test_families_that_need_more_than_one_scale(family, expected, monkeypatch):
     monkeypatch.setitem(MORE, "minimax", {f"{kind}_alpha_factor": 3.5 for kind in ("full_attn", "linear_attn", "mlp")})
-    assert expected in lamina.placement_of(tiny_model(family)).verdict
+    verdict = lamina.placement_of(tiny_model(family)).verdict
+    assert verdict == expected or (" " in expected and expected in verdict)
 
 
 def test_a_latent_norm_is_no_norm_on_queries():

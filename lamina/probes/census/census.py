@@ -243,7 +243,7 @@ def _grouped(
             (
                 tuple(sorted((name, _alike(factor)) for name, factor in total.skip.items())),
                 tuple(
-                    (b.kind, tuple(sorted(b.norms.items())), _alike(b.scale), _alike(b.pre_scale))
+                    (b.kind, tuple(sorted(b.norms.items())), _alike(b.scale), _alike(b.pre_scale), b.beside)
                     for b in total.branches
                 ),
                 total.post_norm,
@@ -274,8 +274,7 @@ def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
     """Return a layer's sums in the fields of a plan."""
     found: dict[str, object] = {"order": SEQUENTIAL}
     terms = [(total, branch) for total in group.sums for branch in total.branches]
-    parallel = any(len(total.branches) > 1 for total in group.sums)
-    if parallel:
+    if len(terms) > 1 and (terms[0][0] is terms[-1][0] or terms[-1][1].beside):
         found["order"] = PARALLEL
     elif len(terms) > 1 and terms[0][1].kind == "feed_forward" and terms[1][1].kind != "feed_forward":
         found["order"] = "feed-forward, then attention"
@@ -409,7 +408,8 @@ def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     text = _text_config(model)
     sizes = {v for v in vars(text).values() if isinstance(v, int)} if text is not None else set()
     size = getattr(text, "vocab_size", None) or _FEW_TOKENS
-    most = getattr(text, "max_position_embeddings", None) or _LENGTHS[-1]
+    most = getattr(text, "max_position_embeddings", None) or -1
+    most = most if most > 0 else _LENGTHS[-1]  # XLNet's -1 is no limit
     length = next((n for n in _LENGTHS if n not in sizes and n <= most), min(_LENGTHS[0], most))
     low = 6 if size > 16 else 0
     generator = torch.Generator().manual_seed(0)

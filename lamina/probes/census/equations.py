@@ -54,6 +54,7 @@ class BranchTerm:
     """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms``: the norm's kind by position.
 
     ``pre_scale`` is None where what enters the module is no multiple of what the norm before it gives.
+    ``beside``: x is what the block got, not what its earlier sub-layers have added to it.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class BranchTerm:
     norms: Mapping[str, str]
     scale: Factor
     pre_scale: Factor | None
+    beside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,8 @@ class Sum:
             return f"no combination of the stream and {', '.join(b.kind for b in self.branches)} fits"
         terms = [f"{factor}{name}" for name, factor in self.skip.items()]
         for branch in self.branches:
-            inner = STREAM if "pre_norm" not in branch.norms else f"{branch.norms['pre_norm']}({STREAM})"
+            read = BLOCK_INPUT if branch.beside else STREAM
+            inner = read if "pre_norm" not in branch.norms else f"{branch.norms['pre_norm']}({read})"
             inner = f"{branch.pre_scale if branch.pre_scale is not None else '? '}{inner}"
             made = f"{branch.kind}({inner})"
             if "out_norm" in branch.norms:
@@ -235,9 +238,16 @@ class _Fit:
             path = (sublayer.modules[0] if sublayer.modules else (sublayer.contribution.path,))[0]
             pre = self.pre_factor(number, sublayer)
             pre_scale = None if pre is None else _factor(pre)
-            branches.append(BranchTerm(kind=sublayer.kind, path=path, norms=norms, scale=factor, pre_scale=pre_scale))
+            term = BranchTerm(kind=sublayer.kind, path=path, norms=norms, scale=factor, pre_scale=pre_scale)
+            branches.append(replace(term, beside=self._is_beside(number)))
         post = self._norms(self.group[-1][0], self.group[-1][1].norms, post=True).get("post_norm")
         return Sum(branches=tuple(branches), skip=skip, post_norm=post, coupling=self._coupling(), error=self.error)
+
+    def _is_beside(self, number: int) -> bool:
+        """Return whether a later sub-layer reads what the block got, not what the earlier ones have added to it."""
+        block, key = self.tensors[self.site.index, "input"], (self.site.index, number)
+        read = self.tensors.get((*key, "pre_norm", "input"), self.tensors.get((*key, "entry")))
+        return read is not None and torch.equal(read, block) and not torch.equal(read, self.stream)
 
     def _coupling(self) -> str:
         if len(self.factors) != 2 or len(self.names) != 1:
