@@ -73,8 +73,11 @@ def _layout(match: dict[str, Any]) -> str:
     chosen = next((spec for spec in written if spec.startswith("sandwich_ln")), written[0])  # Gemma's are its kin
     name, _, options = chosen.partition("(")
     ends = ("final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm")
-    kept = [o.partition("=")[0] for o in options.rstrip(")").split(", ") if o and not o.startswith(ends)]
-    shown = f"`{name}`" + (f" with another {' and '.join(kept)}" if kept else "")
+    inside = [o for o in options.rstrip(")").split(", ") if o and not o.startswith(ends)]
+    kept = [o.partition("=")[0] for o in inside if not o.startswith("wiring=")]
+    wiring = [o for o in inside if o.startswith("wiring=")]
+    shown = f"`{name}({wiring[0]})`" if wiring else f"`{name}`"
+    shown += f" with another {' and '.join(kept)}" if kept else ""
     differs = [
         re.sub(r" is [\d.]+ instead of .*| instead of .*| in layer [\d, -]*\d", "", d) for d in match["differences"]
     ]
