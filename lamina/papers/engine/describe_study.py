@@ -52,7 +52,7 @@ def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
         lines.append(f"  then: {', '.join(f'{name} ({job}from {sources[name]})' for name, job in jobs.items())}")
     rates = tuning.rates if tuning else scale.rates
     if rates:
-        how = f"{_tuned(tuning, scale.seeds)}" if tuning else "a sweep"
+        how = _tuned(tuning, scale.seeds) if tuning else "a sweep"
         lines.append(f"  learning_rate: {', '.join(f'{rate:g}' for rate in rates)} ({how})")
     if measured := measures.names(scale.measures):
         lines.append(f"  measured: {', '.join(measured)}")

@@ -19,7 +19,7 @@ from lamina.reports.page import Section, callouts, details, figure, write_page
 from lamina.reports.records import is_number, read_run
 from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE, polish
-from lamina.reports.tables import Field, Row, chip, table, text
+from lamina.reports.tables import chip, table, text
 
 # The title of each curve, its names in metrics.jsonl in training and held out, its quantity, and how to read it.
 CURVES = (
@@ -102,17 +102,13 @@ for _kind in _TITLES:
 
 def _numbers(result: Json) -> str:
     def shown(numbers: Json) -> str:
-        rows = [{"name": _NAMES.get(name, name), "value": value} for name, value in numbers.items()]
-        return table([text("name", "", "name"), Field("", _value, "number")], rows, "trials") if rows else ""
+        written = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for name, value in numbers.items()}
+        rows = [{"name": _NAMES.get(name, name), "value": value} for name, value in written.items()]
+        return table([text("name", "", "name"), text("value", "", "number")], rows, "trials") if rows else ""
 
     numbers = {name: v for name, v in result.items() if is_number(v) and not isinstance(v, bool)}
     others = {name: value for name, value in numbers.items() if name not in _NAMES}
     return shown({name: numbers[name] for name in numbers if name in _NAMES}) + details("All numbers", shown(others))
-
-
-def _value(row: Row) -> str:
-    value = row["value"]
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _curve(title: str, trained: str, held_out: str, quantity: str, caption: str, records: Sequence[Json]) -> str:
