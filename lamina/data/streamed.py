@@ -68,7 +68,7 @@ def stream_blocks(
     many as fill ``eval_blocks``. They are never trained on. The unigram entropy is their cross-entropy under twice as
     much text from between them. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0 because unknown.
 
-    Arguments and errors are those of :func:`lamina.data.packed.prepare_blocks`, except:
+    Arguments and errors are those of :func:`lamina.data.packed.prepare_blocks`, but for:
 
     Args:
         tokenizer_spec: ``bytes``, or a tokenizer of transformers: a ``bpe:SIZE`` would have to read the corpus first.
