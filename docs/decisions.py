@@ -35,39 +35,20 @@ _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make re
 
 
 def page(verdicts: list[Json], scale: str) -> str:
-    """The page of advice; ``scale`` says of what size the trials are."""
+    """The page of advice, the decided questions first; ``scale`` says of what size the trials are."""
     known = {str(one["claim"]): one for one in best(verdicts)}
     questions: list[Question] = yaml.safe_load((HERE / "decisions.yaml").read_text(encoding="utf-8"))
-    rows, undecided, sections = [], [], []
-    for question in questions:
-        anchor = "-".join("".join(c for c in question["if"].lower() if c.isalnum() or c in " -").split())
-        advice = _advice(question, known)
-        if advice:
-            rows.append(f"| [{question['if']}](#{anchor}) | {advice[0].partition(' ([')[0]} |")
-        else:
-            undecided.append(f"[{question['if']}](#{anchor})")
-        sections.append(_section(question, advice, known))
-    table = "\n".join([*_HEAD, *rows]) if rows else ""
-    nothing = f"Nothing is decided here yet: {'; '.join(undecided)}." if undecided else ""
-    parts = [_GENERATED, _introduction(scale), table, nothing, *sections, _RULES]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-_HEAD = ("| you want | our trials say |", "|---|---|")
-_RULES = """## How this page is made
-
-Each piece of advice is written for one verdict on one claim, and stands here only while the records give that verdict.
-Open claims are listed. [The results](results/index.md) have every claim, with its numbers and the paper's.
-
-To ask the question for your own model and text, run [`lamina compare`](compare.md) with several rates and seeds, or one
-of these [studies](studies.md) on your text or at a larger scale."""
+    advised = [(question, _advice(question, known)) for question in questions]
+    sections = [_section(*each, known) for each in sorted(advised, key=lambda each: not each[1])]
+    return "\n\n".join([_GENERATED, _introduction(scale), *sections]) + "\n"
 
 
 def _introduction(scale: str) -> str:
     return f"""# Which placement should I use?
 
-Every sentence of advice below the table ends with the verdict of the claim that it rests on ([methods](methods.md)).
-{scale} Take the advice as what to compare first, not as what to ship."""
+Each piece of advice is written for one [verdict](methods.md), and stands here only while the records give it;
+[the results](results/index.md) have every claim. {scale} Take the advice as what to compare first, not as what to ship:
+run [`lamina compare`](compare.md) or one of these [studies](studies.md) on your own text."""
 
 
 def _advice(question: Question, known: dict[str, Json]) -> list[str]:
