@@ -1,12 +1,21 @@
-"""Every claim of the fuse-* studies on made-up trials of its own arms: where it holds, and where it fails."""
+"""Every claim of the fuse-* and mix-* studies on made-up trials of its own arms: where it holds, and where it fails."""
 
 import pandas as pd
 import pytest
-from studies.synthetic_claims import SCALES, STUDIES, agrees, claims_of, judged, rows, scales_of, trials_of
+from studies.synthetic_claims import STUDIES, agrees, claims_of, judged, rows, scales_of, trials_of
 
 from lamina.papers.judging import Verdict
 
 LAYERS = 12
+FALLING = [1 - layer / LAYERS for layer in range(LAYERS)]
+RISING = FALLING[::-1]
+
+
+def by_placement(**losses):
+    """The outcome of an arm by its scheme or placement."""
+    return lambda arm: losses[str(arm.get("scheme", arm.get("placement")))]
+
+
 ORDER = {"fusenorm": 2.0, "hybridnorm": 2.1, "peri_ln": 2.2, "mix_ln": 2.2, "pre_ln": 2.3}
 ORDER |= {"layernorm_scaling": 2.4, "olmo2": 2.5, "post_ln": "stuck"}
 BACKWARD = {"fusenorm": 2.6, "hybridnorm": 2.5, "peri_ln": 2.45, "mix_ln": 2.4, "pre_ln": 2.3}
@@ -14,10 +23,6 @@ BACKWARD |= {"layernorm_scaling": 2.2, "olmo2": 2.1, "post_ln": 2.0}
 DEEP = {"fusenorm": 2.0, "mix_ln": 2.1, "pre_ln": 2.2, "post_ln": "stuck", "hybridnorm": "stuck"}
 DEEP_BAD = {"fusenorm": 2.2, "mix_ln": 2.1, "pre_ln": 2.0, "post_ln": 2.0, "hybridnorm": 2.0}
 DENSE, DENSE_BAD = {"fusenorm": 2.0, "pre_ln": 2.1}, {"fusenorm": 2.1, "pre_ln": 2.0}
-
-
-def by_placement(losses):
-    return lambda arm: losses[str(arm.get("scheme", arm.get("placement")))]
 
 
 def collapse(arm):
@@ -52,29 +57,59 @@ def deeper(sign):
     return outcome
 
 
-LOSSES = {
-    "fuse-variants": [by_placement(ORDER), by_placement(BACKWARD)],
-    "fuse-variants/best": [by_placement(ORDER), by_placement(BACKWARD)],
-    "fuse-variants/worse": [by_placement(ORDER), by_placement(BACKWARD)],
-    "fuse-variants/better": [by_placement(ORDER), by_placement(BACKWARD)],
-    "fuse-variants/post-fails": [by_placement(ORDER), by_placement(BACKWARD)],
-    "fuse-128": [by_placement(DEEP), by_placement(DEEP_BAD)],
-    "fuse-128/order": [by_placement(DEEP), by_placement(DEEP_BAD)],
-    "fuse-128/failures": [by_placement(DEEP), by_placement(DEEP_BAD)],
-    "fuse-topology": [by_placement(DEEP), by_placement(DEEP_BAD)],
-    "fuse-topology/any-rate": [by_placement(DEEP), by_placement(DEEP_BAD)],
-    "fuse-dense": [by_placement(DENSE), by_placement(DENSE_BAD)],
-    "fuse-moe": [by_placement(DENSE), by_placement(DENSE_BAD)],
-    "fuse-init": [collapse, collapse_of_all],
-    "fuse-init/deepest": [collapse, collapse_of_all],
-    "fuse-init/pre": [collapse, collapse_of_all],
-    "fuse-lr-range": [up_to("placement", fusenorm=3, post_ln=2), up_to("placement", fusenorm=2, post_ln=3)],
-    "fuse-width": [up_to("width", narrow=3, wide=3), up_to("width", narrow=3, wide=4)],
-    "fuse-ws": [scaled(0.001), scaled(0.1)],
-    "fuse-depth": [deeper(-1), deeper(1)],
-    "fuse-depth/pre": [deeper(-1), deeper(1)],
-    "fuse-depth/trains": [deeper(-1), lambda arm: "stuck"],
+def table_one(stuck):
+    def outcome(arm):
+        if arm["scheme"] == "post_ln" and (arm.get("size") not in ("71m", "130m") or not stuck):
+            return "stuck" if stuck else 2.15
+        if arm["scheme"] == "deepnorm" and arm.get("size") == "1b":
+            return "stuck" if stuck else 2.2
+        return {"mix_ln": 2.0, "pre_ln": 2.1, "deepnorm": 2.2, "post_ln": 2.3}[arm["scheme"]]
+
+    return outcome
+
+
+ALPHAS = ("0 %", "16.7 %", "25 %", "33 %", "41.7 %", "50 %", "100 %")
+
+
+def by_alpha(*values):
+    return lambda arm: dict(zip(ALPHAS, values, strict=True))[arm["alpha"]]
+
+
+U_SHAPE = by_alpha(2.2, 2.1, 2.0, 2.1, 2.2, 2.3, "stuck")
+FLAT = by_alpha(2.0, 2.1, 2.2, 2.3, 2.4, 1.9, 2.0)
+ARMS = ("mix_ln", "group_ln", "sandwich_ln", "pre_ln", "admin")
+ORDERED = by_placement(**dict(zip(ARMS, (2.0, 2.1, 2.2, 2.3, 2.4), strict=True)))
+REVERSED = by_placement(**dict(zip(ARMS, (2.4, 2.3, 2.2, 2.1, 2.0), strict=True)))
+TABLE_8 = {"pre_ln": 2.3, "mix_ln": 2.2, "pre_ln_scaled": 2.1, "mix_ln_scaled": 2.0}
+INIT = by_placement(**TABLE_8, pre_ln_scaled_embed=2.25, mix_ln_scaled_embed=2.15)
+WORSE = {"pre_ln": 2.0, "mix_ln": 2.1, "pre_ln_scaled": 2.3, "mix_ln_scaled": 2.4}
+INIT_BAD = by_placement(**WORSE, pre_ln_scaled_embed=2.05, mix_ln_scaled_embed=2.06)
+
+RECORDED = ("fuse-gradients", "fuse-gradients/collapse", "fuse-init/gradients")
+OTHERS = ("fuse-dense/tasks", "fuse-ws/transfer")  # the first in test_claims_stages.py
+BY_STUDY = {  # outcomes by which all claims of a study hold, and by which they fail
+    "fuse-variants": (by_placement(**ORDER), by_placement(**BACKWARD)),
+    **dict.fromkeys(("fuse-128", "fuse-topology"), (by_placement(**DEEP), by_placement(**DEEP_BAD))),
+    **dict.fromkeys(("fuse-dense", "fuse-moe"), (by_placement(**DENSE), by_placement(**DENSE_BAD))),
+    "fuse-init": (collapse, collapse_of_all),
+    "fuse-lr-range": (up_to("placement", fusenorm=3, post_ln=2), up_to("placement", fusenorm=2, post_ln=3)),
+    "fuse-width": (up_to("width", narrow=3, wide=3), up_to("width", narrow=3, wide=4)),
+    "fuse-ws": (scaled(0.001), scaled(0.1)),
+    "fuse-depth": (deeper(-1), deeper(1)),
+    "mix-ppl": (table_one(stuck=True), by_placement(mix_ln=2.3, pre_ln=2.2, deepnorm=2.1, post_ln=2.0)),
+    "mix-7b": (by_placement(mix_ln=2.0, pre_ln=2.1), by_placement(mix_ln=2.1, pre_ln=2.0)),
+    "mix-alpha": (U_SHAPE, FLAT),
+    "mix-others": (ORDERED, REVERSED),
+    "mix-init": (INIT, INIT_BAD),
 }
+LOSSES = {
+    claim: outcomes
+    for study, outcomes in BY_STUDY.items()
+    for claim in claims_of(study)
+    if claim not in (*RECORDED, *OTHERS)
+}
+LOSSES["fuse-depth/trains"] = (deeper(-1), lambda arm: "stuck")
+LOSSES["mix-ppl/post-fails"] = (table_one(stuck=True), table_one(stuck=False))
 
 
 def layers_record(right):
@@ -165,6 +200,40 @@ def theorem(right):
     return {("bounds", "init"): table}
 
 
+def angles(right):
+    def table(arm, noise):
+        course = {"pre_ln": FALLING, "post_ln": RISING, "mix_ln": [2.0] * (LAYERS - 2) + [0.0, 0.0]}
+        values = course[arm["placement"]] if right else [1.0 - value for value in course[arm["placement"]]]
+        return rows("angular_distance", [value + noise for value in values], layer="start", size=1)
+
+    return {("angular_distance", "end"): table}
+
+
+def harm(right):
+    def table(arm, noise):
+        course = {"pre_ln": FALLING, "post_ln": RISING, "mix_ln": RISING}
+        values = course[arm["placement"]] if right else [-value for value in course[arm["placement"]]]
+        return rows("loss_increase", [value + noise for value in values], meaning="remove")
+
+    return {("layer_drop", "end"): table}
+
+
+def sigmas(right):
+    def at(value):
+        return lambda arm, noise: rows("sigma", [value + noise] * LAYERS, role="pre_norm")
+
+    return {("hidden_states", "init"): at(0.5), ("hidden_states", "end"): at(2.0 if right else 0.4)}
+
+
+def slopes(right):
+    def table(arm, noise):
+        slope = {"pre_ln": -1, "post_ln": 1, "mix_ln": 0.1}[arm["placement"]]
+        slope = slope if right else {"pre_ln": 1, "post_ln": -1, "mix_ln": 3}[arm["placement"]]
+        return rows("gradient_norm", [10 ** (slope * (layer + noise) / LAYERS) for layer in range(LAYERS)])
+
+    return {("gradients", "init"): table}
+
+
 TABLES = {
     "fuse-similarity": cosines,
     "fuse-spectrum": spectra,
@@ -173,34 +242,44 @@ TABLES = {
     "fuse-variance": variances,
     "fuse-decay": decay,
     "fuse-theorem": theorem,
+    "mix-angular": angles,
+    "mix-drop": harm,
+    "mix-sigma": sigmas,
+    "mix-gradients": slopes,
 }
-CASES = {scale: [(True, Verdict.HOLDS)] for scale in SCALES} | {"cpu": [(True, Verdict.HOLDS), (False, "failed")]}
 MEASURED = [(study, claim) for study in TABLES for claim in claims_of(study)]
-RECORDED = ["fuse-gradients", "fuse-gradients/collapse", "fuse-init/gradients"]
-OTHERS = ["fuse-dense/tasks", "fuse-ws/transfer"]  # the first in test_claims_stages.py
+STAGED = ("mix-sft", "mix-rlhf", "mix-vit")  # test_claims_stages.py
 
 
 @pytest.mark.parametrize("claim", LOSSES)
 def test_a_claim_about_losses_holds_and_fails(claim):
     study = claim.split("/")[0]
-    for scale in scales_of(study):
-        for outcome, verdict in zip(LOSSES[claim], (Verdict.HOLDS, "failed"), strict=True):
-            judgment = judged(study, claim, trials_of(study, scale, outcome))
-            assert agrees(judgment.verdict, verdict), (scale, judgment)
+    for scale in ["paper"] if claim == "mix-7b" else scales_of(study):
+        good, bad = (judged(study, claim, trials_of(study, scale, outcome)) for outcome in LOSSES[claim])
+        assert good.verdict == Verdict.HOLDS, (scale, good)
+        if (claim, scale) != ("mix-ppl/post-fails", "paper"):
+            assert bad.verdict.failed, (scale, bad)
+
+
+@pytest.mark.parametrize("scale", ["cpu", "gpu"])
+def test_a_claim_about_7b_is_not_decided_by_small_models_and_says_what_they_show(scale):
+    found = judged("mix-7b", "mix-7b", trials_of("mix-7b", scale, by_placement(mix_ln=2.0, pre_ln=2.1)))
+    assert (found.verdict, found.p) == (Verdict.NEEDS_SCALE, None)
+    assert found.note.startswith("decided at scale paper: these models are far below 7B; in them, mix_ln 2.0")
 
 
 @pytest.mark.parametrize(("study", "claim"), MEASURED)
 def test_a_claim_about_layers_holds_and_fails(study, claim):
     for scale in scales_of(study):
-        for right, verdict in CASES[scale]:
+        for right in (True, False) if scale == "cpu" or study.startswith("mix") else (True,):
             judgment = judged(study, claim, trials_of(study, scale, tables=TABLES[study](right)))
-            assert agrees(judgment.verdict, verdict), (scale, judgment)
+            assert agrees(judgment.verdict, Verdict.HOLDS if right else "failed"), (scale, judgment)
 
 
 @pytest.mark.parametrize("claim", RECORDED)
 def test_a_claim_about_gradients_in_training_holds_and_fails(claim):
     study = claim.split("/")[0]
-    outcome = collapse if study == "fuse-init" else by_placement({"fusenorm": 2.0, "post_ln": "stuck"})
+    outcome = collapse if study == "fuse-init" else by_placement(fusenorm=2.0, post_ln="stuck")
     for scale in scales_of(study):
         for right, verdict in ((True, Verdict.HOLDS), (False, "failed")):
             judgment = judged(study, claim, trials_of(study, scale, outcome, layers_record(right)))
@@ -237,7 +316,21 @@ def test_a_sweep_without_a_border_decides_nothing_about_stability():
     assert judged("fuse-width", "fuse-width", trials_of("fuse-width", "cpu")).verdict == Verdict.INCONCLUSIVE
 
 
+@pytest.mark.parametrize("study", ["mix-angular", "mix-drop", "mix-sigma"])
+def test_layers_of_a_model_that_got_stuck_are_not_judged(study):
+    stuck = trials_of(study, "cpu", by_placement(pre_ln=2.0, mix_ln=2.0, post_ln="stuck"), TABLES[study](True))
+    post = f"{study}/post"
+    assert judged(study, post, stuck).verdict == Verdict.INCONCLUSIVE
+
+
+def test_a_sweep_that_was_widened_is_compared_at_the_nearest_rate():
+    trials = trials_of("mix-alpha", "cpu", U_SHAPE)
+    trials.table.loc[(trials.table["alpha"] == "0 %") & trials.table["tuned"], "learning_rate"] = 6.3e-4
+    found = judged("mix-alpha", "mix-alpha/all", trials)
+    assert "3 of 3 seeds did not train" in found.ours, "only the sweep has that rate"
+
+
 def test_no_claim_is_left_out():
-    studies = [path.stem for path in STUDIES.glob("fuse-*.yaml")]
+    studies = {path.stem for kind in ("fuse", "mix") for path in STUDIES.glob(f"{kind}-*.yaml")} - set(STAGED)
     tried = {*LOSSES, *(claim for _, claim in MEASURED), *RECORDED, *OTHERS}
     assert {claim for study in studies for claim in claims_of(study)} == tried
