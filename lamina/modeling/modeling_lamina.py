@@ -227,6 +227,7 @@ def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: di
 
 
 NO_QKV = {"qk_norm": "off", "v_norm": "off"}
+PARALLEL = ("use_parallel_residual", "parallel_attn")  # fields that say so, in GPT-NeoX's and Falcon's relatives
 
 
 def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
@@ -253,8 +254,10 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
             )
     norm = type(backbone.get_submodule(adapter.norm))
     norms = [child for child in layers[0].children() if "Norm" in type(child).__name__ or type(child) is norm]
-    if not known and len(norms) < 2:
-        raise ValueError(f"{kind}: its layers have one norm for attention and feed-forward side by side (parallel)")
+    parallel = all(layer["feed_forward"].get("read") == "block_input" for layer in plan["layers"])
+    beside = len(norms) < 2 or any(getattr(backbone.config, name, False) for name in PARALLEL)
+    if beside and not (parallel or known):
+        raise ValueError(f"{kind}: its layers run attention and feed-forward side by side (allowed: wiring=parallel)")
     if not known:
         logger.warning_once(
             f"{kind} is not among those whose wiring is checked against transformers ({', '.join(ADAPTERS)}): make "

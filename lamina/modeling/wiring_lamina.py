@@ -176,10 +176,11 @@ class NormStyle:
     @classmethod
     def of(cls, norm: nn.Module) -> NormStyle:
         """The style of one of the backbone's norms."""
+        layer = isinstance(norm, nn.LayerNorm) or "LayerNorm" in type(norm).__name__
         return cls(
-            kind="layer" if isinstance(norm, nn.LayerNorm) or "LayerNorm" in type(norm).__name__ else "rms",
+            kind="layer" if layer else "rms",
             eps=float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or cls.eps),
-            bias=norm.bias is not None if isinstance(norm, nn.LayerNorm) else True,
+            bias=not layer or getattr(norm, "bias", None) is not None,
         )
 
 

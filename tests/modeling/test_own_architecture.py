@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from talking import NAMES, Model, TalkConfig
-from tiny import OF_TEXT, shake, token_ids
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from tiny import OF_TEXT, TOKENS, shake, token_ids
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import lamina
 from lamina.cli import main
@@ -18,6 +26,7 @@ from lamina.errors import UserError
 from lamina.modeling.backbones import count_parameters
 from lamina.modeling.initialization import weights
 
+WITHOUT_GROUPS = {name: size for name, size in OF_TEXT.items() if name != "num_key_value_heads"}
 AS_LLAMA = {
     "backbone.tower.turns": "layers",
     "backbone.words": "embed_tokens",
@@ -132,20 +141,39 @@ def test_an_installed_package_registers_its_model_type(tmp_path):
     assert done.stdout.split() == ["<class", "'talking.Think'>"], done.stderr
 
 
-def test_gpt_neox_is_wired_by_its_names_as_transformers_wires_it():
-    sizes = {k: v for k, v in OF_TEXT.items() if k != "num_key_value_heads"}
-    config = GPTNeoXConfig(**sizes, use_parallel_residual=False)
-    model = lamina.build(config, "pre_ln", adapter={"attention": "attention", "norm": "final_layer_norm"}).eval()
+NEOX = {"attention": "attention", "norm": "final_layer_norm"}
+
+
+@pytest.mark.parametrize(
+    ("config", "peer", "adapter"),
+    [
+        (GPTNeoXConfig(**WITHOUT_GROUPS, use_parallel_residual=False), GPTNeoXForCausalLM, NEOX),
+        (GPTNeoXConfig(**WITHOUT_GROUPS), GPTNeoXForCausalLM, NEOX),
+        (CohereConfig(**OF_TEXT, **TOKENS, logit_scale=0.5), CohereForCausalLM, None),
+    ],
+)
+def test_another_decoder_is_wired_by_its_names_as_transformers_wires_it(config, peer, adapter):
+    """Cohere has one norm for both branches, which run side by side, as GPT-NeoX's do unless its configuration says."""
+    wiring, cohere = {}, peer is CohereForCausalLM
+    if cohere or config.use_parallel_residual:
+        with pytest.raises(UserError, match=r"side by side \(allowed: wiring=parallel\)"):
+            lamina.build(config, "pre_ln", adapter=adapter)
+        wiring = {"wiring": "parallel"}
+    model = lamina.build(config, "pre_ln", adapter=adapter, **wiring).eval()
     shake(model)
-    peer = GPTNeoXForCausalLM(config).eval()
+    peer = peer(config).eval()
     names = {
-        "model.backbone.": "gpt_neox.",
+        "model.backbone.": "model." if cohere else "gpt_neox.",
         "attention.pre_norm": "input_layernorm",
         "feed_forward.pre_norm": "post_attention_layernorm",
-        "attention.module": "attention",
+        "attention.module": "self_attn" if cohere else "attention",
         "feed_forward.module": "mlp",
     }
+    if cohere:
+        for block in model.model.layers:
+            block.feed_forward.pre_norm.load_state_dict(block.attention.pre_norm.state_dict())
     state = {re.sub("|".join(names), lambda m: names[m[0]], k): v for k, v in model.state_dict().items()}
-    peer.load_state_dict(state)
+    peer.load_state_dict({k: v for k, v in state.items() if k in peer.state_dict()})
+    assert not any("norm.bias" in name for name in state) or not cohere
     ids = token_ids()
     torch.testing.assert_close(model(input_ids=ids).logits, peer(input_ids=ids).logits, rtol=0, atol=1e-5)
