@@ -15,7 +15,7 @@ from lamina.probes.engine.figures import Figure, chart, heat_map
 from lamina.probes.engine.layer_calls import ShortProbe, frozen
 from lamina.probes.engine.registry import COLUMNS, probe
 from lamina.probes.engine.statistics import mean_and_error
-from lamina.probes.structure.hooks import forward, intercept
+from lamina.probes.structure.hooks import forward, intercept, stream_of
 from lamina.probes.structure.sites import Point
 
 _DRAWS = 4
@@ -39,6 +39,9 @@ class DepthMixing(ShortProbe):
         composite_gain: with index -1, the stretch from x^l to x^N (mHC's composite gain on the average, not its worst
             row); 1 in Pre-LN.
 
+    Where blocks hand on several streams, or earlier states, mixing is of what a layer reads of them (``layer`` = N:
+    what the final norm reads), and composite_gain the stretch of all streams, or of one to what the final norm reads.
+
     Args:
         sequences: how many are measured (0: all; by default all of your own text, 1 of a corpus).
         tokens: how many of each (0: all; by default all of your own text, 32 of a corpus).
@@ -48,6 +51,7 @@ class DepthMixing(ShortProbe):
     title = "Depth mixing"
     summary = "how much of each branch's output reaches each later layer on the skips and norms alone"
     source = "Attention Residuals (arXiv 2603.15031) Sec 6.2; mHC (arXiv 2512.24880)"
+    of_streams = True
 
     def __init__(self, sequences: int | None = None, tokens: int | None = None):
         super().__init__(sequences, tokens)
@@ -105,6 +109,8 @@ class DepthMixing(ShortProbe):
         leaves: dict[int, torch.Tensor] = {}
         states: dict[int, torch.Tensor] = {}
         points: dict[tuple[str, int], Point] = {("state", i): point for i, point in context.structure.states().items()}
+        reads: dict[int, torch.Tensor] = {}
+        points |= {("read", i): point for i, point in context.structure.reads().items()}
         count, ends = 0, [0]  # ends[l]: the sub-layers that were added before state l
         for site in context.structure.layers:
             for sublayer in site.sublayers:
@@ -114,12 +120,12 @@ class DepthMixing(ShortProbe):
 
         def change(key: tuple[str, int], tensor: torch.Tensor) -> torch.Tensor | None:
             what, index = key
-            if what == "branch" or index == 0:
+            if what == "branch" or (what, index) == ("state", 0):
                 leaf = leaves[index] = tensor.detach().clone().requires_grad_()
                 if what == "state":
                     states[0] = leaf
                 return leaf.clone()  # a layer may add to it in place
-            states[index] = tensor
+            (reads if what == "read" else states)[index] = stream_of(tensor)  # of a State the stream
             return None
 
         with frozen(context.model), torch.enable_grad():
@@ -129,8 +135,10 @@ class DepthMixing(ShortProbe):
             last = max(states)
             for layer in sorted(states)[1:]:
                 before = [leaves[index] for index in range(ends[layer] + 1)]
-                found |= {(layer, index): value for index, value in enumerate(_stretches(states[layer], before))}
-            gains = _stretches(states[last], [states[layer] for layer in range(last)])
+                read = reads.get(layer, states[layer])
+                found |= {(layer, index): value for index, value in enumerate(_stretches(read, before))}
+            end = states[last] if states[last].ndim > 3 else reads.get(last, states[last])
+            gains = _stretches(end, [states[layer] for layer in range(last)])
             return found | {(layer, -1): value for layer, value in enumerate(gains)}
 
 

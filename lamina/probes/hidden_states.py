@@ -69,7 +69,7 @@ class HiddenStates(Probe):
     title = "Hidden states"
     summary = "variance and magnitudes of the stream by layer, massive activations, sigma at the norms, FP16 headroom"
     source = "Peri-LN Fig 1, 6, 11, Eq 4; Mix-LN Eq 5-7; massive activations: Sun et al. 2024"
-    of_states = True
+    of_streams = True
     over_steps = ("variance", "abs_mean", "abs_max")
 
     def __init__(self, top: int = 3):

@@ -447,7 +447,7 @@ def test_probes_of_states_measure_what_the_streams_come_to_and_others_refuse(wir
     cosine = frames["similarity"].set_index(["metric", "start", "size"])["value"]["cosine", 1, 1]
     first, second = (state.mean(-2) if state.ndim == 4 else state for state in streams[:2])
     assert cosine == pytest.approx(torch.cosine_similarity(first, second, dim=-1).mean().item(), abs=1e-4)
-    for other in ("jacobian", "depth_mixing", "layer_drop", "bounds"):
+    for other in ("jacobian", "layer_drop", "bounds"):
         with pytest.raises(UserError, match=f"{other}: follows one stream"):
             lamina.probe(model, other, ids)
 

@@ -9,6 +9,7 @@ from probes.tiny import blocks, llama, value
 
 import lamina
 from lamina.errors import UserError
+from lamina.modeling.streams_lamina import LaminaWiring
 from lamina.probes.engine import registry
 
 LAYERS = 3
@@ -97,6 +98,66 @@ def test_families_of_transformers_and_their_page():
     probe = registry.make("depth_mixing")
     assert "with 0.25 to 0.25 of their size" in next(iter(probe.sentences(frame)))
     assert len(list(probe.figures(frame))) == 2
+
+
+@torch.no_grad()
+def wired(wiring, placement="pre_ln", **options):
+    """A model of a wiring whose weights are not where they start, but do not move with the streams."""
+    torch.manual_seed(0)
+    model = lamina.build(llama(layers=LAYERS).config, placement, init="normal", wiring=wiring, **options).eval()
+    for module in (m for m in model.modules() if isinstance(m, LaminaWiring)):
+        for name, parameter in module.named_parameters():
+            if name not in ("projection", "query"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("wiring", ["hc", "identity_hc", "mhc"])
+@torch.no_grad()
+def test_of_streams_it_is_what_their_weights_come_to(wiring):
+    """Read * mix * ... * write by hand, each branch a channel of its own."""
+    model = wired(wiring)
+    streams, found = torch.zeros(1, 1, 4, 32), []
+    streams[..., 0] = 1.0  # channel k holds the weight of branch k
+    for layer, block in enumerate(model.model.layers):
+        for number, half in enumerate((block.attention, block.feed_forward)):
+            read, mix, write = half.mixer(streams)
+            if layer and not number:
+                found.append(read[0, 0, : 2 * LAYERS + 1])
+            streams = streams if mix is None else mix.transpose(-1, -2) @ streams
+            streams[..., 1 + 2 * layer + number] += write
+    found.append(model.model.norm.reader(streams)[0][0, 0, : 2 * LAYERS + 1])
+    frame = measured(model)
+    torch.testing.assert_close(matrix(frame), torch.stack(found).abs().double(), rtol=1e-4, atol=1e-5)
+    gains = frame.loc[frame["metric"] == "composite_gain", "value"].to_numpy()
+    if wiring == "identity_hc":
+        assert gains == pytest.approx([1.0] * LAYERS, abs=0.05)  # random directions of four equal streams
+    elif wiring == "mhc":  # doubly stochastic: stretches nothing, and keeps the mean
+        assert (gains > 0.5).all()
+        assert (gains < 1 + 1e-3).all()
+
+
+@pytest.mark.parametrize("wiring", ["x0", "denseformer"])
+@torch.no_grad()
+def test_of_earlier_states_it_is_what_the_sources_weigh(wiring):
+    model = wired(wiring)
+    state, states, found = torch.eye(2 * LAYERS + 1)[0], [], []
+    for layer in range(LAYERS + 1):
+        states.append(state)
+        sources = model.model.layers[layer].sources if layer < LAYERS else getattr(model.model.norm, "reader", None)
+        if sources is not None:
+            named = [0] if wiring == "x0" else range(layer)
+            earlier = zip(named, sources.weight[1:], strict=True)
+            state = sources.weight[0] * state + sum(w * states[i] for i, w in earlier)
+        found.append(state)
+        state = state + torch.eye(2 * LAYERS + 1)[[1 + 2 * layer, 2 + 2 * layer]].sum(0) if layer < LAYERS else state
+    torch.testing.assert_close(matrix(measured(model)), torch.stack(found[1:]).abs().double(), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_over_depth_weighs_all_blocks_alike_at_the_start():
+    found = matrix(measured(wired("attn_res", size=1)))
+    # layer l reads x^0 and l blocks; the readout all three and x^0
+    assert torch.allclose(found, triangle(lambda layer, index: 1 / (layer + 1)), atol=1e-5)
 
 
 def test_a_model_whose_sub_layers_were_not_found_is_refused():

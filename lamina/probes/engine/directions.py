@@ -39,7 +39,7 @@ class DirectionsProbe(Probe):
     positions of every sequence, drawn anew for each batch.
     """
 
-    of_states = True
+    of_streams = True
 
     def __init__(self, tokens: str | None, tokens_per_batch: int | None):
         self.tokens = None if tokens is None else one_of("tokens", tokens, TOKENS)

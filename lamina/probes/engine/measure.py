@@ -73,9 +73,9 @@ def run(
         with _attempted(context, probe, broken):
             if "tokens" in probe.needs and not context.reads_tokens:
                 raise UserError(f"{probe.name}: needs a text model (allowed: other probes)")
-            if any(site.carries_more for site in context.structure.layers) and not probe.of_states:
+            if any(site.carries_more for site in context.structure.layers) and not probe.of_streams:
                 raise UserError(
-                    f"{probe.name}: follows one stream, the model hands on more (allowed: probes of states)"
+                    f"{probe.name}: follows one stream, it hands on more (allowed: depth_mixing, probes of states)"
                 )
             began = time.monotonic()
             probe.begin(context)

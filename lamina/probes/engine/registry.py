@@ -63,7 +63,7 @@ class Probe(ABC):
         source: the paper and the equation or figure that define it.
         needs: what the forward passes must offer: "logits" (the whole model is run, with its head), "tokens" (the
             model reads token ids).
-        of_states: whether it watches the states alone, so that it also measures what several streams come to.
+        of_streams: whether it also measures a model that hands on several streams, or earlier states.
         over_steps: the metrics that a run's page draws over its steps, where the probe is scheduled (empty: all).
     """
 
@@ -72,7 +72,7 @@ class Probe(ABC):
     summary: ClassVar[str]
     source: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
-    of_states: ClassVar[bool] = False
+    of_streams: ClassVar[bool] = False
     over_steps: ClassVar[tuple[str, ...]] = ()
 
     def cost(self, context: Context) -> float:

@@ -68,7 +68,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
 
 
 def declared_structure(model: nn.Module) -> Structure | None:
-    """Return the blocks of a Lamina model that hand on more than one stream, without sub-layers; None of others.
+    """Return the structure of a Lamina model whose blocks hand on more than one stream; None of others.
 
     Whichever copy of Lamina's code the model runs: a checkpoint brings its own.
     """
@@ -77,8 +77,15 @@ def declared_structure(model: nn.Module) -> Structure | None:
     blocks = [(path, part) for path, part in named if isinstance(getattr(part, "has_memory", None), bool)]
     if not blocks or not ("StreamMixer" in mixers or any(block.has_memory for _, block in blocks)):
         return None
+    ends = [(path, part) for path, part in named if type(part).__name__ == "Collapse" and part.reader is not None]
+    end = None
+    if ends:  # the norms of some streams are a part of what is read
+        (path, part), *_ = ends
+        whole = getattr(part.reader, "spec", {}).get("normed")
+        end = Point(part, path, "output") if whole else Point(part.reader, f"{path}.reader", "output")
     return Structure(
-        layers=tuple(LayerSite(i, block, path, 0, (), carries_more=True) for i, (path, block) in enumerate(blocks)),
+        layers=tuple(_declared_layer(i, path, block) for i, (path, block) in enumerate(blocks)),
+        end=end,
         hidden_size=int(getattr(getattr(model, "config", None), "hidden_size", 0)),
         embedding=_asked(model, "get_input_embeddings"),
         embedding_norm=None,
@@ -86,6 +93,19 @@ def declared_structure(model: nn.Module) -> Structure | None:
         head=_asked(model, "get_output_embeddings"),
         notes=["The states are the mean of the model's streams." if "StreamMixer" in mixers else _ONE_OF_MEMORY],
     )
+
+
+def _declared_layer(index: int, path: str, block: nn.Module) -> LayerSite:
+    """Return a block of Lamina's; what its two sub-layers add is behind an out_norm, before a factor or a write."""
+    sublayers, reads = [], getattr(block, "sources", None)
+    for kind in ("attention", "feed_forward"):
+        half = block.get_submodule(kind)
+        last = "module" if half.out_norm is None else "out_norm"
+        sublayers.append(SublayerSite(kind, Point(half.get_submodule(last), f"{path}.{kind}.{last}", "output"), None))
+    attention = block.get_submodule("attention")
+    reads = attention.mixer or attention.depth or reads
+    point = None if reads is None else Point(reads, f"{path}.reads", "output")
+    return LayerSite(index, block, path, 0, tuple(sublayers), carries_more=True, reads=point)
 
 
 _ONE_OF_MEMORY = "The states are the stream's; the earlier ones that the model remembers are not added to them."

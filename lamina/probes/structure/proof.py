@@ -57,7 +57,8 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
         _check_tokens(structure, tensors, root, few)
     mixing = _mixing(structure, root, few)
     structure = replace(structure, layers=tuple(_without_others(site, mixing, tensors) for site in structure.layers))
-    wrong = [site.index for site in structure.layers if site.sublayers and not _adds_up(site, tensors)]
+    traced = [site for site in structure.layers if site.sublayers and not site.carries_more]  # streams are declared
+    wrong = [site.index for site in traced if not _adds_up(site, tensors)]
     if not wrong:
         return structure
     note = (

@@ -145,7 +145,8 @@ class SublayerSite:
 class LayerSite:
     """One layer's call. ``module`` is shared by several layers in ALBERT; ``call`` tells which one this is.
 
-    ``carries_more``: it hands on several streams, or earlier states beside the stream; its sub-layers are not followed.
+    ``carries_more``: it hands on several streams, or earlier states beside the stream. ``reads``: what its first
+    sub-layer reads of them; None where that is the stream.
     """
 
     index: int
@@ -155,6 +156,7 @@ class LayerSite:
     sublayers: tuple[SublayerSite, ...]
     argument: int | str = 0  # the position or keyword of the stream among the layer's arguments
     carries_more: bool = False
+    reads: Point | None = None
 
     @property
     def input(self) -> Point:
@@ -172,7 +174,7 @@ class Structure:
     """A model's layers in the order in which they run, and the modules around them.
 
     ``outside``: the modules that run before them ("embedding"), behind them ("readout"), or that are layers of another
-    stack ("other"), each once.
+    stack ("other"), each once. ``end``: what is read behind the last layer where that is not the stream.
     """
 
     layers: tuple[LayerSite, ...]
@@ -183,6 +185,7 @@ class Structure:
     head: nn.Module | None
     notes: list[str] = field(default_factory=list)
     outside: tuple[tuple[str, nn.Module], ...] = ()
+    end: Point | None = None
 
     @property
     def num_layers(self) -> int:
@@ -194,6 +197,11 @@ class Structure:
         points = {site.index: site.input for site in self.layers}
         points[self.num_layers] = self.layers[-1].output
         return points
+
+    def reads(self) -> dict[int, Point]:
+        """Return what each layer, and the final norm, reads where that is not the stream."""
+        reads = [*(site.reads for site in self.layers), self.end]
+        return {state: point for state, point in enumerate(reads) if point is not None}
 
     def norms(self) -> Iterator[tuple[int, str, NormSite]]:
         """(layer, sublayer kind, norm); layer -1 for the embedding's and the final norm, with the sublayer "model"."""
