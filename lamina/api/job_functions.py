@@ -112,7 +112,7 @@ def _refuse(
                 if isinstance(model, str):
                     refuse_as_output(str(folder), model)
         resume = modes.get("resume", False)
-        refuse(folder, resume=resume, overwrite=modes["overwrite"])
+        refuse(folder, resume=resume, overwrite=modes["overwrite"], resumes=bool(row.resumes))
         if resume and in_use(folder):  # its own settings decide, and the job checks them
             refuse_other_kind(folder, row)
             return

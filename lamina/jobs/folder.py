@@ -47,8 +47,8 @@ def in_use(folder: Path) -> bool:
     )
 
 
-def refuse(folder: Path, *, resume: Resume, overwrite: bool) -> None:
-    """Raise UserError wherever ``hold`` would, without changing anything."""
+def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True) -> None:
+    """Raise UserError wherever ``hold`` would, without changing anything; ``resumes``: whether the job has --resume."""
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
@@ -59,9 +59,10 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool) -> None:
             raise nothing_to_resume(folder)
         return
     if not (resume or overwrite):
+        further = "--resume to continue what is there, " if resumes else ""
         raise UserError(
-            f"output: the folder {str(folder)!r} is in use (allowed: an empty or new folder, --resume to continue "
-            "what is there, --overwrite to replace it)"
+            f"output: the folder {str(folder)!r} is in use (allowed: an empty or new folder, {further}--overwrite to "
+            "replace it)"
         )
     if not _is_ours(folder):
         # Never delete the user's own files, or mix ours with them: many programs keep a config.yaml.

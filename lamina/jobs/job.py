@@ -15,7 +15,6 @@ from lamina.errors import UserError
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json, write_text, write_yaml
 from lamina.jobs.folder import Resume, hold, in_use, nothing_to_resume, refuse
-from lamina.jobs.kinds import Kind
 from lamina.jobs.names import ENVIRONMENT
 from lamina.jobs.settings import Settings
 
@@ -73,7 +72,7 @@ class Job(Generic[S]):
     """
 
     def __init__(
-        self, kind: Kind, settings: S, given: Mapping[str, Any] | None, folder: Path, resume: Resume, **how: Any
+        self, kind: str, settings: S, given: Mapping[str, Any] | None, folder: Path, resume: Resume, **how: Any
     ):
         self.kind, self.settings, self.given, self.folder = kind, settings, given, folder
         self.resumes = bool(resume) and in_use(folder)
@@ -106,7 +105,7 @@ class Job(Generic[S]):
 
 
 def open_job(
-    kind: Kind,
+    kind: str,
     settings: type[S],
     given: S | Mapping[str, Any],
     *,
@@ -134,7 +133,7 @@ def open_job(
     by_name = given.to_dict() if isinstance(given, Settings) else given
     defaults = {name: settings.default(name) for name in settings.names()}
     folder = Path(text("output", by_name.get("output", defaults["output"])))
-    refuse(folder, resume=resume, overwrite=overwrite)
+    refuse(folder, resume=resume, overwrite=overwrite, resumes=stored is not None)
     known = stored(folder) if policy is not None and stored is not None and resume and in_use(folder) else None
     if policy is not None and known is not None:
         record = settings.from_dict(policy.merge(known, by_name, defaults))

@@ -19,7 +19,7 @@ from lamina.errors import UserError
 from lamina.jobs.manifest import model_folder, refuse_damaged
 from lamina.jobs.names import CONFIG, RESULT
 from lamina.modeling import modeling_lamina
-from lamina.modeling.backbones.loading import ModelClass, load_weights, read_config
+from lamina.modeling.backbones.loading import ModelClass, load_weights, read_config, stored_shapes
 
 _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
 
@@ -85,12 +85,11 @@ def config_of(path: str | Path) -> PreTrainedConfig:
 def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a checkpoint that ``load`` takes, None without one; its weights are not read.
 
-    Raises UserError for a folder without weights.
+    Raises UserError for a folder without weights, or whose weights are cut short by their headers.
     """
     source, _, more = _located(path)
-    folder = Path(source)
-    if folder.is_dir() and not more and not any(any(folder.glob(f"*.{kind}*")) for kind in ("safetensors", "bin")):
-        raise UserError(f"checkpoint: {str(path)!r} holds no weights (allowed: *.safetensors, *.bin or *.gguf in it)")
+    if Path(source).is_dir() and not more:
+        stored_shapes(Path(source), "checkpoint", pickles=True)
     with local_when_unreachable():
         return _tokenizer(source, more)
 

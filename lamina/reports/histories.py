@@ -34,6 +34,7 @@ Owner: TypeAlias = tuple[int, str, str]
 """layer, sub-layer, role"""
 
 _STEPS = ("trainer/global_step", "train/global_step", "global_step", "step", "Step", "_step", "iter", "iteration")
+_MOST = 2**53  # the largest step: beyond it a float is no whole number
 _MODEL: Owner = (-1, "model", "all")
 _JUDGED = ("gradient_norm", NORM, LOSS)  # metrics whose steps are judged
 # Names of series, without case; of several the first that a history has.
@@ -114,6 +115,8 @@ def _of_lines(lines: Iterable[Mapping[str, object]]) -> Iterator[Point]:
     """The points of lines, each with its step; the columns of W&B's exports begin with the name of the run."""
     for number, line in enumerate(lines):
         step = next((int(float(str(line[name]))) for name in _STEPS if line.get(name) not in (None, "")), number)
+        if abs(step) > _MOST:
+            raise ValueError(f"step {step:.0e}")
         for column, value in line.items():
             name = str(column).rpartition(" - ")[2]
             if name not in _STEPS and not name.endswith(("__MIN", "__MAX")) and (number := _number(value)) is not None:
@@ -213,7 +216,7 @@ def owner_of(name: str) -> tuple[str, Owner] | None:
     parts = [part for part in re.split(r"[./]", name) if part not in ("module", "_orig_mod", "_fsdp_wrapped_module")]
     if not parts or not all(re.fullmatch(r"\w+", part) for part in parts):
         return None
-    if (at := next((index for index, part in enumerate(parts) if part.isdecimal()), None)) is not None:
+    if (at := next((index for index, part in enumerate(parts) if re.fullmatch(r"\d{1,5}", part)), None)) is not None:
         inside = [part.lower() for part in parts[at + 1 :]]
         kinds = (kind for part in inside for kind, words in _SUBLAYERS.items() if re.fullmatch(words, part))
         kind = next(kinds, None)

@@ -27,6 +27,8 @@ from lamina.training.monitor.writers import LAYER_COLUMNS, layer_parts, read_par
 
 logger = logging.getLogger(__name__)
 
+_NUMBERS_BY_LAYER = {"step": int, "layer": int, "index": int, "value": float}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -80,7 +82,7 @@ class Trial:
     @cached_property
     def layers(self) -> Frame:
         """The monitor's rows: step, layer (from 0; -1 outside the blocks), sublayer, role, index, metric, value."""
-        return _parts(layer_parts(self.folder), LAYER_COLUMNS, only=True)
+        return _parts(layer_parts(self.folder), LAYER_COLUMNS, _NUMBERS_BY_LAYER)
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
@@ -275,14 +277,19 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _parts(paths: Iterable[Path], needed: Sequence[str], *, only: bool = False) -> Frame:
-    """Return the readable parts that have the columns ``needed`` as one table, of these columns ``only``."""
+def _parts(paths: Iterable[Path], needed: Sequence[str], numbers: Mapping[str, type] | None = None) -> Frame:
+    """Return the readable parts that have the columns ``needed`` as one table.
+
+    With ``numbers``, the types of some of them, it has these columns alone, and in the others a value in each row.
+    """
     parts = []
     for path in paths:
         try:
             part = pd.DataFrame(read_part(path)) if path.suffix == ".npz" else read_parquet(path)
             rows = part[list(needed)]
-            parts.append(rows if only else part)
-        except (OSError, ValueError, KeyError) as error:
+            if numbers is not None:
+                part = rows.astype(numbers).dropna(subset=[name for name in needed if name not in numbers])
+            parts.append(part)
+        except (OSError, ValueError, TypeError, KeyError) as error:
             logger.warning("%s: left out of the report (%s)", path.name, error)
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(needed))

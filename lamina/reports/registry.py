@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from lamina.errors import UserError
 from lamina.jobs.folder import is_locked
-from lamina.jobs.kinds import Kind, kind_of
+from lamina.jobs.kinds import kind_of
 from lamina.jobs.names import ALARMS, CLAIMS, METRICS, RESULT, RESULTS
 
 Page = Callable[[Path], Path]
@@ -21,10 +21,10 @@ P = TypeVar("P", bound=Page)
 
 _RECORDS = (METRICS, RESULTS, RESULT, ALARMS, CLAIMS)
 _CLAIMS_PAGE = "lamina.papers.pages.page"  # by name: a floor above this one
-_pages: dict[Kind, Page] = {}
+_pages: dict[str, Page] = {}
 
 
-def report_of(kind: Kind) -> Callable[[P], P]:
+def report_of(kind: str) -> Callable[[P], P]:
     """Register a function that writes the page of a ``kind`` of folder."""
 
     def register(page: P) -> P:
@@ -34,7 +34,7 @@ def report_of(kind: Kind) -> Callable[[P], P]:
     return register
 
 
-def kinds() -> list[Kind]:
+def kinds() -> list[str]:
     """The kinds of folders that have a page."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent / "pages")]):
         importlib.import_module(f"lamina.reports.pages.{module.name}")
@@ -48,7 +48,7 @@ def report(folder: Path) -> Path:
     Raises UserError if no job wrote it, or its records are damaged.
     """
     folder = Path(folder)
-    pages, kind = {str(known): _pages[known] for known in kinds()}, kind_of(folder)
+    pages, kind = {known: _pages[known] for known in kinds()}, kind_of(folder)
     if kind is None or kind not in pages:
         raise UserError(
             f"folder: {str(folder)!r} holds {'no job' if kind is None else f'a {kind}'}, so there is no page to write "

@@ -75,7 +75,7 @@ def test_the_folder(corpus, custom, tmp_path, capsys):
         assert main(["report", str(out)]) == 2
         assert "no whole preflight" in capsys.readouterr().err
     assert main(argv(corpus, output=out)) == 2
-    assert "is in use" in capsys.readouterr().err
+    assert "is in use (allowed: an empty or new folder, --overwrite to replace it)" in capsys.readouterr().err
     assert main([*argv(corpus, output=out), "--overwrite"]) == 0
 
 

@@ -1,6 +1,7 @@
 """`lamina eval` as users run it: a folder with scores, tables and a page; resumed, refused, interrupted."""
 
 import json
+import os
 import shutil
 
 import pandas as pd
@@ -241,13 +242,18 @@ def without(pattern):
     return lambda folder: [file.unlink() for file in folder.glob(pattern)]
 
 
+def cut_short(folder):
+    os.truncate(folder / "model.safetensors", 1000)
+
+
 unspoiled = without("no-such-file")
 
 
 @pytest.mark.parametrize(
     ("spoil", "given", "says"),
     [
-        (without("model.safetensors"), {}, "models: .* holds no weights"),
+        (without("model.safetensors"), {}, "models: .* has no weights"),
+        (cut_short, {}, "models: .*: model.safetensors is cut short or altered"),
         (without("tokenizer*"), {}, r"tokenizer: .* holds none \(allowed: --tokenizer"),
         (with_scores, {}, "LaminaForSequenceClassification, which gives scores"),
         (unspoiled, {"tokenizer": "no/such/tokenizer"}, "tokenizer: .*no/such/tokenizer"),

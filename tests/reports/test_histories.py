@@ -222,11 +222,12 @@ def test_what_is_no_history_is_one_line(tmp_path, capsys):
     (tmp_path / "number.json").write_text("3")
     (tmp_path / "endless.jsonl").write_text('{"step": 1e999, "loss": 2.0}')
     (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "far.jsonl").write_text(f'{{"step": {10**22}, "{parameters[0]}": 1.0}}')  # no Parquet file holds it
     (tmp_path / "empty.wandb").write_bytes(b"")
     for name in ("empty.csv", "empty.jsonl", "events.out.tfevents.1"):
         (tmp_path / name).write_bytes(b"")
     cases = {"notes.txt": "is not a history"}
-    cases |= dict.fromkeys(("cut.json", "number.json", "endless.jsonl", "deep.json"), "is not readable")
+    cases |= dict.fromkeys(("cut.json", "number.json", "endless.jsonl", "deep.json", "far.jsonl"), "is not readable")
     cases |= dict.fromkeys(("loss.csv", "apart.jsonl", "empty.csv", "empty.jsonl"), "no gradient norms")
     if importlib.util.find_spec("tensorboard"):
         cases["events.out.tfevents.1"] = "no gradient norms"

@@ -79,6 +79,9 @@ def test_missing_and_broken_trial_files_do_not_break_the_page(study):
     (trials[2] / "layers" / "part-00000.parquet").write_bytes(b"no parquet")
     (trials[3] / "metrics.jsonl").write_text('{"step": 1, "tokens": 10, "loss": 5}\n{"step": 2, "tok', "utf-8")
     (trials[3] / "plan.json").write_text("[", encoding="utf-8")
+    rows = pd.read_parquet(part := trials[3] / "layers" / "part-00000.parquet")
+    rows.assign(layer="first").to_parquet(part)
+    rows.assign(role=None).to_parquet(part.with_name("part-00001.parquet"))
     assert "What happened" in report(study).read_text(encoding="utf-8")
 
 

@@ -538,7 +538,7 @@ def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | t
 
 def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
     """Return the folder of the model to start from. Raises UserError for an output folder in use, or that holds it."""
-    job_folder.refuse(output, resume=False, overwrite=overwrite)
+    job_folder.refuse(output, resume=False, overwrite=overwrite, resumes=False)
     source = str(model_folder(source))
     if Path(source).exists() and output.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
         raise UserError(f"output: {str(output)!r} holds the source {source!r} (allowed: another folder)")
