@@ -12,6 +12,7 @@ from lamina.commands.catalog import COMMANDS, run
 from lamina.core.extras import missing_extra
 from lamina.core.terminal import show_error
 from lamina.errors import UserError, is_reported, nearest, out_of_memory, shortened
+from lamina.jobs.catalog import JOBS
 from lamina.jobs.signals import interruptible_imports
 
 # Errors of the user's paths and disk; any other is our fault and keeps its traceback.
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             if argv is None:  # the process is ours
                 for stream in (sys.stdout, sys.stderr):  # a terminal without a character gets its number
                     stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-                with interruptible_imports(_interrupted):
+                with interruptible_imports(lambda: _interrupted(*sys.argv[1:2])):
                     return _main(sys.argv[1:])
             return _main(argv)
         finally:
@@ -78,7 +79,7 @@ def _main(argv: list[str]) -> int:
             raise
         return _fail(str(line), 2)
     except KeyboardInterrupt:
-        return _interrupted()
+        return _interrupted(name)
     except BrokenPipeError:
         raise
     except SystemExit as error:
@@ -98,10 +99,11 @@ def _main(argv: list[str]) -> int:
         return _fail(f"{reason}; what was finished is kept (allowed: a lower {lower}, if the command has it)", 2)
 
 
-def _interrupted() -> int:
+def _interrupted(command: str = "") -> int:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    return _fail("interrupted; what was finished is kept (--resume continues it)", 130)
+    resumes = command in JOBS and JOBS[command].resumes
+    return _fail(f"interrupted{'; what was finished is kept (--resume continues it)' if resumes else ''}", 130)
 
 
 def _fail(message: str, code: int, *, reported: bool = False) -> int:

@@ -35,4 +35,8 @@ def show(text: object = "", end: str = "\n") -> None:
 
 def show_error(message: str) -> None:
     """Print a message on standard error: one line, its middle left out where it is very long."""
-    sys.stderr.write(f"lamina: {shortened(printable(' '.join(message.split())), LONGEST_LINE)}\n")
+    line = f"lamina: {shortened(printable(' '.join(message.split())), LONGEST_LINE)}"
+    if "tqdm" in sys.modules:  # a library's progress bar may be open: the line does not go on with it
+        sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)
+    else:
+        sys.stderr.write(f"{line}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.jobs.columns import NUMBERS, TEXTS
+from lamina.jobs.files import disk_full
 from lamina.jobs.names import CONFIG, ENVIRONMENT, PLAN, RESULT, RESULTS
 from lamina.jobs.run_folder import RunFolder
 from lamina.placements import Plan
@@ -265,10 +267,15 @@ def read_mapping(path: Path) -> Json:
 
 @contextmanager
 def whole(folder: Path, what: str) -> Iterator[None]:
-    """Raise UserError where the records of a folder turn out not to be whole, ``what`` says of which job."""
+    """Raise UserError where the records of a folder turn out not to be whole, ``what`` says of which job.
+
+    A page that can't be written is no fault of the records: its OSError passes.
+    """
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if disk_full(error) or getattr(error, "errno", None) in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
         raise UserError(f"{str(folder)!r}: no whole {what} ({one_line(error)})") from None
 
 

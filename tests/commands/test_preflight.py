@@ -1,6 +1,8 @@
 """`lamina preflight`: what it prints and writes, and what it refuses."""
 
+import errno
 import json
+import os
 
 import pandas as pd
 import pytest
@@ -50,7 +52,11 @@ def test_placement_and_learning_rate_are_taken_as_pretrain_takes_them(corpus, ca
     assert row["ffn_variance_share"] > 0
 
 
-def test_the_folder(corpus, custom, tmp_path, capsys):
+def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     assert main(argv(corpus, placements=f"{custom},peri_ln", output=out)) == 0
     assert str(out / "report.html") in capsys.readouterr().out
@@ -74,6 +80,11 @@ def test_the_folder(corpus, custom, tmp_path, capsys):
         (out / "preflight.json").write_text(broken)
         assert main(["report", str(out)]) == 2
         assert "no whole preflight" in capsys.readouterr().err
+    (out / "preflight.json").write_text(whole)
+    with monkeypatch.context() as on_a_full_disk:  # a page that can't be written does not blame the records
+        on_a_full_disk.setattr("lamina.reports.pages.preflight.write_page", full)
+        assert main(["report", str(out)]) == 2
+    assert "No space left on device; what was finished is kept" in capsys.readouterr().err
     assert main(argv(corpus, output=out)) == 2
     assert "is in use (allowed: an empty or new folder, --overwrite to replace it)" in capsys.readouterr().err
     assert main([*argv(corpus, output=out), "--overwrite"]) == 0
