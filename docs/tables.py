@@ -184,28 +184,43 @@ _INITIALIZERS = {
 }
 
 
+_FRONT_PAGE_AGAIN = {"front-page-second": "on a second text", "front-page-scaled": "at a deviation of 0.02"}
+
+
 def front_page_table() -> str:
     """The losses of five placements past a bigram table, each at its own rate, with their registered verdicts."""
-    folder = ROOT / "studies" / "records" / "front-page-cpu"
-    trials = pd.read_csv(folder / "results.csv")
-    claims = {one["claim"]: one for one in json.loads((folder / "claims.json").read_text(encoding="utf-8"))}
+    trials, claims = _judged("front-page")
+    again = {name: read for name in _FRONT_PAGE_AGAIN if (read := _judged(name))[1]}
     tested = trials[trials["tuned"]]
     losses = {name: arm.set_index("seed")["eval_loss"] for name, arm in tested.groupby("placement")}
-    lines = [
-        "| placement | loss | minus Pre-LN | claim: below Pre-LN | rate | tolerance |",
-        "|---|---|---|---|---|---|",
-    ]
+    columns = ["placement", "loss", "minus Pre-LN", "claim: below Pre-LN", "rate", "tolerance"]
+    columns[4:4] = [_FRONT_PAGE_AGAIN[name] for name in again]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for name in sorted(losses, key=lambda name: losses[name].mean()):
-        own = claims.get({"fusenorm": "front-page"}.get(name, f"front-page/{name.replace('_', '-')}"))
+        own = claims.get(name)
         [rate] = set(tested.loc[tested["placement"] == name, "learning_rate"])
         swept = trials[(trials["placement"] == name) & ~trials["tuned"]]
         ends = swept["eval_loss"].where(swept["status"] == "finished", math.inf).groupby(swept["learning_rate"])
         width, means = tolerance({rate: list(own) for rate, own in ends}), ends.mean()
         edge = "≥ " if min(means.iloc[0], means.iloc[-1]) <= means.min() + 0.02 else ""
         gap = _difference(losses[name] - losses["pre_ln"], 3) if own else "–"
-        row = [f"`{name}`", f"{losses[name].mean():.3f} ± {losses[name].std():.3f}", gap]
-        lines.append(f"| {' | '.join([*row, own['verdict'] if own else '–', f'{rate:g}', f'{edge}{width:.1f}'])} |")
-    one = claims["front-page"]
+        others = [
+            f"{each[name]['margin']:+.3f}, {each[name]['verdict']}".replace("-", "−") if own else "–"
+            for _, each in again.values()
+        ]
+        row = [
+            f"`{name}`",
+            f"{losses[name].mean():.3f} ± {losses[name].std():.3f}",
+            gap,
+            own["verdict"] if own else "–",
+        ]
+        lines.append(f"| {' | '.join([*row, *others, f'{rate:g}', f'{edge}{width:.1f}'])} |")
+    one = claims["fusenorm"]
+    names = ", ".join(f"`{name}`" for name in ("front-page", *again))
+    studies = "; ".join(
+        f"{len(rows)} trials, {found['fusenorm']['date']}, revision {found['fusenorm']['revision']}"
+        for rows, found in [(trials, claims), *again.values()]
+    )
     return "\n".join(
         [
             *lines,
@@ -214,10 +229,21 @@ def front_page_table() -> str:
             "32 blocks of width 48 (0.9M parameters), `small_scaled`, 400 steps of 1,024 bytes of six novels by Austen "
             f"and Moby-Dick, {one['seeds']} seeds; mean ± standard deviation, and the mean paired difference with its "
             "95 % t interval. Rates from five in factors of 2 on three other seeds; tolerance: how many factors of 2 "
-            "the rates within 0.02 nats of the best span. `lamina study run front-page`: "
-            f"{len(trials)} trials; {one['machine']}; {one['date']}, revision {one['revision']}.",
+            "the rates within 0.02 nats of the best span. The second text: State of the Union addresses, Shakespeare, "
+            "and the King James Bible. "
+            f"`lamina study run` with {names}: {studies}; {one['machine']}.",
         ]
     )
+
+
+def _judged(study: str) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
+    """A recorded study's rows, and its claims by placement; none if it has not ended."""
+    folder = ROOT / "studies" / "records" / f"{study}-cpu"
+    judged = folder / "claims.json"
+    claims = json.loads(judged.read_text(encoding="utf-8")) if judged.is_file() else []
+    named = {one["claim"].partition("/")[2].replace("-", "_") or "fusenorm": one for one in claims}
+    results = folder / "results.csv"
+    return (pd.read_csv(results) if results.is_file() else pd.DataFrame()), named
 
 
 def _difference(by_seed: pd.Series, digits: int = 2) -> str:

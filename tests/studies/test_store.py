@@ -101,6 +101,17 @@ def test_a_damaged_identity_is_named(copy, damage):
         store_of(copy).table(trial.key, GAINS)
 
 
+def test_a_trial_stopped_before_it_began_is_run_again(copy):
+    folder = folder_of(copy)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "result.json").write_text(json.dumps({"status": "interrupted", "reason": "stopped before it started"}))
+    trial = wanted(copy)["keel"]
+    assert store_of(copy).complete(trial) is None
+    assert rerun(copy) == 0
+    assert store_of(copy).complete(trial)["status"] in ("finished", "short", "stuck")
+
+
 def test_a_process_refuses_to_run_a_trial_in_the_folder_of_another(copy):
     exchange(folder_of(copy), folder_of(copy, "pre_ln"))
     task = store_of(copy).task(wanted(copy)["keel"])

@@ -18,7 +18,7 @@ from lamina.jobs.catalog import load
 from lamina.jobs.files import read_result, write_json, write_parquet, write_text
 from lamina.jobs.folder import lock
 from lamina.jobs.manifest import MODEL, what_is_missing
-from lamina.jobs.names import CONFIG, MANIFEST, RESULT, RESULTS
+from lamina.jobs.names import CONFIG, MANIFEST, RESULTS
 from lamina.jobs.status import ENDED, Status
 from lamina.papers.trials import measures
 from lamina.papers.trials.jobs import JOBS
@@ -177,8 +177,9 @@ class StoredTask(Task):
 def refuse_another(folder: Path) -> None:
     """Raise UserError if a folder of the store does not hold the trial of its name; it may be a copy."""
     path = folder / IDENTITY
-    if not path.is_file() and not (folder / RESULT).is_file():
-        return  # it has not begun
+    status = (read_result(folder) or {}).get("status")
+    if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
+        return  # it has not begun, or was stopped before it began
     try:
         own = key(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
