@@ -113,6 +113,8 @@ class Scaling:
 class StepFactors:
     """Factors on a parameter's learning rate and on Adam's epsilon; the weight decay is divided by ``width_rate``.
 
+    ``muon``: whether Muon updates it, in place of AdamW.
+
     AdamW shrinks a weight by the share rate * decay per step, so a wider model, whose rate is lower, would decay less.
     ``width_rate`` is the width's part of ``rate``: the decay does not follow the depth's (CompleteP, Table 1).
     """
@@ -120,6 +122,7 @@ class StepFactors:
     rate: float = 1.0
     width_rate: float = 1.0
     epsilon: float = 1.0
+    muon: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

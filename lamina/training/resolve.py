@@ -150,7 +150,9 @@ def initial_model(
         )
     else:
         model = source.load(settings.from_model, config, objective.head)
-    return model, None if scaling is None else step_factors(model, scaling)
+    if scaling is None and settings.optimizer == "adamw":
+        return model, None
+    return model, step_factors(model, scaling or Scaling(), settings.optimizer)
 
 
 def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
@@ -197,6 +199,10 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
         registry.make_all(settings.probes)
     initializers.check(recommended(plan) if settings.init == "recommended" else settings.init)
     arguments = training_arguments(settings, processes)
+    if settings.optimizer == "muon" and "optim" in settings.trainer:
+        raise UserError(
+            f"optimizer: 'muon' with trainer.optim = {settings.trainer['optim']!r} (allowed: one of the two)"
+        )
     if scaling_of(settings) is not None:
         check_optimizer(arguments)
     if settings.precision == "fp16" and arguments.device.type == "cpu":
@@ -262,7 +268,8 @@ def _check_memory(
     weights = sum(w.numel() for name, w in small.named_parameters() if ".layers." in name)
     weights = weights * num_layers // config.num_hidden_layers // parts
     optimizer = str(getattr(arguments.optim, "value", arguments.optim))
-    copies = 4 if optimizer.startswith("adamw_torch") else 2  # the weight, its gradient, AdamW's two averages
+    adamw = settings.optimizer == "adamw" and optimizer.startswith("adamw_torch")
+    copies = 4 if adamw else 2  # the weight, its gradient, AdamW's two averages
     states = settings.batch_size // processes * length * config.hidden_size * num_layers
     refuse_beyond_memory(
         "hidden_size, num_layers", f"training {weights:.3g} weights in the blocks takes", 4.0 * copies * weights, device
@@ -300,9 +307,11 @@ def check_sharded(settings: TrainerSettings) -> None:
             )
     if average := getattr(settings, "ema_decay", 0.0):
         raise UserError(f"ema_decay: {average} needs whole weights (allowed with --parallel fsdp2: 0)")
-    optimizer = str(settings.trainer.get("optim", SHARDED_OPTIMIZERS[0]))
+    optimizer, name = str(settings.trainer.get("optim", SHARDED_OPTIMIZERS[0])), "trainer.optim"
+    if getattr(settings, "optimizer", "adamw") == "muon":
+        optimizer, name = "muon", "optimizer"
     if optimizer not in SHARDED_OPTIMIZERS:
         raise UserError(
-            f"trainer.optim: {optimizer!r} does not work on parts of weights (allowed with --parallel fsdp2: "
+            f"{name}: {optimizer!r} does not work on parts of weights (allowed with --parallel fsdp2: "
             f"{', '.join(SHARDED_OPTIMIZERS)}; or --parallel ddp)"
         )

@@ -143,9 +143,12 @@ class ImageSettings(Settings, group="images"):
     )
 
 
-class RegularizationSettings(Settings, group="optimizer"):
-    """What keeps a long training from overfitting."""
+class PretrainOptimizerSettings(Settings, group="optimizer"):
+    """What the optimizer of a run from Lamina's own loop has beside AdamW's numbers."""
 
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw", "muon updates the matrices of the blocks by Muon, at AdamW's rate and decay, and all else by AdamW"
+    )
     drop_path: float = setting(
         0.0,
         "stochastic depth: probability that the last layer's branches are dropped for an item; it grows linearly with "

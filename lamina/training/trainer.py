@@ -29,7 +29,7 @@ from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.writers import LastEvaluation, StepSeries
 from lamina.training.objectives.objective import Collate
-from lamina.training.optimization.optimizer import WeightAverage, parameter_groups
+from lamina.training.optimization.optimizer import MuonAdamW, WeightAverage, parameter_groups
 from lamina.training.optimization.order import TrainOrder
 
 _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
@@ -252,7 +252,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         self.gradient_norms = None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's optimizer; with width or depth scaling, with one group per role's learning rate."""
+        """Trainer's optimizer, or Muon; with width or depth scaling, with one group per role's learning rate."""
         if self.optimizer is None and self.step_factors is not None:
             whole: Any = self.model if model is None else model
             groups = parameter_groups(
@@ -263,7 +263,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
                 epsilon=self.args.adam_epsilon,
             )
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
-            self.optimizer = kind(groups, **options)
+            self.optimizer = (MuonAdamW if any("muon" in group for group in groups) else kind)(groups, **options)
         return super().create_optimizer(model)
 
     def compute_loss(

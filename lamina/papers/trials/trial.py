@@ -26,7 +26,7 @@ from lamina.jobs.settings import Settings
 from lamina.papers.trials.jobs import JOBS, TrialJob
 from lamina.placements import resolve
 from lamina.posttraining.settings import MemorySettings
-from lamina.training.setting_groups import ImageSettings, ObjectiveSettings, RegularizationSettings
+from lamina.training.setting_groups import ImageSettings, ObjectiveSettings, PretrainOptimizerSettings
 from lamina.training.settings import BranchSettings
 
 NUMERICS = 1
@@ -43,7 +43,7 @@ SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
 # Settings younger than the first records, with the values at which they change nothing: left out there, so that older
 # trials keep their keys.
-_YOUNGER_GROUPS = (BranchSettings, ObjectiveSettings, ImageSettings, RegularizationSettings, MemorySettings)
+_YOUNGER_GROUPS = (BranchSettings, ObjectiveSettings, ImageSettings, PretrainOptimizerSettings, MemorySettings)
 YOUNGER: Json = {
     "eval_corpus": None,
     "eval_tasks": None,

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.optimizer import StateDict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import (
     PreTrainedModel,
@@ -24,7 +25,7 @@ from transformers import (
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.modeling.parts import decaying
-from lamina.modeling.scaling import DEPTH_SCHEMES, SCHEMES, Scaling, StepFactors, scaled_weights
+from lamina.modeling.scaling import DEPTH_SCHEMES, SCHEMES, ScaledWeight, Scaling, StepFactors, scaled_weights
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import RunSettings
 
@@ -44,9 +45,75 @@ def scaling_of(settings: RunSettings) -> Scaling | None:
     )
 
 
-def step_factors(model: PreTrainedModel, scaling: Scaling) -> dict[str, StepFactors]:
+def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "adamw") -> dict[str, StepFactors]:
     """Each parameter's factors, by name. Raises UserError as ``scaled_weights`` does."""
-    return {scaled.weight.name: scaled.factors for scaled in scaled_weights(model, scaling)}
+    scaled = {each.weight.name: each for each in scaled_weights(model, scaling)}
+    if optimizer == "adamw":
+        return {name: each.factors for name, each in scaled.items()}
+    matrices = {name for name, weight in model.named_parameters() if weight.ndim == 2}
+    return {name: muon_factors(each, scaling) if name in matrices else each.factors for name, each in scaled.items()}
+
+
+def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
+    """The factors of a matrix that Muon updates; those of AdamW for one outside the blocks.
+
+    The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) asks of an update the norm sqrt(out/in).
+    Muon's is rate * 0.2 * sqrt(max(out, in)), whatever the input, so all alignments have the same factor:
+    1/sqrt(m) where both sides grow. The depth's factors are Adam's, whose updates do not know their gradient's size
+    either.
+    """
+    if scaled.kind != "hidden" or scaled.weight.layer < 0:
+        return scaled.factors
+    width = 1.0
+    if scaling.width != "none":
+        wide, narrow = (
+            math.sqrt(w.fan_out / w.fan_in / max(w.fan_out, w.fan_in)) for w in (scaled.weight, scaled.base)
+        )
+        width = scaling.k_hidden * wide / narrow
+    depth = scaled.factors.rate / scaled.factors.width_rate
+    return StepFactors(rate=width * depth, width_rate=width, muon=True)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """PyTorch's Muon for groups with ``muon``, and its AdamW for the others, as one optimizer with one state.
+
+    Muon's update has the root mean square of AdamW's (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both take the same
+    rate and decay.
+
+    Args:
+        groups: each with parameters, rate and decay; ``muon`` is True or missing.
+        adamw: AdamW's other options.
+    """
+
+    def __init__(self, groups: list[Json], **adamw: Any):
+        own = [group for group in groups if group.get("muon")]
+        self._parts: list[torch.optim.Optimizer] = []
+        if own:
+            self._parts.append(torch.optim.Muon(own, adjust_lr_fn="match_rms_adamw"))
+        self._parts.append(torch.optim.AdamW([group for group in groups if not group.get("muon")], **adamw))
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Give both parts this optimizer's own groups and state."""
+        for part, muon in zip(self._parts[::-1], (False, True), strict=False):
+            part.param_groups = [group for group in self.param_groups if bool(group.get("muon")) == muon]
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Go on with a stored state."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
 
 
 def parameter_groups(
@@ -61,7 +128,7 @@ def parameter_groups(
 
     Gains, biases and learned scales do not decay. ``epsilon`` is Adam's, in the groups that have a factor on it.
     """
-    groups: dict[tuple[float, bool, float, float], Json] = {}
+    groups: dict[tuple[float, bool, float, float, bool], Json] = {}
     decay = set(decaying(model))
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -70,7 +137,9 @@ def parameter_groups(
         options = {"lr": learning_rate * own.rate, "weight_decay": weight_decay / own.width_rate if decays else 0.0}
         if own.epsilon != 1.0:
             options["eps"] = epsilon * own.epsilon
-        key = (own.rate, decays, own.width_rate, own.epsilon)
+        if own.muon:
+            options["muon"] = True
+        key = (own.rate, decays, own.width_rate, own.epsilon, own.muon)
         groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
     return [groups[key] for key in sorted(groups, key=lambda key: (abs(key[0] - 1.0), key))]
 
