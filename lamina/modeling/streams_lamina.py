@@ -93,9 +93,9 @@ class StreamMixer(LaminaWiring):
         if kind == "gate":
             own = torch.Generator().manual_seed(0)  # the model's weights are drawn as without it
             down = torch.randn(self.spec["rank"], n * self.width, generator=own) * (n * self.width) ** -0.5
-            up = torch.zeros(n * self.width, self.spec["rank"])
-            starts = {"gain": torch.ones(n * self.width), "down": down, "up": up}
-            return starts | ({"inject": torch.zeros(n, n * self.width)} if self.writes else {})
+            up, inject = (0.02 * torch.randn(*size, generator=own) for size in (down.T.shape, (n, n * self.width)))
+            starts = {"gain": torch.ones(n * self.width), "down": down, "up": up}  # all streams alike would stay so
+            return starts | ({"inject": inject} if self.writes else {})
         tops = {"read": 1.0, "write": self.spec["magnitude"]}
         starts = {name: torch.tensor(self.spec[name], dtype=torch.float32) for name in tops if self.spec[name]}
         if kind == "sigmoid":

@@ -453,7 +453,9 @@ class Residual(nn.Module):
     @property
     def graph_key(self) -> tuple[object, ...]:
         """What decides the compiled graph: the skip's source, the coupling, and which scales are applied."""
-        kinds = None if self.mixer is None else (*self.mixer.spec.items(),)
+        kinds = {} if self.mixer is None else dict(self.mixer.spec)
+        if kinds and kinds["weights"] != "constant":  # these start in parameters
+            kinds |= {"read": len(kinds["read"]), "write": len(kinds["write"])}
         return self.skip, self.coupling, self.read, str(kinds), *self._applied.values()
 
 

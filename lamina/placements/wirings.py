@@ -15,7 +15,7 @@ from typing import TypeVar
 from lamina.core.registry import Registry
 from lamina.core.values import whole_number
 from lamina.errors import UserError
-from lamina.placements.plan import Layer, Plan, Sources, Streams, Sublayer
+from lamina.placements.plan import Layer, Mix, Plan, Sources, Streams, Sublayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,21 +66,27 @@ def _count(size: int | None) -> int:
     return 4 if size is None else size
 
 
-def _sigmoid(size: int | None, **more: object) -> Streams:
+def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
+    """Half of what sub-layer l reads first is stream l mod n: read and written alike, all would stay one stream."""
     n = _count(size)
-    return replace(Streams(weights="sigmoid", read=(1 / n,) * n, write=(1.0,) * n), **more)  # type: ignore[arg-type]
+
+    def one(index: int) -> Streams:
+        read = tuple(((stream == index % n) + 1 / n) / 2 for stream in range(n))
+        return Streams(weights="sigmoid", read=read, write=(1.0,) * n, mix=mix)
+
+    return with_streams(plan, one, Streams(weights="sigmoid", read=(1 / n,) * n))
 
 
 @wiring("identity_hc", equation="h = r S, S' = S + w b", source="HY-V4; transformers' hy_v4")
 def identity_hc(plan: Plan, size: int | None) -> Plan:
     """Streams that are read and written by sigmoids of all of them, and never mixed."""
-    return with_streams(plan, lambda index: _sigmoid(size), _sigmoid(size, write=()))
+    return _sigmoid(plan, size)
 
 
 @wiring("mhc", equation="h = r S, S' = M S + w b, M doubly stochastic", source="mHC (arXiv 2512.24880); deepseek_v4")
 def mhc(plan: Plan, size: int | None) -> Plan:
     """Hyper-Connections whose mixing keeps the streams' sum: Sinkhorn's iterations, in float32."""
-    return with_streams(plan, lambda index: _sigmoid(size, mix="sinkhorn"), _sigmoid(size, write=()))
+    return _sigmoid(plan, size, mix="sinkhorn")
 
 
 def _hyper(plan: Plan, size: int | None, dynamic: bool) -> Plan:

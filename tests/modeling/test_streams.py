@@ -217,6 +217,22 @@ def test_at_step_0_it_is_its_base_placement(wiring, limit, base):
         assert (built(base, wiring)(ids).logits - built(base)(ids).logits).abs().max().item() <= limit
 
 
+@pytest.mark.parametrize("wiring", ["identity_hc", "mhc", "gated_residual", "hc", "dynamic_hc"])
+def test_its_streams_part_in_training(wiring):
+    """They begin as copies of the embedding: read and written alike, they would stay one stream for ever."""
+    model, ids, states = built("pre_ln", wiring, layers=3), token_ids(), []
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    model.model.layers[-1].register_forward_hook(lambda block, args, state: states.append(state))
+    with torch.no_grad():
+        model(ids)
+    apart = (states[0] - states[0].mean(-2, keepdim=True)).norm() / states[0].norm()
+    assert apart > 1e-3
+
+
 @torch.no_grad()
 def states_of(model, ids):
     """The memory's view: the layers' inputs, and each sub-layer as a function."""
@@ -300,7 +316,8 @@ def test_it_trains_is_causal_generates_with_a_cache_and_comes_back_from_a_file(w
 
 
 @pytest.mark.parametrize(
-    ("wiring", "base"), [("mhc", "keel"), ("attn_res", "peri_ln"), ("x0", "fusenorm"), ("unet", "pre_ln")]
+    ("wiring", "base"),
+    [("mhc", "pre_ln"), ("hc", "pre_ln"), ("attn_res", "peri_ln"), ("x0", "fusenorm"), ("unet", "pre_ln")],
 )
 def test_a_compiled_block_computes_the_same(wiring, base):
     model, ids = wired(wiring, base), token_ids()
