@@ -39,6 +39,7 @@ class Gains(Probe):
     title = "Norm gains"
     summary = "mean, spread and range of every norm's gain and of the learned scales, by depth"
     source = "Peri-LN Fig 9b (the output norm's gain by depth)"
+    of_streams = True
     over_steps = ("gain_mean",)
 
     def finish(self, context: Context) -> pd.DataFrame:

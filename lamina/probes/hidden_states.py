@@ -20,7 +20,7 @@ from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import COLUMNS, Probe, probe
-from lamina.probes.engine.statistics import Ratio, Running, TokenStates, as_tokens
+from lamina.probes.engine.statistics import Ratio, Running, TokenStates, as_tokens, stream_figures
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Point
 
@@ -241,10 +241,8 @@ def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) 
     """
     if streams.ndim < 4:
         return
-    x, n = streams.detach().double(), streams.shape[-2]
-    together = torch.nn.functional.normalize(x, dim=-1, eps=1e-30).sum(-2).square().sum(-1)  # n + the pairs' cosines
-    values = torch.cat([((together - n) / (n * (n - 1))).unsqueeze(-1), x.square().mean(-1)], dim=-1)
-    valid = torch.ones(values.shape[:2], device=x.device) if mask is None else mask.to(x.device)
+    values = stream_figures(streams.detach().double())
+    valid = torch.ones(values.shape[:2], device=values.device) if mask is None else mask.to(values.device)
     total.add((values * valid.unsqueeze(-1)).sum(1), valid.sum(1))
 
 

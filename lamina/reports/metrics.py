@@ -106,6 +106,13 @@ METRICS = {
             "(dark). LayerNorm takes each token's mean away and RMSNorm leaves it; far from zero against the mean "
             "|x|, the two differ."
         )),
+        Metric("stream_rms", "Magnitudes", "Root mean square of each stream", "root mean square", folded=True, caption=(
+            "Of a model with several streams, each one after the sub-layer, from the first record (light) to the last "
+            "(dark). One that is far above the others carries the model alone."
+        )),
+        Metric("stream_cosine", "Magnitudes", "How alike the streams are", "cosine", folded=True, log=False, caption=(
+            "Mean cosine of two streams of a token after the sub-layer: at 1 they have collapsed into one."
+        )),
         Metric("attention_logit", "Attention", "Largest attention logit", "largest logit", caption=(
             "Largest value that goes into attention's softmax, by layer, over the keys that a query may see. Above "
             "about 50 attention looks at single tokens and its gradient vanishes (Dehghani et al. 2023)."

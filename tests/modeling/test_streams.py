@@ -24,11 +24,14 @@ from lamina.modeling.backbones.conversion import to_transformers
 from lamina.modeling.initialization import weights
 from lamina.modeling.parts import decaying
 from lamina.modeling.streams_lamina import Collapse, DepthAttention, LaminaWiring, StreamMixer
+from lamina.modeling.wiring_lamina import LaminaNorm
 from lamina.placements import resolve
 from lamina.placements.wirings import WIRINGS
 from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.proof import prove
 from lamina.training.execution import compiling
+from lamina.training.monitor.stream_measures import hidden_state_rows
+from lamina.training.monitor.training_hooks import follow
 from lamina.training.resolve import wiring_multiplications
 
 N, WIDTH, EPS = 4, 24, 1e-6
@@ -467,6 +470,35 @@ def test_probes_of_states_measure_what_the_streams_come_to_and_others_refuse(wir
     for other in ("jacobian", "layer_drop", "bounds"):
         with pytest.raises(UserError, match=f"{other}: follows one stream"):
             lamina.probe(model, other, ids)
+
+
+@pytest.mark.parametrize(("wiring", "base"), [("mhc", "keel"), ("residual", "post_ln"), ("attn_res", "peri_ln")])
+def test_the_monitor_and_the_watch_measure_each_stream(wiring, base):
+    model, ids, last = wired(wiring, base), token_ids(), {}
+    for layer, block in enumerate(model.model.layers):
+        for name, half in block.named_children():
+            half.register_forward_hook(lambda m, args, y, key=(layer, name): last.update({key: y}))
+    found, states = {row[1:6]: row[6] for row in hidden_state_rows(model, ids, 0)}, dict(last)
+    followed = follow(model, {"input_ids": ids, "labels": ids})
+    watched = {row[1:6]: row[6] for row in followed.rows(model, ids, 0)}
+    assert followed.whole
+    assert found == {key: watched[key] for key in found}
+    gains = lamina.probe(model, "gains", ids)["gains"]
+    assert len(gains["path"].unique()) >= len([m for m in model.modules() if isinstance(m, LaminaNorm)])
+    streams = {key: y for key, y in states.items() if y.ndim == 4}
+    assert len(streams) == (0 if wiring == "attn_res" else 12)
+    assert {key[:2] for key in found if key[-1] == "stream_cosine"} == set(streams)
+    for (layer, name), y in states.items():
+        assert found[layer, name, "all", 0, "hidden_variance"] == pytest.approx(y.var(correction=0).item(), rel=1e-4)
+    for (layer, name), y in streams.items():
+        for index, one in enumerate(y.unbind(-2)):
+            rms = found[layer, name, "all", index, "stream_rms"]
+            assert rms == pytest.approx(one.square().mean().sqrt().item(), rel=1e-4)
+        pairs = [
+            torch.cosine_similarity(y[:, :, i], y[:, :, j], dim=-1).mean() for i in range(y.shape[2]) for j in range(i)
+        ]
+        cosine = found[layer, name, "all", 0, "stream_cosine"]
+        assert cosine == pytest.approx(float(sum(pairs)) / len(pairs), abs=1e-5)
 
 
 def test_the_probes_follow_parallel_branches():

@@ -45,7 +45,8 @@ def recorded() -> pd.DataFrame:
         rows += [(step, -1, "model", role, 0, "row_norm_abs_max", 2.0) for role in ("embedding", "readout")]
         rows += [(step, 1, "feed_forward", "expert", expert, "expert_load", 0.1 + expert) for expert in range(8)]
         rows += [(step, -1, "model", "all", 0, name, 3.0 - step) for name in (LOSS, NORM, "learning_rate")]
-        rows += [(step, layer, "attention", "all", 0, "attention_logit", 1.0 + step) for layer in range(2)]
+        for name in ("attention_logit", "stream_rms", "stream_cosine"):
+            rows += [(step, layer, "attention", "all", 0, name, 1.0 + step) for layer in range(2)]
     return pd.DataFrame(rows, columns=list(LAYER_COLUMNS))
 
 

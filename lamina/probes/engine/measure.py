@@ -75,7 +75,7 @@ def run(
                 raise UserError(f"{probe.name}: needs a text model (allowed: other probes)")
             if any(site.carries_more for site in context.structure.layers) and not probe.of_streams:
                 raise UserError(
-                    f"{probe.name}: follows one stream, it hands on more (allowed: depth_mixing, probes of states)"
+                    f"{probe.name}: follows one stream alone (allowed: gains, depth_mixing, those of states)"
                 )
             began = time.monotonic()
             probe.begin(context)

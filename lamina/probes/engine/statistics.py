@@ -138,3 +138,10 @@ def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenS
         x = x.flatten(1, -2)
         return TokenStates(x.masked_fill(~valid.unsqueeze(-1), 0.0), valid)
     return TokenStates(x.flatten(1, -2), None)
+
+
+def stream_figures(streams: torch.Tensor) -> torch.Tensor:
+    """Return [..., 1 + n] of streams [..., n, width]: the mean cosine of two of them, and each one's mean square."""
+    n = streams.shape[-2]
+    together = torch.nn.functional.normalize(streams, dim=-1, eps=1e-30).sum(-2).square().sum(-1)  # n + all cosines
+    return torch.cat([((together - n) / (n * (n - 1))).unsqueeze(-1), streams.square().mean(-1)], dim=-1)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lamina.errors import UserError
 from lamina.probes.structure.hooks import evaluating, takes_cache
-from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
+from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite, is_norm
 from lamina.probes.structure.stream import TracedLayer, origin
 from lamina.probes.structure.tracing import Call, Op, Trace, trace
 
@@ -77,33 +77,41 @@ def declared_structure(model: nn.Module) -> Structure | None:
     blocks = [(path, part) for path, part in named if isinstance(getattr(part, "has_memory", None), bool)]
     if not blocks or not ("StreamMixer" in mixers or any(block.has_memory for _, block in blocks)):
         return None
-    ends = [(path, part) for path, part in named if type(part).__name__ == "Collapse" and part.reader is not None]
-    end = None
-    if ends:  # the norms of some streams are a part of what is read
-        (path, part), *_ = ends
-        whole = getattr(part.reader, "spec", {}).get("normed")
-        end = Point(part, path, "output") if whole else Point(part.reader, f"{path}.reader", "output")
+    first = next((site for site in named if site[0].endswith("embedding_norm") and is_norm(site[1])), None)
+    path, last = next((path, part) for path, part in named if type(part).__name__ == "Collapse")
+    end = None if last.reader is None else Point(last.reader, f"{path}.reader", "output")
+    if end is not None and getattr(last.reader, "spec", {}).get("normed"):  # it norms some of the streams
+        end = Point(last, path, "output")
     return Structure(
         layers=tuple(_declared_layer(i, path, block) for i, (path, block) in enumerate(blocks)),
-        end=end,
         hidden_size=int(getattr(getattr(model, "config", None), "hidden_size", 0)),
         embedding=_asked(model, "get_input_embeddings"),
-        embedding_norm=None,
-        final_norm=None,
+        embedding_norm=None if first is None else NormSite("embedding_norm", first[1], first[0]),
+        final_norm=NormSite("final_norm", last.norm, f"{path}.norm") if is_norm(last.norm) else None,
         head=_asked(model, "get_output_embeddings"),
         notes=["The states are the mean of the model's streams." if "StreamMixer" in mixers else _ONE_OF_MEMORY],
+        end=end,
     )
 
 
 def _declared_layer(index: int, path: str, block: nn.Module) -> LayerSite:
     """Return a block of Lamina's; what its two sub-layers add is behind an out_norm, before a factor or a write."""
-    sublayers, reads = [], getattr(block, "sources", None)
-    for kind in ("attention", "feed_forward"):
-        half = block.get_submodule(kind)
+    halves = {kind: block.get_submodule(kind) for kind in ("attention", "feed_forward")}
+    sublayers: list[SublayerSite] = []
+    for kind, half in halves.items():
+        place = f"{path}.{kind}"
         last = "module" if half.out_norm is None else "out_norm"
-        sublayers.append(SublayerSite(kind, Point(half.get_submodule(last), f"{path}.{kind}.{last}", "output"), None))
-    attention = block.get_submodule("attention")
-    reads = attention.mixer or attention.depth or reads
+        norms = [(name, part) for name, part in half.named_modules() if is_norm(part)]
+        sublayers.append(
+            SublayerSite(
+                kind,
+                contribution=Point(half.get_submodule(last), f"{place}.{last}", "output"),
+                after=Point(half, place, "output", collapse=True),
+                norms=tuple(NormSite("inner_norm" if "." in n else n, norm, f"{place}.{n}") for n, norm in norms),
+                modules=((place, half),),
+            )
+        )
+    reads = halves["attention"].mixer or halves["attention"].depth or block.sources
     point = None if reads is None else Point(reads, f"{path}.reads", "output")
     return LayerSite(index, block, path, 0, tuple(sublayers), carries_more=True, reads=point)
 

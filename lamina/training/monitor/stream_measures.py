@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lamina.modeling.parts import body_of, sublayers, uncompiled
+from lamina.probes.engine.statistics import stream_figures
 from lamina.probes.structure.hooks import Args, Kwargs, Output, layers_running, watch
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.monitor.writers import Row
@@ -60,11 +61,13 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
 
     The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| among all elements (each
     sequence's tokens and channels) of x^0 and of the stream after every sub-layer; the row with ``index`` 0 is the
-    largest. An element that stays large through several sub-layers counts in each of them.
+    largest. An element that stays large through several sub-layers counts in each of them. Of several streams all are
+    measured together, and there are ``stream_rms`` (``index``: the stream) and ``stream_cosine``, the pairs' mean.
     """
     base = body_of(model, "layer monitor")
     points: dict[Spot, Point] = {(-1, "block", 0): Point(base.layers[0], "", "input")}
-    points |= {(index, name, 0): Point(residual, "", "output") for index, name, residual in sublayers(base)}
+    for index, name, residual in sublayers(base):
+        points[index, name, 0] = Point(residual, "", "output", collapse=residual.mixer is not None)
     return stream_rows(model, base, points, inputs, step)
 
 
@@ -96,12 +99,14 @@ class PassNumbers:
 
     Attributes:
         states: by spot the number of elements and their ``state_statistics``.
+        streams: likewise the means over tokens of ``stream_figures``, where there are several.
         logits: each layer's largest.
         loads: by layer the tokens, and each expert's share of their choices.
         largest: the largest |x| of all states, largest first.
     """
 
     states: dict[Spot, tuple[int, list[float]]] = field(default_factory=dict)
+    streams: dict[Spot, tuple[int, list[float]]] = field(default_factory=dict)
     logits: dict[int, float] = field(default_factory=dict)
     loads: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
     largest: list[float] = field(default_factory=list)
@@ -111,7 +116,7 @@ class ForwardMeter:
     """Measures one forward pass; what it keeps is a few numbers for each sub-layer, on the device, until ``take``.
 
     Args:
-        points: where the stream is measured.
+        points: where the stream is measured; several streams where a point would collapse them.
         structure: of a model whose attention logits and choices of experts are measured; None: they are not.
         top: how many of the largest |x| of all states are kept.
 
@@ -120,7 +125,10 @@ class ForwardMeter:
     """
 
     def __init__(self, points: Mapping[Spot, Point], structure: Structure | None = None, *, top: int = 0):
-        self.points, self.structure, self.top = points, structure, top
+        self.points = {spot: replace(point, collapse=False) for spot, point in points.items()}
+        self.structure, self.top = structure, top
+        self._several = {spot for spot, point in points.items() if point.collapse}
+        self._streams: dict[Spot, torch.Tensor] = {}
         self.half = False
         self._states: dict[Spot, torch.Tensor] = {}
         self._elements: dict[Spot, int] = {}
@@ -132,7 +140,7 @@ class ForwardMeter:
     @contextmanager
     def measuring(self, root: nn.Module) -> Iterator[None]:
         """Measure the forward pass that runs in the context."""
-        self._states, self._largest, self._logits, self._loads = {}, [], {}, {}
+        self._states, self._streams, self._largest, self._logits, self._loads = {}, {}, [], {}, {}
         with ExitStack() as stack:
             stack.enter_context(watch(self.points, self._see, root=root))
             if self.structure is not None:
@@ -145,6 +153,8 @@ class ForwardMeter:
         self._elements[spot] = tensor.numel()
         tensor = tensor if tensor.ndim > 1 else tensor[None]
         self._states[spot] = state_statistics(tensor)
+        if spot in self._several and tensor.ndim > 3:
+            self._streams[spot] = stream_figures(tensor.detach().float()).flatten(0, -2).mean(0)
         self._largest += [largest_magnitudes(tensor, self.top)] if self.top else []
 
     @torch.no_grad()
@@ -178,13 +188,14 @@ class ForwardMeter:
         if self._states:
             values = torch.stack(list(self._states.values())).tolist()
             seen.states = {spot: (self._elements[spot], each) for spot, each in zip(self._states, values, strict=True)}
+        seen.streams = {spot: (self._elements[spot], each.tolist()) for spot, each in self._streams.items()}
         if self._largest:
             values = torch.cat(self._largest)
             seen.largest = values.topk(min(self.top, len(values))).values.tolist()
         if self._logits:
             seen.logits = dict(zip(self._logits, torch.stack(list(self._logits.values())).tolist(), strict=True))
         seen.loads = {layer: (self._tokens[layer], load.tolist()) for layer, load in self._loads.items()}
-        self._states, self._largest, self._logits, self._loads = {}, [], {}, {}
+        self._states, self._streams, self._largest, self._logits, self._loads = {}, {}, [], {}, {}
         return seen
 
 
@@ -194,6 +205,12 @@ def rows_of(step: int, parts: Sequence[PassNumbers]) -> list[Row]:
     for (layer, sublayer, index), seen in _by_key(part.states for part in parts).items():
         named = zip(STATE_METRICS, _pooled(seen), strict=True)
         rows += [(step, layer, sublayer, "all", index, metric, value) for metric, value in named]
+    for (layer, sublayer, _), seen in _by_key(part.streams for part in parts).items():
+        total = sum(count for count, _ in seen)
+        each = zip(*(values for _, values in seen), strict=True)
+        cosine, *squares = (sum(n * v for (n, _), v in zip(seen, vs, strict=True)) / total for vs in each)
+        rows.append((step, layer, sublayer, "all", 0, "stream_cosine", cosine))
+        rows += [(step, layer, sublayer, "all", i, "stream_rms", square**0.5) for i, square in enumerate(squares)]
     for layer, logits in _by_key(part.logits for part in parts).items():
         rows.append((step, layer, "attention", "all", 0, "attention_logit", max(logits)))
     for layer, loads in _by_key(part.loads for part in parts).items():
