@@ -3,7 +3,9 @@
 from lamina.papers.judging import Finding, Trials, claim, lower
 
 
-@claim(says="FuseNorm's loss is below Pre-LN's after 400 steps, at an initializer that suits the width, on a second text")
+@claim(
+    says="FuseNorm's loss is below Pre-LN's after 400 steps, at an initializer that suits the width, on a second text"
+)
 def front_page_second(trials: Trials) -> Finding:
     return lower(trials.tuned(), "fusenorm", than="pre_ln")
 
@@ -18,6 +20,8 @@ def front_page_second__mix_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "mix_ln", than="pre_ln")
 
 
-@claim(says="Peri-LN's loss is below Pre-LN's after 400 steps, at an initializer that suits the width, on a second text")
+@claim(
+    says="Peri-LN's loss is below Pre-LN's after 400 steps, at an initializer that suits the width, on a second text"
+)
 def front_page_second__peri_ln(trials: Trials) -> Finding:
     return lower(trials.tuned(), "peri_ln", than="pre_ln")
