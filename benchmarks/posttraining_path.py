@@ -73,7 +73,10 @@ def by_trl(task: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(task["threads"])
     recipe, kind = RECIPES[task["stage"]], task["stage"].upper()
-    rows = [json.loads(line) for line in Path(task["data"]).read_text(encoding="utf-8").splitlines()]
+    rows, held_out = (
+        [json.loads(line) for line in Path(task[name]).read_text(encoding="utf-8").splitlines()]
+        for name in ("data", "held_out")
+    )
     order = TrainOrder(len(rows), steps=task["steps"], batch_size=recipe["batch_size"], seed=0)
     seconds: list[float] = []
 
@@ -95,11 +98,13 @@ def by_trl(task: dict[str, Any]) -> dict[str, Any]:
         lr_scheduler_kwargs={"min_lr_rate": 0.0}, adam_beta2=0.999, weight_decay=0.0, max_grad_norm=1.0,
         optim="adamw_torch_fused", train_sampling_strategy="sequential", logging_steps=task["logging"],
         logging_first_step=True, save_strategy="no", report_to="none", use_cpu=True, bf16=False, max_length=None,
-        gradient_checkpointing=False, disable_tqdm=True, seed=0,
+        gradient_checkpointing=False, disable_tqdm=True, seed=0, eval_strategy="steps", eval_steps=task["steps"],
+        per_device_eval_batch_size=recipe["batch_size"],
     )  # fmt: skip
     trainer = getattr(trl, f"{kind}Trainer")(
         model=model, args=arguments, processing_class=tokenizer, callbacks=[Clock()],
         train_dataset=datasets.Dataset.from_list([rows[index] for batch in order for index in batch]),
+        eval_dataset=datasets.Dataset.from_list(held_out),
     )  # fmt: skip
     trainer.train()
     merged = trainer.model.merge_and_unload()
