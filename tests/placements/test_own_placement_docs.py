@@ -124,6 +124,12 @@ def test_a_packages_placements_are_listed_with_the_others(folder, tmp_path_facto
     assert re.search(r"^theirs +From a package +y = alpha x", listed.stdout, re.M)
     assert re.search(r"^pre_ln ", listed.stdout, re.M)
     assert "theirs" not in run("placements", cwd=folder).stdout
+    lamina.build(llama(), "mine.py", norm="clipped").save_pretrained(folder / "model")
+    (site / "their_norms.py").write_text("\n".join([source, blocks("python")[1]]), encoding="utf-8")
+    assert run("placements", "--of", "model", cwd=folder, path=[site]).returncode == 0
+    without = run("placements", "--of", "model", cwd=folder)
+    assert without.returncode == 2
+    assert "(a norm of your own: import it before, or install its package)" in without.stderr
     shown = run("placements", "theirs(alpha=0.5)", cwd=folder, path=[site])
     assert "From a package (theirs)" in shown.stdout
     assert "alpha (float; default 1.0)" in shown.stdout

@@ -28,6 +28,7 @@ from lamina.errors import UserError, one_line, unknown
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import adapter_of
 from lamina.placements import Plan
+from lamina.placements.registry import PLACEMENTS
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -170,11 +171,21 @@ def read_config(
     if isinstance(config, LaminaConfig) and weights:
         if config.plan is None:
             raise UserError(f"{source} has no plan (allowed: a whole Lamina checkpoint)")
-        try:
-            Plan.from_dict(config.plan)
-        except UserError as error:
-            raise UserError(f"{source}: {one_line(str(error))}") from None
+        _check_plan(config.plan, source)
     return config
+
+
+def _check_plan(plan: dict, source: str) -> None:
+    """Raise UserError for a checkpoint's plan that is none; a norm of one's own may be that of an installed package."""
+    try:
+        Plan.from_dict(plan)
+    except UserError:
+        try:
+            PLACEMENTS.names()  # imports the packages
+            Plan.from_dict(plan)
+        except UserError as error:
+            norm = " (a norm of your own: import it before, or install its package)" * ("kind:" in str(error))
+            raise UserError(f"{source}: {one_line(str(error))}{norm}") from None
 
 
 def refuse_scores(config: PreTrainedConfig, source: str) -> None:
