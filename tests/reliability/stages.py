@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from posttraining.tiny import preferences, sorting, write_model, write_rows
 
+from lamina.jobs.catalog import JOBS, load
+
 TUNED = {
     "from_model": "{base}", "template": "plain", "data": "{instructions}", "batch_size": 4, "steps": 12,
     "learning_rate": 1e-3, "logging_steps": 1, "save_steps": 2, "eval_steps": 4, "keep": 2, "eval_fraction": 0.25,
@@ -64,9 +66,7 @@ def places_of(root: Path, *, tuned: bool) -> dict[str, str]:
 
 def job_named(job: str) -> Callable[..., dict[str, Any]]:
     """The function of a job after pretraining."""
-    from importlib import import_module
-
-    return getattr(import_module(f"lamina.posttraining.{job}"), job)
+    return load(JOBS[job].run)
 
 
 def held_out_of(folder: Path) -> list[Any]:
