@@ -56,7 +56,7 @@ def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) 
     """
     items: list[T] = []
     skipped = 0
-    for number, row in enumerate(cast("Iterator[Fields]", load(name, source)), start=1):
+    for number, row in enumerate(_decoded(name, source), start=1):
         try:  # datasets fills in what a row lacks
             items.append(use({field: value for field, value in row.items() if value is not None}))
         except ValueError as error:
@@ -71,6 +71,17 @@ def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) 
     if not items:
         raise UserError(f"{name}: {source!r} has no usable row")
     return items, skipped
+
+
+def _decoded(name: str, source: str) -> Iterator[Fields]:
+    """Yield the rows of a source. Raises UserError for one whose texts are not UTF-8, which a reader may let pass."""
+    number = 0
+    try:
+        for row in cast("Iterator[Fields]", load(name, source)):
+            number += 1
+            yield row
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: {source!r}, row {number + 1}: {one_line(error)} (allowed: UTF-8)") from None
 
 
 def load(name: str, source: str) -> Dataset | Sequence[Fields]:

@@ -265,6 +265,7 @@ def test_rows_of_several_forms_have_their_own_fields(tmp_path):
         ("a.jsonl", b"\n\n", "holds no rows"),
         ("a.jsonl", b"\xff\xfe\x00", r"holds no rows \(.*in row 0"),
         ("a.jsonl", LINES + b'{"prompt": "cut', "holds no rows"),
+        ("a.jsonl", b'{"text": "a"}\n' * 2 + b'{"text": "\xff"}\n' * 2, r"row 3: .*can't decode byte 0xff"),
         ("a.jsonl", b'{"prompt": "a\\ud83d", "completion": "b"}', "surrogate pair"),
         ("a.jsonl.gz", LINES, "holds no rows"),
         ("a.parquet", LINES, "holds no rows"),
