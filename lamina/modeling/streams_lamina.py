@@ -27,12 +27,13 @@ class State(NamedTuple):
 class LaminaWiring(nn.Module, ABC):
     """The base of what a plan learns beside norms and scales: not drawn by initializers, not decayed, float32 inside.
 
-    ``begin`` registers a parameter for each of ``starts``, or keeps its values as numbers where none is learned.
+    ``begin`` registers a parameter for each of ``starts``, or keeps its values as numbers where none is learned but
+    gains.
     """
 
     def begin(self, learned: bool = True) -> None:
         for name, start in self.initial().items():
-            if learned:
+            if learned or name == "gains":
                 start = start.to(device=torch.get_default_device(), dtype=torch.get_default_dtype())
                 self.register_parameter(name, nn.Parameter(start))
             else:
@@ -85,6 +86,7 @@ class StreamMixer(LaminaWiring):
         self.spec, self.width, self.eps = spec, width, eps
         self.n, self.writes = len(spec["read"]), bool(spec["write"])
         self.mixes = spec["mix"] != "identity"
+        self.norms: tuple[str, ...] = tuple(spec.get("norms", ()))
         self.begin(learned=spec["weights"] != "constant")
 
     def starts(self) -> dict[str, torch.Tensor]:
@@ -108,12 +110,21 @@ class StreamMixer(LaminaWiring):
             starts["projection"] = torch.zeros(1 + self.writes + n * self.mixes, self.width)
         if kind in ("sigmoid", "tanh"):
             starts["scale"] = torch.full((1 + self.writes + self.mixes,), 0.01)
-        return starts
+        return starts | ({"gains": torch.ones(n, self.width)} if self.norms else {})
+
+    def normed(self, streams: torch.Tensor, where: str) -> torch.Tensor:
+        """The streams with an RMSNorm, in float32, on those whose ``norms`` is ``where``."""
+        if where not in self.norms:
+            return streams
+        parts = []
+        for norm, x, gain in zip(self.norms, streams.float().unbind(-2), self.held("gains", streams), strict=True):
+            parts.append(x * inverse_rms(x, self.eps) * gain if norm == where else x)
+        return torch.stack(parts, dim=-2).to(streams.dtype)
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What is read [batch, tokens, width], the mixing matrix [..., n, n] and the write's weights [..., n]."""
         with torch.autocast(streams.device.type, enabled=False):
-            x = streams.float()
+            x = self.normed(streams, "read").float()
             if self.spec["weights"] == "gate":
                 read, write = self._gates(x)
                 return read.to(streams.dtype), None, write
@@ -212,7 +223,7 @@ class Collapse(nn.Module):
             parts = zip(normed, x.unbind(-2), strict=True)
             return torch.stack([self.norm(part) if is_normed else part for is_normed, part in parts]).sum(0)
         if isinstance(self.reader, StreamMixer):
-            x = self.reader(x)[0]
+            x = self.reader(self.reader.normed(x, "stream"))[0]
         elif isinstance(self.reader, StateSources):
             x = self.reader(x, memory)
         elif self.reader is not None:

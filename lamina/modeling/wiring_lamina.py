@@ -391,6 +391,7 @@ class Residual(nn.Module):
         """
         hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
         if self.mixer is not None:
+            x = self.mixer.normed(x, "stream")
             hidden, mix, write = self.mixer(x)
         elif self.depth is not None:
             hidden = self.depth(memory, x if self.read == "depth" else None)
@@ -453,9 +454,8 @@ class Residual(nn.Module):
     @property
     def graph_key(self) -> tuple[object, ...]:
         """What decides the compiled graph: the skip's source, the coupling, and which scales are applied."""
-        kinds = {} if self.mixer is None else dict(self.mixer.spec)
-        if kinds and kinds["weights"] != "constant":  # these start in parameters
-            kinds |= {"read": len(kinds["read"]), "write": len(kinds["write"])}
+        spec = {} if self.mixer is None else self.mixer.spec
+        kinds = {name: len(value) if name in ("read", "write") else value for name, value in spec.items()}
         return self.skip, self.coupling, self.read, str(kinds), *self._applied.values()
 
 

@@ -122,7 +122,8 @@ def plan_notes(plan: Plan) -> list[str]:
     """Return what the drawing does not show: norms inside the attention, several streams, earlier states."""
     notes, first = head_norms(plan), plan.layers[0].attention
     if first.streams:
-        notes.append(f"{plan.streams} streams: {first.streams.weights} weights, mix: {first.streams.mix}")
+        norms = f", norms: {', '.join(first.streams.norms)}" if first.streams.norms else ""
+        notes.append(f"{plan.streams} streams: {first.streams.weights} weights, mix: {first.streams.mix}{norms}")
     if first.reads_memory:
         notes.append("each sub-layer reads a softmax over earlier sums of blocks, and its own block's so far")
     elif plan.has_memory:

@@ -29,6 +29,7 @@ Coupling = Literal["none", "lerp", "variance"]
 HeadNorm = Literal["off", "head", "full"]
 Weights = Literal["constant", "learned", "tanh", "sigmoid", "gate"]
 Mix = Literal["identity", "free", "sinkhorn"]
+StreamNorm = Literal["read", "stream"]
 Read = Literal["stream", "block_input", "depth", "memory"]
 
 POSITIONS = ("pre_norm", "out_norm", "post_norm")
@@ -38,7 +39,7 @@ SUBLAYERS = ("attention", "feed_forward")
 YOUNGER = frozenset(
     (
         *("out_scale", "out_scale_learned", "coupling", "gate_temperature", "inner_norm", "streams", "read"),
-        *("sources", "boundary", "readout", "final_sources", "qkv_norm", "zero_centered", "alpha"),
+        *("sources", "boundary", "readout", "final_sources", "qkv_norm", "zero_centered", "alpha", "norms"),
     )
 )
 _Record = TypeVar("_Record", bound="Norm | Streams | Sources | Sublayer | Layer | Plan")
@@ -123,6 +124,7 @@ class Streams:
     (Hyper-Connections), the "sigmoid" of one of all of them, times ``magnitude`` where it writes (mHC), or Qwen's
     "gate": a share of each channel, by a projection of rank ``rank``. ``mix``: the "identity", a "free" matrix or a
     doubly stochastic one ("sinkhorn"). ``normed`` says which streams the post_norm is for; all of them if empty.
+    ``norms``: an RMSNorm on each "stream", which then goes on normed, or on what is "read" of it alone; none if empty.
     """
 
     weights: Weights
@@ -132,16 +134,19 @@ class Streams:
     magnitude: float = 2.0
     rank: int = 0
     normed: tuple[bool, ...] = ()
+    norms: tuple[StreamNorm, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise UserError for weights that are invalid or do not fit each other."""
         _one_of("weights", self.weights, Weights)
         _one_of("mix", self.mix, Mix)
-        for name in ("read", "write", "normed"):
+        for name in ("read", "write", "normed", "norms"):
             object.__setattr__(self, name, _tuple(name, getattr(self, name)))
         n = len(self.read)
-        if n < 2 or {len(self.write), len(self.normed)} - {0, n}:
-            raise UserError(f"read: {n} streams (allowed: at least 2, and as many in write and normed)")
+        if n < 2 or {len(self.write), len(self.normed), len(self.norms)} - {0, n}:
+            raise UserError(f"read: {n} streams (allowed: at least 2, and as many in write, normed and norms)")
+        for norm in self.norms:
+            _one_of("norms", norm, StreamNorm)
         _finite("magnitude", self.magnitude)
         whole_number("rank", self.rank, low=int(self.weights == "gate"))
         for name, value in (*(("read", v) for v in self.read), *(("write", v) for v in self.write)):

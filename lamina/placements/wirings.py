@@ -15,7 +15,7 @@ from typing import TypeVar
 from lamina.core.registry import Registry
 from lamina.core.values import whole_number
 from lamina.errors import UserError
-from lamina.placements.plan import Layer, Mix, Plan, Sources, Streams, Sublayer
+from lamina.placements.plan import Layer, Mix, Plan, Sources, StreamNorm, Streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,20 +119,39 @@ def gated_residual(plan: Plan, size: int | None) -> Plan:
     return with_streams(plan, lambda index: one, replace(one, write=()))
 
 
+def _check_sums(plan: Plan, reason: str, *, post_norms: bool) -> None:
+    """Raise UserError unless every sub-layer adds to the unscaled stream, and has a post-norm, or none."""
+    for half in (half for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
+        plain = (half.skip, half.skip_scale, half.skip_scale_learned) == ("stream", 1.0, "no")
+        if not plain or (half.post_norm is not None) != post_norms:
+            raise UserError(f"{reason} (allowed: {'' if post_norms else 'no '}post-norms, unscaled skips)")
+
+
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
 def residual(plan: Plan) -> Plan:
     """A second stream beside a Post-LN's that no norm touches before the end."""
-
-    def fits(sub: Sublayer) -> bool:
-        return sub.post_norm is not None and (sub.skip, sub.skip_scale, sub.skip_scale_learned) == ("stream", 1.0, "no")
-
-    if not all(fits(half) for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
-        raise UserError("its second stream is the plain sum beside normed ones (allowed: post-norms, unscaled skips)")
+    _check_sums(plan, "its second stream is the plain sum beside normed ones", post_norms=True)
     if plan.options.get("final_norm") is False:
         raise UserError("final_norm: False leaves its second stream without the norm at the end (allowed: true)")
     plan = replace(plan, final_norm=plan.final_norm or plan.layers[-1].feed_forward.post_norm)
     one = Streams(weights="constant", read=(1.0, 0.0), write=(1.0, 1.0), normed=(True, False))
     return with_streams(plan, lambda index: one, Streams(weights="constant", read=(1.0, 1.0), normed=(False, True)))
+
+
+@wiring(
+    "siamese",
+    equation="p = LN p, h = p + LN u, p' = p + b / sqrt(2 l), u' = u + b",
+    source="SiameseNorm (arXiv 2602.08064)",
+)
+def siamese(plan: Plan) -> Plan:
+    """SiameseNorm: a normed stream p and a plain one u share the branches; l = 1 .. N, the block."""
+    _check_sums(plan, "its second stream is a plain sum", post_norms=False)
+
+    def one(index: int) -> Streams:
+        return Streams(weights="constant", read=(1.0, 1.0), write=((2 * (index // 2 + 1)) ** -0.5, 1.0), norms=norms)
+
+    norms: tuple[StreamNorm, ...] = ("stream", "read")
+    return with_streams(plan, one, Streams(weights="constant", read=(1.0, 1.0), norms=norms))
 
 
 def _with_sources(plan: Plan, of: Callable[[int], Sources | None], last: Sources | None = None) -> Plan:

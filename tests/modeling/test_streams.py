@@ -42,6 +42,7 @@ WITHOUT = {
     ("attn_res", "fusenorm"),
     ("parallel", "fusenorm"),
     *(("residual", base) for base in BASES),
+    *(("siamese", base) for base in ("keel", "fusenorm")),
 }  # no meaning: refused
 PAIRS = [(wiring, base) for wiring in WIRINGS.names() for base in BASES if (wiring, base) not in WITHOUT]
 PAIRS.append(("residual", "post_ln"))
@@ -249,18 +250,19 @@ def states_of(model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("wiring", ["x0", "denseformer", "unet", "attn_res", "residual"])
+@pytest.mark.parametrize("wiring", ["x0", "denseformer", "unet", "attn_res", "residual", "siamese"])
 def test_a_whole_model_is_its_equation_written_out(wiring):
     model, ids = wired(wiring, "post_ln" if wiring == "residual" else "pre_ln", layers=10), token_ids()
     x, attention = states_of(model, ids)
     layers, norm = model.model.layers, model.model.norm
     states, slots, r = [x], [], x
 
+    def unit(v):
+        return v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + EPS)
+
     def read(depth, slots, partial):
         values = [*slots, *([] if partial is None else [partial])]
-        shares = torch.stack(
-            [depth.depth.query @ (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + EPS)).unsqueeze(-1) for v in values]
-        ).softmax(0)
+        shares = torch.stack([depth.depth.query @ unit(v).unsqueeze(-1) for v in values]).softmax(0)
         return sum(share * v for share, v in zip(shares, values, strict=True))
 
     for index, block in enumerate(layers):
@@ -271,6 +273,12 @@ def test_a_whole_model_is_its_equation_written_out(wiring):
             b = attention(block, a.pre_norm(read(a, slots, None if first else x)))
             x = b if first else x + b
             x = x + f.module(f.pre_norm(read(f, slots, x)))
+            continue
+        if wiring == "siamese":  # x and r are the normed stream and the plain one
+            for half, run in ((a, lambda h, block=block: attention(block, h)), (f, f.module)):
+                x = unit(x) * half.mixer.gains[0]
+                b = run(half.pre_norm(x + unit(r) * half.mixer.gains[1]))
+                x, r = x + b / (2 * (index + 1)) ** 0.5, r + b
             continue
         if wiring == "residual":
             for half, run in ((a, lambda h, block=block: attention(block, h)), (f, f.module)):
@@ -289,10 +297,10 @@ def test_a_whole_model_is_its_equation_written_out(wiring):
         x = w[0] * x + sum(w[1 + k] * states[k] for k in range(10))
     if wiring == "attn_res":
         values = [*slots, x]
-        shares = torch.stack(
-            [(v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + EPS)) @ norm.reader.query for v in values]
-        )
+        shares = torch.stack([unit(v) @ norm.reader.query for v in values])
         x = sum(share.unsqueeze(-1) * v for share, v in zip(shares.softmax(0), values, strict=True))
+    if wiring == "siamese":
+        x = unit(x) * norm.reader.gains[0] + unit(r) * norm.reader.gains[1]
     last = x + norm.norm(r) if wiring == "residual" else norm.norm(x)
     torch.testing.assert_close(model(ids).logits, last @ model.lm_head.weight.T, rtol=1e-4, atol=1e-4)
 
@@ -320,7 +328,7 @@ def test_it_trains_is_causal_generates_with_a_cache_and_comes_back_from_a_file(w
 
 @pytest.mark.parametrize(
     ("wiring", "base"),
-    [("mhc", "pre_ln"), ("hc", "pre_ln"), ("attn_res", "peri_ln"), ("x0", "fusenorm"), ("unet", "pre_ln")],
+    [("mhc", "pre_ln"), ("siamese", "pre_ln"), ("attn_res", "peri_ln"), ("x0", "fusenorm"), ("unet", "pre_ln")],
 )
 def test_a_compiled_block_computes_the_same(wiring, base):
     model, ids = wired(wiring, base), token_ids()
@@ -399,6 +407,7 @@ def test_a_checkpoint_is_read_where_the_package_is_not(wiring, base, tmp_path):
         ("fusenorm", {"wiring": "attn_res"}, "the memory holds the block's input"),
         ("fusenorm", {"wiring": "parallel"}, "'block_input' has no meaning with skip 'block_input'"),
         ("keel", {"wiring": "residual"}, "plain sum beside normed ones"),
+        ("keel", {"wiring": "siamese"}, "its second stream is a plain sum"),
         ("pre_ln", {"wiring": "mhcc"}, "did you mean 'mhc'"),
         ("pre_ln", {"size": 4}, "needs wiring"),
         ("pre_ln", {"wiring": "mhc", "size": 1}, "1 streams .allowed: at least 2"),
