@@ -269,12 +269,13 @@ def read_mapping(path: Path) -> Json:
 def whole(folder: Path, what: str) -> Iterator[None]:
     """Raise UserError where the records of a folder turn out not to be whole, ``what`` says of which job.
 
-    A page that can't be written is no fault of the records: its OSError passes.
+    A page that can't be written is no fault of the records: its OSError passes, as does a UserError.
     """
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if disk_full(error) or getattr(error, "errno", None) in (errno.EROFS, errno.EACCES, errno.EPERM):
+        denied = getattr(error, "errno", None) in (errno.EROFS, errno.EACCES, errno.EPERM)
+        if denied or disk_full(error) or isinstance(error, UserError):
             raise
         raise UserError(f"{str(folder)!r}: no whole {what} ({one_line(error)})") from None
 

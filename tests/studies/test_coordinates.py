@@ -148,6 +148,11 @@ def test_the_folder_the_page_and_going_on(corpus, tmp_path, capsys):
     assert "plotly-graph-div" in page
     (folder / "report.html").unlink()
     assert report(folder).is_file()
+    result = (folder / "result.json").read_text()
+    (folder / "result.json").write_text("3")
+    with pytest.raises(UserError, match="no whole coordinate check"):
+        report(folder)
+    (folder / "result.json").write_text(result)
 
     before = pd.read_parquet(folder / "coordinates.parquet")
     assert set(before.columns) == {"width", "seed", "step", "layer", "module", "metric", "value"}

@@ -136,6 +136,11 @@ def test_the_command_prints_the_table_and_resumes(studied, capsys):
     assert "Loss against learning rate" in (folder / "report.html").read_text(encoding="utf-8")
     assert all(spread(row) in out for row in summarize(results))
     assert (folder / "results.csv").read_bytes() == written
+    stored = (folder / "study.yaml").read_bytes()
+    (folder / "study.yaml").write_text("[]")
+    assert main(["report", str(folder)]) == 2
+    assert "no whole study of largest rates" in capsys.readouterr().err
+    (folder / "study.yaml").write_bytes(stored)
 
 
 def test_other_thresholds_do_not_mix_with_finished_trials(studied):

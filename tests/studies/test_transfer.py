@@ -9,6 +9,7 @@ from training.tiny_runs import SMALL, flags
 
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.reports import report
 from lamina.reports.terminal import transferred
 from lamina.studies.settings import TransferSettings
 from lamina.studies.transfer import role_rates, summarize, transfer
@@ -111,6 +112,9 @@ def test_real_runs_end_as_they_should(command, tmp_path, capsys):
     assert summary["roles"]["hidden"]["learning_rate"] == pytest.approx(3e-2 / 4)
     assert "fails on the proxy" in summary["rates"][1]["risk"]
     assert "<figure>" in (folder / "report.html").read_text()
+    (folder / "transfer.json").write_text(json.dumps({**summary, "verified": []}))
+    with pytest.raises(UserError, match="no whole transfer"):
+        report(folder)
     assert main(command) == 2
     assert "in use" in capsys.readouterr().err
 

@@ -38,11 +38,15 @@ _SAID = {
 
 @report_of(Kind.COORD_CHECK)
 def coordinates_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are missing."""
+    """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are not whole."""
     with whole(folder, "coordinate check"):
-        sizes: Frame = read_parquet(folder / COORDINATES)
-        slopes: Frame = pd.read_csv((folder / SLOPES).absolute())
-        result = read_json(folder / RESULT)
+        return _page(folder)
+
+
+def _page(folder: Path) -> Path:
+    sizes: Frame = read_parquet(folder / COORDINATES)
+    slopes: Frame = pd.read_csv((folder / SLOPES).absolute())
+    result = read_json(folder / RESULT)
     header = study_header(folder)
     settings = header.get("settings")
     settings = settings if isinstance(settings, dict) else {}

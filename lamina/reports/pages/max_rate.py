@@ -19,7 +19,7 @@ from lamina.reports import charts, sections
 from lamina.reports.charts import line_of
 from lamina.reports.page import Section, callouts, figure, prose, write_page
 from lamina.reports.ranking import ONE_SEED, listed
-from lamina.reports.records import Frame, Study, Trial, complete, read_study, rows_of
+from lamina.reports.records import Frame, Study, Trial, complete, read_study, rows_of, whole
 from lamina.reports.registry import report_of
 from lamina.reports.style import Shown, colors, log_ticks, polish, thin
 from lamina.reports.tables import Field, Row, number, placements, status, table, text
@@ -37,7 +37,12 @@ _MARKERS = {
 
 @report_of(Kind.MAX_LR)
 def max_rate_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a study of largest rates. Raises UserError where there is no result."""
+    """Write ``folder/report.html`` of a study of largest rates. Raises UserError where its results are not whole."""
+    with whole(folder, "study of largest rates"):
+        return _page(folder)
+
+
+def _page(folder: Path) -> Path:
     study = read_study(folder)
     rows = summarize(study.results)
     color = colors(study.results["placement"])

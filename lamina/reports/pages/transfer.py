@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
@@ -27,7 +28,10 @@ def transfer_report(folder: Path) -> Path:
     if not (folder / TRANSFER).exists() and has_study(folder):
         return study_report(folder)
     with whole(folder, "transfer"):
-        summary = read_json(folder / TRANSFER)
+        return _page(folder, read_json(folder / TRANSFER))
+
+
+def _page(folder: Path, summary: Json) -> Path:
     study = read_study(folder)
     if "hidden_size" not in study.results:  # complete() keeps unknown columns
         raise UserError(f"{str(folder / RESULTS)!r}: the column hidden_size is missing")
