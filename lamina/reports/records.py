@@ -294,9 +294,9 @@ def _parts(paths: Iterable[Path], needed: Sequence[str], numbers: Mapping[str, t
     for path in paths:
         try:
             part = pd.DataFrame(read_part(path)) if path.suffix == ".npz" else read_parquet(path)
-            rows = part[list(needed)]
+            rows = part.loc[:, list(needed)]
             if numbers is not None:
-                part = rows.astype(numbers).dropna(subset=[name for name in needed if name not in numbers])
+                part = rows.astype(dict(numbers)).dropna(subset=[name for name in needed if name not in numbers])
             parts.append(part)
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.warning("%s: left out of the report (%s)", path.name, error)

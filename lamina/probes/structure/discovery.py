@@ -79,15 +79,17 @@ def declared_structure(model: nn.Module) -> Structure | None:
         return None
     first = next((site for site in named if site[0].endswith("embedding_norm") and is_norm(site[1])), None)
     path, last = next((path, part) for path, part in named if type(part).__name__ == "Collapse")
-    end = None if last.reader is None else Point(last.reader, f"{path}.reader", "output")
-    if end is not None and getattr(last.reader, "spec", {}).get("normed"):  # it norms some of the streams
+    parts = dict(last.named_children())
+    norm, reader = parts["norm"], parts.get("reader")
+    end = None if reader is None else Point(reader, f"{path}.reader", "output")
+    if end is not None and getattr(reader, "spec", {}).get("normed"):  # it norms some of the streams
         end = Point(last, path, "output")
     return Structure(
         layers=tuple(_declared_layer(i, path, block) for i, (path, block) in enumerate(blocks)),
         hidden_size=int(getattr(getattr(model, "config", None), "hidden_size", 0)),
         embedding=_asked(model, "get_input_embeddings"),
         embedding_norm=None if first is None else NormSite("embedding_norm", first[1], first[0]),
-        final_norm=NormSite("final_norm", last.norm, f"{path}.norm") if is_norm(last.norm) else None,
+        final_norm=NormSite("final_norm", norm, f"{path}.norm") if is_norm(norm) else None,
         head=_asked(model, "get_output_embeddings"),
         notes=["The states are the mean of the model's streams." if "StreamMixer" in mixers else _ONE_OF_MEMORY],
         end=end,
@@ -111,7 +113,8 @@ def _declared_layer(index: int, path: str, block: nn.Module) -> LayerSite:
                 modules=((place, half),),
             )
         )
-    reads = halves["attention"].mixer or halves["attention"].depth or block.sources
+    parts = {**dict(block.named_children()), **dict(halves["attention"].named_children())}
+    reads = parts.get("mixer") or parts.get("depth") or parts.get("sources")
     point = None if reads is None else Point(reads, f"{path}.reads", "output")
     return LayerSite(index, block, path, 0, tuple(sublayers), carries_more=True, reads=point)
 
