@@ -51,7 +51,8 @@ def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
         norms = {p: replace(norm, initial_gain=1.0) for p, norm in sub.norms.items()}
         same = dict.fromkeys((*SCALES, "weight_gain", "gate_gain"), 0.5)  # an out_scale under a coupling is below 1
         same |= {} if sub.coupling == "none" else {"skip_scale": 1.0}
-        return replace(sub, **same, **norms)
+        streams = sub.streams and replace(sub.streams, write=(0.5,) * len(sub.streams.write))
+        return replace(sub, **same, **norms, streams=streams)
 
     sources = [layer.sources and Sources(states=()) for layer in plan.layers]  # of whichever states
     layers = (replace(layer.map(wiring), sources=one) for layer, one in zip(plan.layers, sources, strict=True))

@@ -74,8 +74,9 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
         raise UserError(f"model: {type(old).__name__} (allowed: a decoder)")
     before = Plan.from_dict(old.config.plan or {})
     plan = resolve(placement, before.num_layers)
-    if plan.streams > 1 or plan.has_memory:
-        raise UserError(f"placement: {placement!r} passes on more than one stream (allowed: one without a wiring)")
+    for which, name, one in (("model", source, before), ("placement", placement, plan)):
+        if one.streams > 1 or one.has_memory:
+            raise UserError(f"{which}: {name!r} passes on more than one stream (allowed: one without a wiring)")
     blocks = torch.cat([batch["input_ids"] for batch in context.batches])
     if len(blocks) < 2:
         raise UserError("sequences: 1 block of text (allowed: 2 or more: one to fit the gains on, one for the losses)")

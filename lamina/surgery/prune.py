@@ -75,6 +75,8 @@ def prune(
     stored = read_config(source, "model").dtype
     context = make_context(source, settings)
     count = context.structure.num_layers
+    if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
+        raise UserError(f"model: {source!r} remembers earlier layers' states by their index (allowed: one without)")
     with evaluating(context.model):
         gone, measured = (sorted(set(layers)), {}) if by is None else chosen_layers(context, by, drop)
         if not gone or gone[-1] >= count or len(gone) >= count:

@@ -238,10 +238,10 @@ def check_modules(
     One layer of each kind is built on the meta device. ``trained``: whether this machine trains the model as it is,
     so that it has to fit into its memory.
     """
-    kinds = tuple(layer for layer, _ in plan.kinds()[:4])
+    kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
     with torch.device("meta"):
         few = resolve_backbone(config, num_layers=len(kinds))
-        small = build(few, replace(plan, layers=kinds), init="normal", scaling=scaling_of(settings))
+        small = build(few, replace(plan, layers=kinds, final_sources=None), init="normal", scaling=scaling_of(settings))
     if trained:
         _check_memory(settings, config, small, arguments, processes)
     if settings.expert_balance in ("bias", "loss"):

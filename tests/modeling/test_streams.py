@@ -10,7 +10,7 @@ import torch
 from naive import llama
 from tiny import token_ids
 from torch._dynamo.testing import CompileCounter
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.models.cohere import modeling_cohere as cohere
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 from transformers.models.gpt_neox import modeling_gpt_neox as neox
@@ -32,7 +32,8 @@ from lamina.probes.structure.proof import prove
 from lamina.training.execution import compiling
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.training_hooks import follow
-from lamina.training.resolve import wiring_multiplications
+from lamina.training.resolve import check_modules, wiring_multiplications
+from lamina.training.settings import PretrainSettings
 
 N, WIDTH, EPS = 4, 24, 1e-6
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8}
@@ -434,6 +435,13 @@ def test_a_layer_alone_is_refused(wiring):
     layer = resolve("pre_ln", 2, wiring=wiring).layers[0]
     with pytest.raises(UserError, match="needs the blocks around it"):
         lamina.wire(torch.nn.Identity(), torch.nn.Identity(), layer, 8)
+
+
+@pytest.mark.parametrize("wiring", WIRINGS.names())
+def test_a_run_of_it_may_begin(wiring):
+    """The check builds a layer of each kind; sources name other layers."""
+    plan = resolve("post_ln" if wiring == "residual" else "pre_ln", 10, wiring=wiring)
+    check_modules(PretrainSettings(), llama(10), plan, TrainingArguments(), trained=False)
 
 
 def test_flops_count_what_the_wiring_multiplies():

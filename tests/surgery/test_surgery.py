@@ -203,6 +203,20 @@ def test_a_placement_that_a_model_cannot_take_is_refused(placement, tmp_path, mo
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("wiring", "jobs"), [("mhc", ("graft",)), ("x0", ("graft", "prune")), ("attn_res", ("graft", "prune"))]
+)
+def test_a_model_that_hands_on_more_than_a_stream_is_refused(wiring, jobs, tmp_path):
+    torch.manual_seed(0)
+    lamina.build(llama(vocab_size=300).config, "pre_ln", wiring=wiring).save_pretrained(tmp_path / "model")
+    text = {"tokenizer": "bytes", "corpus": write(tmp_path), "output": tmp_path / "out"}
+    for job in jobs:
+        act = {"graft": {"placement": "peri_ln"}, "prune": {"layers": [1]}}[job]
+        with pytest.raises(UserError, match="model: "):
+            getattr(lamina, job)(tmp_path / "model", **act, **TEXT, **text)
+    assert not (tmp_path / "out").exists()
+
+
 def test_layers_are_read_as_they_are_typed():
     assert layers_of("3,5-7") == [3, 5, 6, 7]
     for wrong in ("", "a", "3-", "7-5", "-1", "0-99999999999"):
