@@ -266,7 +266,13 @@ class UpdateRatios(TrainerCallback):
         if pairs:
             torch._foreach_sub_(*map(list, zip(*pairs, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
         sums["update_norm"] = self.groups.local_sums(moved)
-        state = {id(p): values for optimizer in optimizers for p, values in optimizer.state.items()}
+        state = {
+            id(p): optimizer.state[p]
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if "betas" in group and p in optimizer.state  # else the average's length changes, as in Adafactor
+        }
         for metric, key in MOMENTS.items():
             found = [(p.shape, state.get(id(p), {}).get(key)) for p in self.groups.parameters]
             moments = [m if isinstance(m, torch.Tensor) and m.shape == shape else None for shape, m in found]

@@ -103,3 +103,4 @@ def test_an_optimizer_that_chooses_its_rate_itself_is_watched(tmp_path):
     model = NanoGpt()
     loop(model, tmp_path / "run", steps=2, optimizer=Adafactor(model.parameters()), every=1)  # its rate is None
     assert found(tmp_path / "run", "update_norm", 2)[1, "block", "all"] > 0
+    assert not found(tmp_path / "run", "second_moment", 2)  # of vectors alone, and no average of fixed length
