@@ -214,6 +214,8 @@ def _turn(name: str, number: int, turn: object) -> Message:
     sender = fields.get("role", fields.get("from"))
     role = {"human": "user", "gpt": "assistant"}.get(str(sender), sender)  # ShareGPT's names
     content = fields.get("content", fields.get("value"))
+    if role == "tool" or fields.get("tool_calls"):
+        raise ValueError(f"turn {number + 1} of {name!r} calls or answers a tool, which no template here takes")
     if role not in ROLES or not isinstance(content, str):
         raise ValueError(f"turn {number + 1} of {name!r} has no role (allowed: {', '.join(ROLES)}) with a text")
     if role == "assistant" and not content.strip():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,8 +19,11 @@ from lamina.jobs.kinds import Kind
 from lamina.posttraining.examples import IGNORED, Fields, preference_of
 from lamina.posttraining.settings import DpoSettings, RewardSettings
 from lamina.posttraining.trainer import Passed, TunedTrainer
-from lamina.posttraining.tuning import S, TuningStage, tune
+from lamina.posttraining.tuning import Row, S, TuningStage, tune
 from lamina.training.run import TrainingRun
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # TRL's metrics of a batch that are no mean over its pairs
 _EXTREMES = {"min_reward": min, "max_reward": max}
@@ -135,14 +140,38 @@ class PairStage(TuningStage[S]):
         }
 
 
+def _margin(given: object) -> float:
+    try:
+        margin = float(str(given))  # a .csv file's is a text
+    except ValueError:
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise ValueError(f"the field 'margin' must be a number, not {given!r}")
+    return margin
+
+
 class RewardModeling(PairStage[RewardSettings]):
-    """The loss -log sigmoid(score(chosen) - score(rejected)), InstructGPT's Eq. 1 with two answers per prompt."""
+    """The loss -log sigmoid(score(chosen) - score(rejected) - margin), InstructGPT's Eq. 1 with two answers per prompt.
+
+    The margin is a row's field, as in TRL and Llama 2's Eq. 2; a row without it has 0.
+    """
 
     kind = Kind.REWARD
     record = RewardSettings
     head = "sequence_classification"
     part, theirs = PairTrainer, "Reward"
     columns = (("chosen_ids", "chosen_whole"), ("rejected_ids", "rejected_whole"))
+
+    def encoded(self, row: Fields) -> Json:
+        """Encode a preference, with its margin. Raises ValueError for a margin that is no number."""
+        margin = {"margin": _margin(row["margin"])} if "margin" in row else {}
+        return super().encoded(row) | margin
+
+    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
+        data = super().dataset(encoded_rows, train=train)
+        if not any("margin" in row for row in encoded_rows):
+            return data
+        return data.add_column("margin", [row.get("margin", 0.0) for row in encoded_rows])
 
     def new_model(self) -> PreTrainedModel:
         return self.start.scorer()

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import shutil
 import signal
 import time
@@ -53,6 +54,7 @@ def records(folder):
 
 def test_an_evaluation_of_pairs_is_a_mean_over_pairs_whatever_the_batches(base, pairs, tmp_path):
     rows = preferences(6)  # two batches, of four pairs and of two
+    rows = [row | ({"margin": 0.5 * number} if number else {}) for number, row in enumerate(rows)]
     held_out = write_rows(tmp_path / "held_out.jsonl", rows)
     result = reward({**common(base, pairs, tmp_path / "run"), "eval_data": str(held_out)}, bar=False)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
@@ -65,6 +67,11 @@ def test_an_evaluation_of_pairs_is_a_mean_over_pairs_whatever_the_batches(base, 
     margins = [score(row, "chosen") - score(row, "rejected") for row in rows]
     assert result["eval_margin"] == pytest.approx(sum(margins) / 6, abs=1e-5)
     assert result["eval_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 6)
+    losses = [math.log1p(math.exp(row.get("margin", 0.0) - margin)) for row, margin in zip(rows, margins, strict=True)]
+    assert result["eval_loss"] == pytest.approx(sum(losses) / 6, abs=1e-5)
+    write_rows(held_out, [rows[0] | {"margin": "wide"}])
+    with pytest.raises(UserError, match="row 1: the field 'margin' must be a number, not 'wide'"):
+        reward({**common(base, pairs, tmp_path / "other"), "eval_data": str(held_out)}, bar=False)
 
 
 def test_a_reward_model_orders_held_out_pairs(judge):
