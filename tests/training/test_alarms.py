@@ -43,6 +43,13 @@ def test_noise_and_a_slow_drift_are_no_alarm(metric):
     assert run([0.1 * 1.01**step for step in range(400)], metric=metric) == []
 
 
+def test_a_gradient_that_grows_at_the_start_goes_on_its_course_and_one_that_jumps_is_told():
+    """The embedding's, of a healthy Llama of 8m that learns one random batch by heart."""
+    course = [0.7, 0.43, 0.36, 0.34, 0.32, 0.32, 0.34, 0.34, 0.37, 0.42, 0.48, 0.63]
+    assert run([*course, 1.33, 1.9, 1.47, 3.16, 2.0, 3.15, 3.86, 3.03, 4.15, 4.25, 3.86, 4.14]) == []
+    assert [alarm.step for alarm in run([*course, 6.0, 8.0, 7.0])] == [13]
+
+
 def test_a_warm_up_is_no_alarm_since_updates_are_divided_by_the_rate():
     alarms, found = Alarms(), []
     for step in range(1, 60):

@@ -348,11 +348,16 @@ def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
 def _leaving(value: float, recent: Sequence[float], sign: float, *, course: bool) -> tuple[float, float]:
     """Return what a value is compared with, and the logarithm of how many times it is that far; 0 within the noise.
 
-    ``course``: go on as from the second last value to the last one, if that is nearer.
+    ``course``: go on as from the second last value to the last one, if that is nearer. What is measured at every step
+    goes on from half to half, while its past is short: at a training's start gradients grow or shrink manyfold.
     """
-    usual, last, before = statistics.median(recent), recent[-1], recent[-2]
-    if course and before > 0 and last > 0:
-        ahead = last * (max if sign > 0 else min)(1.0, last / before)
+    usual, half = statistics.median(recent), len(recent) // 2
+    last, before, steps = recent[-1], recent[-2], 1.0
+    if not course:
+        last, before = statistics.median(list(recent)[-half:]), statistics.median(list(recent)[:half])
+        steps = 0.5 + 0.5 / half  # from the middle of the last half on, in halves
+    if (course or len(recent) < WINDOW) and before > 0 and last > 0:
+        ahead = last * (max if sign > 0 else min)(1.0, last / before) ** steps
         usual = max(usual, ahead) if sign > 0 else min(usual, ahead)
     if not usual > 0 or sign * (value - usual) <= 0:
         return usual, 0.0
