@@ -179,6 +179,8 @@ def trls_form(row: Fields, needed: Sequence[str]) -> Json:
     Raises ValueError for an empty answer or a malformed turn, by the name that the row has for it.
     """
     named, called = dict(row), {}
+    if row.get("tools"):
+        raise ValueError("the field 'tools' has tools, which no template here takes")
     if "conversations" in row and "messages" not in row:
         named["messages"], called["messages"] = named.pop("conversations"), "conversations"
     prompted = "prompt" in row and ("completion" in row or "output" not in row)

@@ -147,6 +147,7 @@ def test_texts_stay_as_they_are(row, prompt):
         ({"messages": [{"role": "robot", "content": "q"}]}, "turn 1 of 'messages' has no role"),
         ({"messages": [user("q"), {"role": "tool", "content": "4"}]}, "turn 2 of 'messages' calls or answers a tool"),
         ({"messages": [user("q"), assistant("") | {"tool_calls": [{}]}]}, "turn 2 of 'messages' calls or answers"),
+        ({"messages": [user("q"), assistant("a")], "tools": [{"name": "f"}]}, "the field 'tools' has tools"),
         ({"messages": "q"}, "must be a list of turns"),
         ({"prompt": "a", "output": "b"}, r"no known fields .*the row has: prompt, output\)"),
         ({"prompt": "a", "completion": 1}, "the field 'completion' must be a text or a list of turns"),
