@@ -30,6 +30,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "sft": {"learning_rate": 2e-4, "batch_size": 8},
     "dpo": {"learning_rate": 5e-5, "batch_size": 4},
 }
+EVERY = {"sft": 12, "dpo": 5}  # steps between two records: a 20th of the whole path's, whatever part of it is run
 LORA = {"rank": 8, "alpha": 16}
 TOLERANCE, SLOWER, LARGER = 1e-3, 0.03, 0.0  # of a loss, of the seconds, of the memory
 
@@ -134,7 +135,7 @@ def trained(folder: Path, stage: str, models: dict[str, Path], given: argparse.N
     for side in SIDES:
         output = folder / f"{stage}-{side}"
         task = {"stage": stage, "model": str(models[side]), "data": str(data), "held_out": str(held_out)}
-        task |= {"output": str(output), "steps": steps, "logging": max(1, steps // 20), "threads": given.threads}
+        task |= {"output": str(output), "steps": steps, "logging": min(steps, EVERY[stage]), "threads": given.threads}
         row[side] = in_a_process(side, task)
         models[side] = output / "model"
     ours, theirs = row["lamina"], row["trl"]
