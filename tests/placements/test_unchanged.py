@@ -1,6 +1,7 @@
 """Plans that were saved before a field existed: their digests, their trials' keys and their compiled graphs stay."""
 
 import hashlib
+from dataclasses import fields
 from typing import get_args
 
 import pytest
@@ -68,6 +69,6 @@ def test_models_of_before_need_as_many_graphs(name):
 
 def test_what_a_record_leaves_out_is_what_the_model_puts_in():
     record = Plan(placement="mine", layers=(lamina.placements.Layer(),)).to_dict()["layers"][0]["attention"]
-    defaults = {name: getattr(Sublayer(), name) for name in YOUNGER if hasattr(Sublayer(), name)}
+    defaults = {entry.name: entry.default for entry in fields(Sublayer) if entry.name in YOUNGER}
     assert defaults == LEFT_OUT
     assert not set(record) & set(defaults)
