@@ -184,7 +184,7 @@ _INITIALIZERS = {
 }
 
 
-_FRONT_PAGE_AGAIN = {"front-page-second": "on a second text", "front-page-scaled": "at a deviation of 0.02"}
+_FRONT_PAGE_AGAIN = {"front-page-second": "on a second text", "front-page-scaled": "at a standard deviation of 0.02"}
 
 
 def front_page_table() -> str:

@@ -647,7 +647,6 @@ def transfer(
     k_embedding: float = 1.0,
     k_hidden: float = 1.0,
     k_readout: float = 1.0,
-    optimizer: Literal["adamw", "muon"] = "adamw",
     drop_path: float = 0.0,
     ema_decay: float = 0.0,
     logging_steps: int | None = None,

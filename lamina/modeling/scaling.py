@@ -113,10 +113,9 @@ class Scaling:
 class StepFactors:
     """Factors on a parameter's learning rate and on Adam's epsilon; the weight decay is divided by ``width_rate``.
 
-    ``muon``: whether Muon updates it, in place of AdamW.
-
     AdamW shrinks a weight by the share rate * decay per step, so a wider model, whose rate is lower, would decay less.
     ``width_rate`` is the width's part of ``rate``: the decay does not follow the depth's (CompleteP, Table 1).
+    ``muon``: whether Muon updates the parameter, in place of AdamW.
     """
 
     rate: float = 1.0

@@ -396,7 +396,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         *("placement", "backbone", "hidden_size", "proxy_width", "learning_rates", "verify_rates"),
         *("steps", "seeds", "corpus", "output"),
     )
-    without = frozenset({"depth_scaling", "base_depth"})
+    without = frozenset({"depth_scaling", "base_depth", "optimizer"})  # the rates by role are Adam's
     order = (*RunSettings.names(), "placement", "proxy_width")
 
     placement: str = changed("fusenorm")

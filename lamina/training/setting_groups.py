@@ -144,10 +144,10 @@ class ImageSettings(Settings, group="images"):
 
 
 class PretrainOptimizerSettings(Settings, group="optimizer"):
-    """What the optimizer of a run from Lamina's own loop has beside AdamW's numbers."""
+    """The optimizer of pretraining, and what keeps a long training from overfitting."""
 
     optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "muon updates the matrices of the blocks by Muon, at AdamW's rate and decay, and all else by AdamW"
+        "adamw", "muon: Muon updates the matrices of the blocks, at AdamW's rate and decay, and AdamW all else"
     )
     drop_path: float = setting(
         0.0,

@@ -6,8 +6,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from training.tiny_runs import SMALL, assert_same_weights, cut_back, flags, records
-from transformers import LlamaConfig
+from training.tiny_runs import SMALL, assert_same_weights, cut_back, flags, llama_of, records
 
 import lamina
 from lamina.cli import main
@@ -21,16 +20,11 @@ from lamina.training.settings import PretrainSettings
 RATE, DECAY = 1e-2, 0.1
 
 
-def llama(width):
-    sizes = {"intermediate_size": 2 * width, "num_attention_heads": width // 8, "num_key_value_heads": width // 8}
-    return LlamaConfig(vocab_size=61, hidden_size=width, num_hidden_layers=2, **sizes)
-
-
 @pytest.mark.parametrize("placement", names())
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_parameter_is_in_one_group_and_rate_times_decay_is_the_same_in_all(placement, scheme):
     with torch.device("meta"):
-        model = lamina.build(llama(64), placement, init="normal")
+        model = lamina.build(llama_of(64), placement, init="normal")
     factors = step_factors(model, Scaling(width=scheme, base_width=16, k_embedding=2.0, k_readout=0.5))
     groups = parameter_groups(model, factors, learning_rate=RATE, weight_decay=DECAY)
     members = [id(parameter) for group in groups for parameter in group["params"]]
@@ -112,8 +106,9 @@ def test_the_logged_rate_is_the_one_that_was_given_and_each_group_follows_the_sc
     assert final == pytest.approx([0.1 * RATE / 2, 0.1 * RATE])  # the schedule's end, hidden and readout halved
 
 
-def test_a_scaled_run_goes_on_where_it_was_stopped(trained, tmp_path):
-    scaled = {"width_scaling": "standard", "base_width": 8, "depth_scaling": "depth-mup", "base_depth": 1}
+@pytest.mark.parametrize("depth", [{"depth_scaling": "depth-mup", "base_depth": 1}, {"optimizer": "muon"}])
+def test_a_scaled_run_goes_on_where_it_was_stopped(trained, tmp_path, depth):
+    scaled = {"width_scaling": "standard", "base_width": 8, **depth}
     given = {"steps": 6, "save_steps": 2, "logging_steps": 1, **scaled}
     whole = trained("whole", **given)
     trained("cut", **given)

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
@@ -22,6 +23,12 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "steps": 4, "sequen
 SMALL |= {"eval_blocks": 4, "threads": 1}
 WORDS = "the norm sits before after and between every layer of a deep model whose stream carries what it adds"
 TIMING = ("tokens_per_second", "seconds")
+
+
+def llama_of(width: int) -> LlamaConfig:
+    """Two layers whose heads, of 8 channels, and feed-forwards grow with the width."""
+    sizes = {"intermediate_size": 2 * width, "num_attention_heads": width // 8, "num_key_value_heads": width // 8}
+    return LlamaConfig(vocab_size=61, hidden_size=width, num_hidden_layers=2, **sizes)
 
 
 def write_corpus(path: Path) -> Path:

@@ -86,17 +86,16 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[Json], **adamw: Any):
-        own = [group for group in groups if group.get("muon")]
-        self._parts: list[torch.optim.Optimizer] = []
-        if own:
-            self._parts.append(torch.optim.Muon(own, adjust_lr_fn="match_rms_adamw"))
-        self._parts.append(torch.optim.AdamW([group for group in groups if not group.get("muon")], **adamw))
+        self._parts = (
+            torch.optim.Muon([group for group in groups if group.get("muon")], adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([group for group in groups if not group.get("muon")], **adamw),
+        )
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()
 
     def _share(self) -> None:
         """Give both parts this optimizer's own groups and state."""
-        for part, muon in zip(self._parts[::-1], (False, True), strict=False):
+        for part, muon in zip(self._parts, (True, False), strict=True):
             part.param_groups = [group for group in self.param_groups if bool(group.get("muon")) == muon]
             part.state = self.state
 
