@@ -353,10 +353,11 @@ def _leaving(value: float, recent: Sequence[float], sign: float, *, course: bool
     """
     usual, half = statistics.median(recent), len(recent) // 2
     last, before, steps = recent[-1], recent[-2], 1.0
-    if not course:
+    young = not course and len(recent) < WINDOW
+    if young:
         last, before = statistics.median(list(recent)[-half:]), statistics.median(list(recent)[:half])
         steps = 0.5 + 0.5 / half  # from the middle of the last half on, in halves
-    if (course or len(recent) < WINDOW) and before > 0 and last > 0:
+    if (course or young) and before > 0 and last > 0:
         ahead = last * (max if sign > 0 else min)(1.0, last / before) ** steps
         usual = max(usual, ahead) if sign > 0 else min(usual, ahead)
     if not usual > 0 or sign * (value - usual) <= 0:
