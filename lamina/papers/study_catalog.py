@@ -109,6 +109,7 @@ class Tuning:
         widen: how often a sweep is widened whose best rate is at its edge.
         also: per label of an axis, another label of it. The first's arms are trained at the best rate of the second's,
             too, with all seeds: the papers compare at one rate for all.
+        settings: those of the tuning seeds' trials that differ from the study's, as fewer steps.
     """
 
     rates: tuple[float, ...]
@@ -116,6 +117,7 @@ class Tuning:
     rule: Rule = "best"
     widen: int = WIDENINGS
     also: Mapping[str, str] = field(default_factory=dict)
+    settings: Json = field(default_factory=dict)
 
     def sweep(self, seeds: tuple[int, ...]) -> tuple[int, ...]:
         """The tuning seeds of a study with these seeds."""
@@ -380,12 +382,15 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     seeds = entries.seeds("seed", axes.pop("seed", 1))
     own, base = entries.mapping("settings"), _base(entries, entries.data.get("base"), folder)
     points = {axis: _points(entries, axis, values, JOBS[job]) for axis, values in axes.items()}
+    tuned_with: Json = {} if tuning is None else tuning.settings
     if tuning is not None:
         _check_also(entries, tuning, points)
+        entries.among("setting", tuned_with, JOBS[job].settings_class().names(), "learning_rate: settings")
     decided = {**ENGINE, "seed": "an axis 'seed'"}
     if rates or tuning:
         decided["learning_rate"] = "the axis 'learning_rate' alone"
-    for place, settings in [("settings", own), *((f"{a}: {p}", points[a][p]) for a in points for p in points[a])]:
+    given = [("settings", own), ("learning_rate: settings", tuned_with)]
+    for place, settings in [*given, *((f"{a}: {p}", points[a][p]) for a in points for p in points[a])]:
         for setting in settings:
             if setting in decided:
                 place = f"{where}: {place}: {setting}"
@@ -407,6 +412,8 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     )
     if tuning is not None and isinstance(tuning.seeds, int) and tuning.seeds > len(seeds):
         raise entries.refused("learning_rate: seeds", tuning.seeds, f"at most the {len(seeds)} of 'seed'")
+    if tuned_with and not isinstance(tuning.seeds if tuning else None, tuple):
+        raise entries.refused("learning_rate: settings", tuned_with, "with a list of tuning seeds")
     check_seeds(f"{where}: ", tuning, seeds)
     return scale
 
@@ -432,7 +439,8 @@ def _read_rates(entries: _Entries, given: object) -> tuple[tuple[float, ...], Tu
     """Read a scale's ``learning_rate``: the rates of a sweep, or how to tune them. Raises UserError."""
     if given is None or not isinstance(given, Mapping):
         return () if given is None else _rates(entries, given), None
-    search = _Entries(f"{entries.where}: learning_rate", given, ("tune", "seeds", "rule", "widen", "also"), "")
+    allowed = ("tune", "seeds", "rule", "widen", "also", "settings")
+    search = _Entries(f"{entries.where}: learning_rate", given, allowed, "")
     seeds, rule = given.get("seeds", 1), given.get("rule", "best")
     search.among("rule", [rule], get_args(Rule))
     return (), Tuning(
@@ -441,6 +449,7 @@ def _read_rates(entries: _Entries, given: object) -> tuple[tuple[float, ...], Tu
         rule=cast(Rule, rule),
         widen=search.whole("widen", WIDENINGS, 0),
         also={str(label): str(other) for label, other in search.mapping("also").items()},
+        settings=dict(search.mapping("settings")),
     )
 
 

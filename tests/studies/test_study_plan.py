@@ -146,6 +146,15 @@ def test_a_sweep_with_fixed_edges_stays_and_says_that_its_best_rate_is_at_one(tm
         assert trials.arm("keel").at_edge is at_edge
 
 
+def test_the_tuning_seeds_trials_can_be_shorter(tmp_path, corpus):
+    plan = plan_of(tmp_path, corpus, seeds=[100, 101], settings={"steps": 7})
+    wanted = plan.wanted(known)
+    assert {(trial.seed >= 100, trial.settings.steps == 7) for trial in wanted} == {(True, True), (False, False)}
+    assert {plan.arms[number].values["placement"]: rate for number, rate in plan.chosen.items()} == BEST
+    settings = StudySettings(study=str(plan.scale.folder / "mine.yaml"))
+    assert "of their own (100, 101) at steps 7" in description(settings)
+
+
 def test_seeds_of_the_command_line_that_tune_are_refused(tmp_path, corpus):
     axes = {**AXES, "learning_rate": {"tune": [1e-3, 2e-3], "seeds": [100, 101]}, "seed": 3}
     file = write_study(tmp_path, corpus=corpus, axes=axes, claims="")
@@ -234,6 +243,9 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
         (tuned_by(seeds=[100], rule="one-se"), "'one-se' with one tuning seed"),
         (tuned_by(rule="one_se"), "unknown rule in .*'one_se'.*one-se"),
         (tuned_by(widen=-1), "widen: -1 .*at least 0"),
+        (tuned_by(settings={"steps": 7}), "learning_rate: settings: .*with a list of tuning seeds"),
+        (tuned_by(seeds=[100], settings={"step": 7}), "unknown setting in .*learning_rate: settings 'step'.*steps"),
+        (tuned_by(seeds=[100], settings={"seed": 7}), "learning_rate: settings: seed: the trials say it themselves"),
         # what it measures
         ({"measures": {"end": ["gain"]}}, "mine.yaml: cpu: measures: end: unknown probe 'gain'; did you mean 'gains'"),
         ({"measures": {"init": ["angular_distance(token=all)"]}}, "option .*'token'; did you mean 'tokens'"),

@@ -62,6 +62,7 @@ def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
 def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
     sweep = tuning.sweep(seeds)
     own = "" if set(sweep) <= set(seeds) else f" of their own ({', '.join(map(str, sweep))})"
+    own += f" at {', '.join(f'{name} {value}' for name, value in tuning.settings.items())}" if tuning.settings else ""
     rule = "" if tuning.rule == "best" else ", the lowest rate within one standard error of the best"
     return f"tuned with {seeds_text(len(sweep))}{own}{', then widened at an edge' if tuning.widen else ''}{rule}"
 

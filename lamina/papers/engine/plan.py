@@ -36,8 +36,10 @@ class Arm:
 
     def trial(self, scale: Scale, learning_rate: float | None, seed: int) -> Settings:
         """The settings of one trial. Raises UserError that names the setting."""
-        varied = {"seed": seed} if learning_rate is None else {"seed": seed, "learning_rate": learning_rate}
-        return scale.record.settings_class().from_dict({**self.settings, **varied})
+        varied: Json = {} if learning_rate is None else {"learning_rate": learning_rate}
+        if scale.tuning is not None and seed in scale.tuning_seeds:
+            varied |= scale.tuning.settings
+        return scale.record.settings_class().from_dict({**self.settings, **varied, "seed": seed})
 
 
 def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
