@@ -13,12 +13,23 @@ from training import tiny_runs
 
 from lamina.data.blocks import pair_entropy as of_blocks
 from lamina.data.packed import prepare_blocks
-from lamina.training.objectives.bigram import bigram_entropy
+from lamina.training.objectives.bigram import entropy_of
+from lamina.training.optimization.order import order_of
 from lamina.training.pretrain import pretrain
+from lamina.training.resolve import resolve_run
+from lamina.training.settings import PretrainSettings
 
 BASES = Path(__file__).parents[2] / "studies" / "bases.yaml"
 SMALL = {**tiny_runs.SMALL, "num_layers": 1, "num_heads": 1, "sequence_length": 32, "eval_blocks": 8}
 SMALL |= {"precision": "fp32", "compile": "off"}
+
+
+def bigram_entropy(values):
+    """The table's loss for a run of these settings that trains all steps, without training it."""
+    settings = PretrainSettings.from_dict(values)
+    splits, _ = resolve_run(settings).read()
+    order = order_of(settings, splits.train.for_run(settings.seed))
+    return entropy_of(splits, settings, order, settings.steps)
 
 
 def naive(train, held_out, vocab_size):
