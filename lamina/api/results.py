@@ -20,7 +20,7 @@ _SHOWN = ("placement", "learning_rate", "seed", "status", "eval_loss", "max_lear
 
 
 class _HasPage:
-    """What a job has returned that wrote a page into its ``folder``."""
+    """The result of a job that wrote a page into its ``folder``."""
 
     folder: Path
 

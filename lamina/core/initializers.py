@@ -25,7 +25,7 @@ WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts of a weight that an initializer may need; by default of a block's square one that feeds no stream.
+    """The facts about a weight that an initializer may need; the defaults are a block's square query projection.
 
     ``layer`` is 0-based, -1 outside the blocks; ``wiring`` is the sub-layer's part of the plan; ``num_layers`` counts
     blocks.

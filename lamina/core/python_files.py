@@ -35,7 +35,7 @@ def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
 
 @contextmanager
 def guarded(subject: str) -> Iterator[None]:
-    """Turn any exception of a user's code into a UserError; ``what`` is the sentence's subject."""
+    """Turn any exception of a user's code into a UserError; ``subject`` is the sentence's subject."""
     try:
         yield
     except (UserError, KeyboardInterrupt):

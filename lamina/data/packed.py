@@ -149,7 +149,7 @@ class _Packing:
         return PackedBlocks(path, self.encoder.dtype.name, tokens // self.sequence_length, self.sequence_length)
 
     def _pack(self, draft: Path, corpus: SingleCorpus, fraction: float) -> tuple[Packed, float]:
-        """Pack a corpus, and hold out more of a small one: return the share that is held out, too."""
+        """Pack a corpus, and hold out more of a small one; also return the share that is held out."""
         total, length = count_chars(corpus), self.sequence_length
         while True:
             packed = pack(corpus, fraction, self.encoder, length, draft, total_chars=total, progress=self.progress)
@@ -207,7 +207,7 @@ class SplitFile:
 
 
 class Packed(NamedTuple):
-    """The files of both splits in whole blocks. ``all_tokens`` counts the dropped remainders, too."""
+    """The files of both splits in whole blocks. ``all_tokens`` also counts the dropped remainders."""
 
     train: SplitFile
     held_out: SplitFile

@@ -107,8 +107,8 @@ class Tuning:
         seeds: the tuning seeds: the first so many of the study's, or a list of others that no claim sees.
         rule: which rate is an arm's: the ``best``, or with ``one-se`` the lowest that is as good but for noise.
         widen: how often a sweep is widened whose best rate is at its edge.
-        also: per label of an axis, another label of it. The first's arms are trained at the best rate of the second's,
-            too, with all seeds: the papers compare at one rate for all.
+        also: per label of an axis, another label of it. The first's arms are also trained at the best rate of the
+            second's, with all seeds: the papers compare at one rate for all.
         settings: those of the tuning seeds' trials that differ from the study's, as fewer steps.
     """
 
@@ -124,7 +124,7 @@ class Tuning:
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the values of the other arm whose best rate this arm is trained at, too; None if there is none."""
+        """Return the values of the arm at whose best rate this one is also trained; None if there is none."""
         for axis, label in values.items():
             if label in self.also:
                 return {**values, axis: self.also[label]}

@@ -27,13 +27,13 @@ class AngularDistance(DirectionsProbe):
     """d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi, the mean over sequences of the angle (not the angle of the mean).
 
     Gromov et al. 2024; Mix-LN Eq 8, Fig 5. x^l is the stream before layer l, so d(l, l + n) is what dropping the
-    layers l ... l + n - 1 skips; x^N is the stream behind the last layer, before the final norm. In [0, 1]: 0 is the
+    layers l ... l + n - 1 skips; x^N is the stream after the last layer, before the final norm. In [0, 1]: 0 is the
     same direction, 1/2 a right angle.
 
     One row per pair: ``start`` = l, ``size`` = n, metric ``angular_distance``, and for each size a row ``best_start``:
     its value is the l of the smallest distance, the block that this criterion would drop (the first of several equals).
 
-    Traps: transformers' own last hidden state is behind the final norm; a Post-LN stream is a norm's output, and
+    Traps: transformers' own last hidden state is after the final norm; a Post-LN stream is a norm's output, and
     HybridNorm's is one before its norm (the page says which it is); papers that say "layer l" count states from 1, or
     leave the embedding out.
 

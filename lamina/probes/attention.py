@@ -171,7 +171,7 @@ def of_heads(
     if mask is not None and mask.shape[1] == queries:
         asks = mask.bool().to(logits.device)
     if mask is not None and mask.shape[1] == keys:
-        first = mask.to(logits.device).argmax(1)  # where padding is on the left, the text begins behind it
+        first = mask.to(logits.device).argmax(1)  # where padding is on the left, the text begins after it
     samples, largest = [], []
     for head in range(heads):
         x = logits[:, head].float()

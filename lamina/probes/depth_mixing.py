@@ -32,9 +32,9 @@ class DepthMixing(ShortProbe):
     ||J||_F / sqrt(tokens * channels), the root mean square over random directions, found with products from automatic
     differentiation. So it holds for whatever the skip carries.
 
-    Rows of a state ``layer`` = l (N: behind the last layer), ``index`` = the sub-layer that the branch comes from,
+    Rows of a state ``layer`` = l (N: after the last layer), ``index`` = the sub-layer that the branch comes from,
     counted through the model from 1, or 0 for x^0:
-        mixing: the stretch from the module's output (behind its norm), a factor on the branch included. 1 in Pre-LN
+        mixing: the stretch from the module's output (after its norm), a factor on the branch included. 1 in Pre-LN
             everywhere; 0 where nothing reaches the layer but through other branches (FuseNorm's attention).
         composite_gain: with index -1, the stretch from x^l to x^N (mHC's composite gain on the average, not its worst
             row); 1 in Pre-LN.

@@ -40,7 +40,7 @@ class Gradients(Probe):
       readout, final_norm, and role ``all`` for the whole model, which is torch.nn.utils.get_total_norm's).
     - ``gradient_variance``: of its elements, mean of squares minus square of the mean (Peri-LN Fig 7).
     - The same with sublayer ``block``, role ``state``: of the gradient with respect to x^l, the stream before layer l
-      (l = N: behind the last layer, before the final norm), over all tokens of all batches. It falls with the number
+      (l = N: after the last layer, before the final norm), over all tokens of all batches. It falls with the number
       of tokens, since the loss is their mean: compare layers, and models on the same text.
     - ``spike_score`` (layer -1, role loss or grad_norm): where the model is a run's, the share of logged values at
       least 7 standard deviations above the mean of the 1,000 before (OLMo 2's measure, see ``spikes``).

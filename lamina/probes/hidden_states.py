@@ -27,7 +27,7 @@ from lamina.probes.structure.sites import Point
 BAND = 100  # as many as Peri-LN Fig 11 shows
 MASSIVE, TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024
 _NAMES = ("token_variance", "mean", "abs_mean", "mean_square", "sigma", "rms", "square_of_mean")
-_VARIANCE = len(_NAMES)  # a sequence's variance over all its elements, behind the averages
+_VARIANCE = len(_NAMES)  # a sequence's variance over all its elements, after the averages
 FP16_MAX = 65504.0
 FITS = 0.7  # R^2 from which a curve's shape is named
 _MASSIVE_ROWS = 20
@@ -36,7 +36,7 @@ _STATE = {"sublayer": "block", "role": "state", "index": 0}
 
 @probe
 class HiddenStates(Probe):
-    """Statistics of the stream x^l before each layer l and behind the last (state N, before the final norm).
+    """Statistics of the stream x^l before each layer l and after the last (state N, before the final norm).
 
     Rows with role "state" (layer = state l, sublayer "block"), over the whole sample:
 
@@ -53,8 +53,8 @@ class HiddenStates(Probe):
     - headroom_factor = 65504 / abs_max and headroom_bits, its log2 (negative: FP16 overflows). top100_min and
       top100_max: the band of the 100 largest |x| of the whole sample (Peri-LN Fig 11).
 
-    Rows with role "contribution" (what a sub-layer adds, behind its out_norm) and "after" (the stream behind the
-    addition, behind a post_norm): variance, mean, abs_mean, abs_max; index counts sub-layers of the same kind in a
+    Rows with role "contribution" (what a sub-layer adds, after its out_norm) and "after" (the stream after the
+    addition, after a post_norm): variance, mean, abs_mean, abs_max; index counts sub-layers of the same kind in a
     layer. Rows with a norm's role, at its input: sigma (standard deviation over the channels, Mix-LN Eq 5-7) and rms
     (what an RMSNorm divides by), averaged over tokens; index counts norms of the same role in the sub-layer.
     Where a model has several streams S_1 ... S_n, the states are their mean, and rows with role "streams" compare
@@ -62,7 +62,7 @@ class HiddenStates(Probe):
     the index-th. Layer -1, sublayer "model": growth_linear_r2 and growth_exponential_r2, the R^2 of straight lines
     through the states' variance and through its logarithm.
 
-    Padding is left out. Trap: HF's hidden_states[-1] is behind the final norm; state N here is before it.
+    Padding is left out. Trap: HF's hidden_states[-1] is after the final norm; state N here is before it.
     """
 
     name = "hidden_states"
@@ -237,7 +237,7 @@ class HiddenStates(Probe):
 def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Add streams [sequences, tokens, n, width]: the mean cosine of two of them, and each one's mean square.
 
-    A stream that has not been made several [sequences, tokens, width] is left out.
+    Does nothing for a single stream [sequences, tokens, width].
     """
     if streams.ndim < 4:
         return

@@ -40,7 +40,7 @@ class LogitLens(Probe):
     predicted tokens of a sequence, then over sequences, with their standard error:
 
     - cross_entropy: of the true token, in nats. A causal model predicts the next token (all positions but the last), a
-      masked one the tokens behind its mask: 15 % of the positions, the same in each sequence.
+      masked one the tokens after its mask: 15 % of the positions, the same in each sequence.
     - kl_to_final: KL(p_N || p_l) in nats, p_N the model's own distribution; 0 at state N.
     - top1_agreement: the share of positions where state l and the model put the same token first.
 

@@ -26,11 +26,11 @@ class Similarity(DirectionsProbe):
       not among them, so N layers have N - 1 distances), ``start`` = -1.
     - ``block_influence``: BI_l = 1 - E cos(x^l, x^(l+1)) over all tokens (ShortGPT), ``start`` = l, ``size`` = 1.
 
-    x^l is the stream before layer l, x^N the one behind the last layer, before the final norm. The mean is over the
+    x^l is the stream before layer l, x^N the one after the last layer, before the final norm. The mean is over the
     tokens' cosines, which do not depend on the states' lengths, so a few huge channels or tokens do not decide it; a
     padded text's padding is left out. Standard errors are over sequences.
 
-    Traps: transformers' own last hidden state is behind the final norm; the cosine isn't centered (not a correlation),
+    Traps: transformers' own last hidden state is after the final norm; the cosine isn't centered (not a correlation),
     so a mean direction common to all tokens counts as similarity.
 
     Args:

@@ -19,7 +19,7 @@ from lamina.training.monitor.rules import calibration, noise_of
 NOT_KNOWN = "not known"
 TELLING = ("not_finite", "skipped", "guess", "dead", "unmoved", "written")
 """Rules that say much by themselves, at any step of an event."""
-STEPS = 60  # behind the first alarm, in which others belong to it
+STEPS = 60  # after the first alarm, in which others belong to it
 AFTER = "after"  # no sign: whether what has not come yet may still come
 START = 3  # steps in which what differs was so from the start
 GROWN = 1.3  # times the learning rate of one of the two records before

@@ -5,7 +5,6 @@ Needs neither pandas nor plotly, nor what reads Parquet: ``pages.diagnosis`` dra
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,9 +25,6 @@ from lamina.training.monitor.alarms import NOTABLE, Alarm, describe, read_alarms
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, Row, read_about, read_rows
-
-logger = logging.getLogger(__name__)
-
 
 _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
 BEFORE, AFTER = 16, 3  # losses with which others are compared, and how many must lie above them
@@ -143,7 +139,7 @@ RATE = "learning_rate"
 
 
 def sentences(evidence: Evidence) -> list[str]:
-    """What left first, in which layer and step, how early it could be seen, its likely cause, and what to change."""
+    """Say what left first, at which layer and step, how early it was visible, its likely cause, and what to change."""
     first, rose = evidence.first, evidence.rose
     status = f"(status: {evidence.status})"
     if rose is None:

@@ -233,7 +233,7 @@ def _outside(parts: Iterable[str]) -> str | None:
 
 @dataclass(kw_only=True)
 class History:
-    """What a history says, as rows by layer.
+    """A history as rows by layer.
 
     Attributes:
         rows: by step.

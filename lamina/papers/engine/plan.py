@@ -160,7 +160,7 @@ class StudyPlan:
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
-        """Return by arm the other arm's rate that it is trained at, too, if that rate is known."""
+        """Return by arm the rate of another arm at which it is also trained, if that rate is known."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
         found = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
@@ -248,9 +248,8 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
     """Choose the best rate of a sweep from the tuning seeds' results at each rate, the lowest rate first.
 
     ``best``: the rate at which the smallest share of seeds diverged or got stuck, then the lowest mean loss.
-    ``one-se``: the means are over the seeds that learned; of the rates that lose no larger share than the best one, the
-    lowest whose mean lies within one standard error of its mean. The standard error is that of the best's losses over
-    its seeds; it needs two of them.
+    ``one-se``: the lowest rate that loses no larger share and whose mean lies within one standard error of the best
+    mean. The means are over the seeds that learned; the standard error is over the best rate's, at least two of them.
     """
     if rule == "one-se":
         known = {

@@ -209,7 +209,7 @@ class Region:
     Attributes:
         below, above: the bounds.
         least: the smallest distance beyond the bound that counts.
-        text: the claim in words, behind the numbers.
+        text: the claim in words, after the numbers.
     """
 
     below: float = math.inf

@@ -34,7 +34,7 @@ _PARTS, _MOST_PARTS, _MOST_OF_ONE_KIND = ("sublayer", "role", "index"), 6, 3
 
 @dataclass(frozen=True, kw_only=True)
 class ShownMetric:
-    """What of a probe's table a figure shows.
+    """The part of a probe's table that a figure shows.
 
     Attributes:
         metric: the metric.

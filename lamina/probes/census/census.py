@@ -59,7 +59,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """What was measured of a model, and the registered placement that it is.
+    """The measurements of a model, and the registered placement that they fit.
 
     Attributes:
         model_type: of its configuration.

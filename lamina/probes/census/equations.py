@@ -34,7 +34,7 @@ _ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another no
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """What a term is multiplied by: a number, or the mean where each channel has its own; learned "no" or its shape."""
+    """The factor on a term: a number, or the mean where each channel has its own. ``learned``: "no", or its shape."""
 
     value: float = 1.0
     by_channel: bool = False
@@ -53,8 +53,8 @@ class Factor:
 class BranchTerm:
     """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms``: the norm's kind by position.
 
-    ``pre_scale`` is None where what enters the module is no multiple of what the norm before it gives.
-    ``beside``: x is what the block got, not what its earlier sub-layers have added to it.
+    ``pre_scale`` is None if the module's input is not a multiple of the output of the norm before it.
+    ``beside``: x is the block's input, without what its earlier sub-layers have added.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class BranchTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """One addition to the stream: its branches (two where they stand side by side), what the skip carries, and C.
+    """One addition to the stream: its branches (two if they run side by side), the skip's terms, and the post-norm.
 
     ``coupling``: whether skip and branch have factors a and b with a + b = 1 ("lerp") or a^2 + b^2 = 1 ("variance").
     ``error`` is the largest difference from the layer's own sum, as a share of its largest value; where no combination
@@ -176,7 +176,7 @@ def _changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _Fit:
-    """One sum's terms and what is added up, and the factors that fit: a tensor of one or of all channels each."""
+    """The factors, each of one or of all channels, with which one sum's terms add up to what the layer computes."""
 
     def __init__(
         self, site: LayerSite, group: list[tuple[int, SublayerSite]], tensors: Tensors, embedding: torch.Tensor

@@ -19,10 +19,11 @@ _MOVED = 1e-6  # of the largest value: less is rounding
 
 @dataclass(frozen=True, kw_only=True)
 class InnerNorm:
-    """A norm inside a sub-layer (``inside``: its kind): on what it stands, its kind, and over what it is taken.
+    """A norm inside a sub-layer.
 
-    ``on``: queries, keys, values, "the output" (before the last projection), "" where it could not be told. ``scope``:
-    head, full (all heads' channels), or latent (a low-rank state before another projection).
+    ``inside``: the sub-layer's kind. ``on``: what the norm is applied to: queries, keys, values, "the output" (before
+    the last projection), or "" if that could not be told. ``scope``: what it is taken over: head, full (all heads'
+    channels), or latent (a low-rank state before another projection).
     """
 
     path: str

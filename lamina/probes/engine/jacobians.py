@@ -256,7 +256,7 @@ def wirings_of(site: LayerSite) -> list[Wiring]:
 
 
 def _called(residual: nn.Module | None, name: str, default: object) -> object:
-    """What a method returns, of a Residual that has it: an older copy of Lamina's code has not."""
+    """Call a method of a Residual; return ``default`` if it has none, as in an older copy of Lamina's code."""
     method: Callable[[], object] | None = getattr(residual, name, None)
     return default if method is None else method()
 

@@ -34,7 +34,7 @@ class LayerCall:
     calls: Mapping[nn.Module, int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the stream behind the layer with ``x`` [sequences, tokens, channels] in place of x^l."""
+        """Return the stream after the layer with ``x`` [sequences, tokens, channels] in place of x^l."""
         args, kwargs = with_argument(self.args, self.kwargs, self.site.input.argument, x)
         return stream_of(self.site.module(*args, **kwargs))
 
@@ -45,7 +45,7 @@ class LayerCall:
             return self(x)
 
     def watch(self, points: Mapping[Key, Point], x: torch.Tensor) -> tuple[torch.Tensor, dict[Key, torch.Tensor]]:
-        """Return the stream behind the layer and the tensors at ``points``, both with their graphs."""
+        """Return the stream after the layer and the tensors at ``points``, both with their graphs."""
         tensors: dict[Key, torch.Tensor] = {}
         with intercept(points, lambda key, tensor: tensors.update({key: tensor}), calls=self.calls):
             return self(x), tensors

@@ -115,7 +115,7 @@ class TokenStates:
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:
     """Return the watched tensor of a batch by sequence and token, with padding zeroed.
 
-    Takes [batch, tokens, channels], with heads before or behind the tokens (a norm of queries: each head's part counts
+    Takes [batch, tokens, channels], with heads before or after the tokens (a norm of queries: each head's part counts
     as one token), with rows and columns (vision), or flattened to [batch * tokens, channels] (experts). A tensor that
     fits none of these is one sequence.
     """

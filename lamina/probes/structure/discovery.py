@@ -97,7 +97,7 @@ def declared_structure(model: nn.Module) -> Structure | None:
 
 
 def _declared_layer(index: int, path: str, block: nn.Module) -> LayerSite:
-    """Return a block of Lamina's; what its two sub-layers add is behind an out_norm, before a factor or a write."""
+    """Return a block of Lamina's; what its two sub-layers add is after an out_norm, before a factor or a write."""
     halves = {kind: block.get_submodule(kind) for kind in ("attention", "feed_forward")}
     sublayers: list[SublayerSite] = []
     for kind, half in halves.items():

@@ -154,7 +154,7 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
 def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
     """Return whether skip + contributions is the input of each norm on the stream, and the layer's output at the end.
 
-    The skip carries the stream as it is behind the sub-layer before, or the layer's input, or both, each times a
+    The skip carries the stream as it is after the sub-layer before, or the layer's input, or both, each times a
     number for each channel (1 but for the placements that scale it), which is fitted: too few to hide a contribution.
     """
     x = tensors[site.index].double().flatten(0, -2)

@@ -127,9 +127,10 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class SublayerSite:
-    """One addition to the stream. ``kind``: attention | feed_forward | mixer (neither), two of a layer may run side by
-    side (GPT-NeoX). ``contribution``: what is added, after an out_norm. ``after``: the stream behind it, after a
-    post_norm; None if no module reads or writes it.
+    """One addition to the stream; two of a layer may run side by side (GPT-NeoX).
+
+    ``kind``: attention, feed_forward or mixer (neither). ``contribution``: what is added, after an out_norm.
+    ``after``: the stream after the addition and a post_norm; None if no module reads or writes it.
     """
 
     kind: str
@@ -165,7 +166,7 @@ class LayerSite:
 
     @property
     def output(self) -> Point:
-        """x^(l+1), the stream behind it."""
+        """x^(l+1), the stream after the layer."""
         return Point(self.module, self.path, "output", self.call, collapse=self.carries_more)
 
 
@@ -173,8 +174,8 @@ class LayerSite:
 class Structure:
     """A model's layers in the order in which they run, and the modules around them.
 
-    ``outside``: the modules that run before them ("embedding"), behind them ("readout"), or that are layers of another
-    stack ("other"), each once. ``end``: what is read behind the last layer where that is not the stream.
+    ``outside``: the modules before the layers ("embedding"), after them ("readout"), or of another stack of layers
+    ("other"), each once. ``end``: what is read after the last layer, if that is not the stream.
     """
 
     layers: tuple[LayerSite, ...]

@@ -60,7 +60,7 @@ class _Tag:
 
     kind: str  # stream | normed | branch
     parts: tuple[_Part, ...] = ()
-    norm: Call | None = None  # of "normed": the norm; of "branch": the out_norm behind it
+    norm: Call | None = None  # of "normed": the norm; of "branch": the out_norm after it
     sum: int = -1  # of "stream" and "normed": the value of the sum that it is, or is a norm of
 
 
@@ -94,7 +94,7 @@ class TracedLayer:
         self.reads: dict[int, int] = {}  # of a norm: the sum that it norms, -1 for another norm
         self.carried = {start}  # sums that go on as they are
         self.post: set[int] = set()  # norms whose output goes on as the stream
-        self.out: set[int] = set()  # norms behind a branch
+        self.out: set[int] = set()  # norms after a branch
         self.tags: dict[int, _Tag] = {start: _Tag("stream", sum=start)}
         self.sums: dict[int, _Sum] = {}  # by their values
         events: list[tuple[int, Call | Op]] = [(c.ended, c) for c in self.calls]
@@ -163,7 +163,7 @@ class TracedLayer:
                 self.tags[value] = _Tag("branch", (_Part(call),), norm=call)
             return
         if tag is not None and tag.kind != "branch":
-            return  # a module that holds the addition, or the norm behind it
+            return  # a module that holds the addition, or the norm after it
         within = tag is not None and tag.parts and all(p.source.within(call) for p in tag.parts)
         if tag is None or within:
             keeps = tag is not None and tag.norm is not None and tag.norm.output == value
