@@ -1,11 +1,15 @@
+"""A text is cut into pieces, held out evenly, and joined with an end-of-text token wherever it jumps."""
+
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.data.encoding import TextEncoder, TokenJoiner
 from lamina.data.sources.file_documents import Document
-from lamina.data.split import is_held_out, piece_chars, split_documents
+from lamina.data.split import Segment, is_held_out, piece_chars, split_documents
+from lamina.data.tokenizers import load_tokenizer
 
 FEW_CHARACTERS = st.text(alphabet="ab \n🐋", max_size=400)
 
@@ -58,3 +62,45 @@ def test_there_are_some_twenty_pieces_at_least_and_none_is_longer_than_64_thousa
     chars = piece_chars(total)
     assert 1 <= chars <= 64 * 1024
     assert chars * 20 <= max(total, 20)
+
+
+END = 256
+ENCODER = TextEncoder(load_tokenizer("bytes"))
+
+
+def segment(text, document, start):
+    return Segment(text=text, document=document, start=start, piece=0)
+
+
+def joined(joiner, *segments):
+    for part in segments:
+        joiner.add(part)
+    return joiner.encode().tolist()
+
+
+def test_no_token_stands_before_the_first_text_and_none_where_it_continues():
+    assert joined(TokenJoiner(ENCODER), segment("ab", 0, 0), segment("c", 0, 2)) == [*b"abc"]
+
+
+def test_a_token_stands_between_documents_and_where_a_piece_is_missing():
+    parts = [segment("ab", 0, 0), segment("c", 0, 5), segment("d", 1, 0)]
+    assert joined(TokenJoiner(ENCODER), *parts) == [*b"ab", END, *b"c", END, *b"d"]
+
+
+def test_after_a_jump_nothing_continues_but_a_jump_before_any_text_is_none():
+    joiner = TokenJoiner(ENCODER)
+    joiner.jump()
+    assert joined(joiner, segment("ab", 0, 0)) == [*b"ab"]
+    joiner.jump()
+    assert joined(joiner, segment("c", 0, 2)) == [END, *b"c"]
+
+
+def test_a_joiner_made_anew_where_another_ended_goes_on_like_it():
+    parts = [segment("ab", 0, 0), segment("c", 0, 2), segment("d", 2, 0)]
+    last, ids = None, []
+    for part in parts:
+        joiner = TokenJoiner(ENCODER, last)
+        ids += joined(joiner, part)
+        last = joiner.last
+    assert ids == joined(TokenJoiner(ENCODER), *parts)
+    assert joined(joiner) == []
