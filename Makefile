@@ -44,6 +44,9 @@ bench: $(VENV)/.development bench-peers
 	$(BIN)/python benchmarks/train_step.py --peer pre_ln --threads 1 --kept --compile --size 30m --batch-size 2 \
 		--placements "layerscale,pre_ln(wiring=x0),pre_ln(wiring=identity_hc),pre_ln(wiring=mhc),pre_ln(wiring=attn_res,size=4)" \
 		--rounds 4 --output benchmarks/results/wirings-compiled.json
+	$(BIN)/python benchmarks/train_step.py --peer pre_ln --threads 1 --kept --size 30m --batch-size 2 \
+		--placements "layerscale,pre_ln(wiring=x0),pre_ln(wiring=identity_hc),pre_ln(wiring=mhc),pre_ln(wiring=attn_res,size=4)" \
+		--rounds 3 --output benchmarks/results/wirings-eager.json
 	$(BIN)/python benchmarks/probes.py --output benchmarks/results/probes.json
 	$(BIN)/python benchmarks/training.py --suite cpu --output benchmarks/results/training-cpu.json
 	$(BIN)/python benchmarks/training.py --suite placements --sizes 71m --output benchmarks/results/placements-cpu.json
