@@ -108,7 +108,7 @@ def match(layers: Sequence[Facts], ends: Facts) -> Match:
 def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
     """Every registered placement, then each with a wiring or one option changed where that can help."""
     for name in names():
-        plan = _resolved(name, len(layers))
+        plan = resolved(name, len(layers))
         if plan is None:
             continue
         yield name, plan
@@ -116,12 +116,12 @@ def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
         if not wrong:
             continue
         for wiring in WIRINGS.names() if "order" in wrong else ():
-            wired = _resolved(name, len(layers), wiring=wiring)
+            wired = resolved(name, len(layers), wiring=wiring)
             if wired is not None and "order" not in _wrong_fields(layers, wired):
                 yield f"{name}(wiring={wiring})", wired
         for option in get(name).options:
             for value in _values(option.type, layers, scales=all("scale" in field for field in wrong)):
-                changed = _resolved(name, len(layers), **{option.name: value})
+                changed = resolved(name, len(layers), **{option.name: value})
                 if changed is not None and changed.layers != plan.layers:
                     written = str(value).lower() if isinstance(value, bool) else _shown(value)
                     yield f"{name}({option.name}={written})", changed
@@ -156,7 +156,7 @@ def _silenced() -> Iterator[None]:
         logging.disable(before)
 
 
-def _resolved(name: str, num_layers: int, **options: object) -> Plan | None:
+def resolved(name: str, num_layers: int, **options: object) -> Plan | None:
     """Return the plan; None where the placement does not take the options."""
     try:
         with _silenced():
@@ -166,7 +166,7 @@ def _resolved(name: str, num_layers: int, **options: object) -> Plan | None:
 
 
 def _layers_of(spec: str, num_layers: int) -> list[dict[str, object]]:
-    plan = _resolved(spec, num_layers)
+    plan = resolved(spec, num_layers)
     return [] if plan is None else [layer_facts(layer) for layer in plan.layers]
 
 
@@ -223,10 +223,10 @@ def _with_ends(spec: str, plan: Plan, ends: Facts) -> tuple[str, list[str]]:
             options.append(f"{field}={_shown(value)}")
         else:
             differences.append(f"{field} is {_shown(value)} instead of {_shown(expected.get(field, 'none'))}")
-    return _with_options(spec, options), differences
+    return with_options(spec, options), differences
 
 
-def _with_options(spec: str, options: Sequence[str]) -> str:
+def with_options(spec: str, options: Sequence[str]) -> str:
     if not options:
         return spec
     name, _, rest = spec.partition("(")

@@ -16,6 +16,7 @@ from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
 from lamina.placements.matching import layer_facts
 from lamina.probes.census import census
+from lamina.probes.census.census import stirred
 
 LAYERS = 8
 
@@ -119,7 +120,9 @@ def test_families_of_transformers(family, expected):
         "minimax": "deepnorm(alpha=3.5, embedding_norm=true)",
         "bitnet": "subln",
         "doge": "doge(qk_norm=head)",
-        "deepseek_v4": "not known: DeepseekV4DecoderLayer hands on 4 streams, not one",
+        "deepseek_v4": "nearest is pre_ln(v_norm=full, wiring=mhc), differs: qk_norm is several instead of off",
+        "hy_v4": "pre_ln(wiring=identity_hc)",
+        "qwen4_exp_text": "wiring=gated_residual), differs: attention.post_norm is none",
         "granitemoehybrid": "pre_ln",
         "xlnet": "not known: model: the stream at transformer.layer.0 is [11, 3, 32] for 3 sequences of 11 tokens",
         "mamba": "pre_ln",
@@ -147,6 +150,34 @@ class Gated(nn.Module):
     def forward(self, x, **kwargs):
         y = self.layer(x, **kwargs)
         return y * (1 + 0.1 * torch.tanh(y.roll(1, -1)))
+
+
+STREAMED = [
+    *("pre_ln(qk_norm=head, wiring=identity_hc)", "keel(wiring=mhc, size=3)", "fusenorm(wiring=hc)"),
+    *("layernorm_scaling(wiring=dynamic_hc)", "pre_ln(wiring=gated_residual)", "pre_ln(wiring=siamese)"),
+    "post_ln(final_norm=true, wiring=residual)",
+]
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_of_several_streams_the_wiring_is_measured(placement):
+    torch.manual_seed(0)
+    model = stirred(lamina.build(llama(layers=3).config, placement))
+    model.config.plan = None  # what the checkpoint says of itself
+    found = lamina.placement_of(model)
+    assert found.placement == placement, found.text()
+    assert found.error < 1e-6
+    assert json.loads(json.dumps(found.to_dict()))["placement"] == placement
+
+
+def test_the_evidence_of_several_streams_names_what_is_read_mixed_and_written():
+    text = lamina.placement_of(lamina.build(llama(layers=3).config, "keel(wiring=mhc)")).text()
+    assert "S' = rms(6 M S + w attention(rms(r S))); r by token, w by token, M sinkhorn" in text
+
+
+def test_streams_whose_branch_is_gated_by_channel_are_not_named():
+    found = lamina.placement_of(lamina.build(llama(layers=3).config, "layerscale(wiring=identity_hc)"))
+    assert found.verdict.startswith("not known: Block hands on 4 streams, and those of layer 0-2 are no sum")
 
 
 def test_what_is_no_sum_is_not_named():

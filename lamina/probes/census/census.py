@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from lamina.modeling.backbones.loading import quiet, read_config
 from lamina.modeling.backbones.presets import cut_config
 from lamina.modeling.checkpoint import auto_class, load
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.modeling.parts import temporary_hooks
 from lamina.placements.matching import PARALLEL, SEQUENTIAL, Facts, Match, learned_fact, match
+from lamina.placements.plan import SUBLAYERS
 from lamina.probes.census.equations import (
     BLOCK_INPUT,
     NORMED,
@@ -33,19 +34,21 @@ from lamina.probes.census.equations import (
     norm_kind,
     sums_of,
 )
-from lamina.probes.census.inner_norms import KEY, OUTPUT, QUERY, VALUE, InnerNorm, inner_norms
+from lamina.probes.census.inner_norms import KEY, OUTPUT, QUERY, VALUE, InnerNorm, inner_norms, mixes
+from lamina.probes.census.streams import StreamLayers, StreamSum, wirings_of
 from lamina.probes.engine.inputs import batches_of, reads_images
 from lamina.probes.engine.measure import refuse_meta, structure_of
 from lamina.probes.structure.hooks import base_of, evaluating, watch
 from lamina.probes.structure.hooks import forward as run
 from lamina.probes.structure.proof import combination, prove
-from lamina.probes.structure.sites import Structure
+from lamina.probes.structure.sites import NormSite, Point, Structure, SublayerSite
 
 _SEQUENCES = 3
 _LENGTHS = (13, 11, 17, 19, 23)
 _FEW_LAYERS, _FEW_TOKENS = 4, 512
 _MOST_PARAMETERS = 1_000_000_000  # of a model that is made of a configuration alone
 _CLOSE = 1e-5
+_SINKHORN = 1e-3  # by which its matrix' sums are off 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +56,13 @@ class LayerGroup:
     """Layers that compute the same: their indices, a layer's sums, and the norms inside its sub-layers."""
 
     layers: tuple[int, ...]
-    sums: tuple[Sum, ...]
+    sums: tuple[Sum, ...] | tuple[StreamSum, ...]
     inner: tuple[InnerNorm, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """The measurements of a model, and the registered placement that they fit.
+    """What was measured of a model, and the registered placement that it is.
 
     Attributes:
         model_type: of its configuration.
@@ -135,34 +138,13 @@ def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: 
         with evaluating(model):
             return _measured(model, kind, layers, notes)
     except UserError as error:
-        return Census(model_type=kind, unknown=_several_streams(model) or str(error), ends={}, notes=tuple(notes))
-
-
-def _several_streams(model: nn.Module) -> str:
-    """Return a note if layers hand on several tensors of the model's width, or ""."""
-    width = getattr(_text_config(model), "hidden_size", None)
-    found: dict[str, int] = {}
-
-    def see(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-        if first is not None and first.is_floating_point() and isinstance(width, int):
-            found[type(module).__name__] = first.numel() // (first.shape[0] * first.shape[1] * width or 1)
-
-    with temporary_hooks() as hooks:
-        for holder in model.modules():
-            if isinstance(holder, nn.ModuleList) and len(holder):
-                hooks.append(holder[0].register_forward_pre_hook(see, with_kwargs=True))
-        try:
-            inputs = _inputs(model)
-            with torch.no_grad():
-                run(model, inputs)
-        except Exception:  # it does not run on its main input alone, which is what was told
-            return ""
-    return next((f"{name} hands on {count} streams, not one" for name, count in found.items() if count > 1), "")
+        return Census(model_type=kind, unknown=str(error), ends={}, notes=tuple(notes))
 
 
 def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str]) -> Census:
     inputs = _inputs(model)
+    if (streams := _several_streams(model, inputs)) is not None:
+        return _of_streams(streams, model, inputs, kind, notes)
     structure = structure_of(model, inputs, layers=layers)
     root = base_of(model, structure, inputs)
     proved = prove(structure, inputs, root)
@@ -208,6 +190,75 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
         error=max(total.error for found in sums for total in found),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _several_streams(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> StreamLayers | None:
+    """Return the layers of a model that hand on several tensors of the model's width; None of others."""
+    width = getattr(_text_config(model), "hidden_size", None)
+    if not isinstance(width, int) or "input_ids" not in inputs:
+        return None
+    try:
+        streams = StreamLayers(model, inputs, width)
+    except Exception:  # it does not run on its main input alone, which is what will be told
+        return None
+    return streams if streams.n > 1 else None
+
+
+def _of_streams(
+    streams: StreamLayers, model: nn.Module, inputs: Mapping[str, torch.Tensor], kind: str, notes: list[str]
+) -> Census:
+    sums, structure = streams.sums(), streams.structure()
+    if bare := [index for index, found in enumerate(sums) if not found]:
+        raise UserError(
+            f"{type(streams.layers[0]).__name__} hands on {streams.n} streams, and those of layer {ranges(bare)} are "
+            "no sum of streams and a branch, each times a number of the token's"
+        )
+    groups: dict[object, LayerGroup] = {}
+    for index, found in enumerate(sums):
+        sites = [_site(streams, streams.entries[one.path], model, inputs) for one in found]
+        found[:] = [replace(one, kind=site.kind) for one, site in zip(found, sites, strict=True)]
+        key = str([(one.kind, one.form(), one.norms, one.skip, one.skip_scale, one.pre_scale) for one in found])
+        if key in groups:
+            groups[key] = replace(groups[key], layers=(*groups[key].layers, index))
+        else:
+            inner = tuple(norm for site in sites for norm in inner_norms(site, model, inputs))
+            groups[key] = LayerGroup(layers=(index,), sums=tuple(found), inner=inner)
+    usual = Counter(norm for found in sums for one in found for norm in one.norms.values()).most_common(1)
+    norm = usual[0][0] if usual else "rms"
+    ends = _ends(structure, [*groups.values()], model, inputs, notes)
+    around = {name: _as_fact(value, norm) for name, value in ends.items() if value is not None}
+    best = match([_stream_facts(found, norm) for found in sums], around)
+    wirings = wirings_of(best.placement, sums, streams.n)
+    differences = best.differences if wirings else (*best.differences, f"its {streams.n} streams are no wiring's")
+    spec, *others = wirings or [best.placement]
+    return Census(
+        model_type=kind,
+        num_layers=len(sums),
+        match=Match(placement=spec, differences=differences, others=tuple(others)),
+        groups=tuple(groups.values()),
+        ends=ends,
+        error=max(one.error for found in sums for one in found),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _site(streams: StreamLayers, entry: Point, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> SublayerSite:
+    out = Point(entry.module, entry.path, "output", entry.call)
+    calls = [call for call in streams.record.calls if call.is_norm and call.path.startswith(f"{entry.path}.")]
+    norms = tuple(NormSite("inner_norm", call.module, call.path, call.number) for call in calls)
+    kind = "attention" if mixes(entry, out, model, inputs) else "feed_forward"
+    return SublayerSite(kind, out, None, norms, modules=((entry.path, entry.module),), entry=entry)
+
+
+def _stream_facts(sums: Sequence[StreamSum], usual: str) -> dict[str, object]:
+    kinds = tuple(one.kind for one in sums)
+    found: dict[str, object] = {"order": SEQUENTIAL if kinds == SUBLAYERS else ", then ".join(kinds)}
+    for part, one in zip(SUBLAYERS, (sums[0], sums[-1]), strict=True):
+        scales = {"skip_scale": one.skip_scale, "pre_scale": one.pre_scale}
+        found |= {f"{part}.{name}": scale.value for name, scale in scales.items() if abs(scale.value - 1) > _SINKHORN}
+        found |= {f"{part}.{name}": _as_fact(kind, usual) for name, kind in one.norms.items()}
+        found[f"{part}.skip"] = one.skip
+    return found
 
 
 def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:

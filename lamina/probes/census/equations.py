@@ -26,7 +26,7 @@ _SKIPS = ((STREAM,), (BLOCK_INPUT,), (STREAM, BLOCK_INPUT), (NORMED,), (STREAM, 
 ONE, NUMBER, CHANNEL = "one", "number", "channel"
 # What the skips and the branches are multiplied by, the simplest first.
 _FACTORS = ((NUMBER, ONE), (NUMBER, NUMBER), (ONE, CHANNEL), (CHANNEL, ONE), (CHANNEL, CHANNEL))
-_ROUNDING = 32 * torch.finfo(torch.float32).eps  # of a sum, as a share of its largest term
+ROUNDING = 32 * torch.finfo(torch.float32).eps  # of a sum, as a share of its largest term
 _APART = 1e-4  # of two factors that are not the same
 _MOVED = 1e-3  # a factor that changes by more of itself when the layer's own parameters do is learned
 _ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another norm
@@ -34,7 +34,7 @@ _ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another no
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """The factor on a term: a number, or the mean where each channel has its own. ``learned``: "no", or its shape."""
+    """What a term is multiplied by: a number, or the mean where each channel has its own; learned "no" or its shape."""
 
     value: float = 1.0
     by_channel: bool = False
@@ -53,8 +53,8 @@ class Factor:
 class BranchTerm:
     """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms``: the norm's kind by position.
 
-    ``pre_scale`` is None if the module's input is not a multiple of the output of the norm before it.
-    ``beside``: x is the block's input, without what its earlier sub-layers have added.
+    ``pre_scale`` is None where what enters the module is no multiple of what the norm before it gives.
+    ``beside``: x is what the block got, not what its earlier sub-layers have added to it.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class BranchTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """One addition to the stream: its branches (two if they run side by side), the skip's terms, and the post-norm.
+    """One addition to the stream: its branches (two where they stand side by side), what the skip carries, and C.
 
     ``coupling``: whether skip and branch have factors a and b with a + b = 1 ("lerp") or a^2 + b^2 = 1 ("variance").
     ``error`` is the largest difference from the layer's own sum, as a share of its largest value; where no combination
@@ -106,7 +106,7 @@ def sums_of(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Te
     own = [_own_parameters(site) for site in structure.layers]
     moved = None
     if any(own):
-        with _changed([parameter for parameters in own for parameter in parameters]):
+        with changed([parameter for parameters in own for parameter in parameters]):
             moved = _watched(root, points, inputs)
     layers = []
     for site, found, parameters in zip(structure.layers, groups, own, strict=True):
@@ -160,13 +160,13 @@ def _own_parameters(site: LayerSite) -> list[nn.Parameter]:
 
 
 @contextmanager
-def _changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     before = [parameter.detach().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in parameters:
             noise = torch.rand(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
-            parameter.add_(0.5 + noise)
+            parameter.add_((0.5 + noise) * (parameter.shape[-1] if parameter.ndim > 1 else 1) ** -0.5)
     try:
         yield
     finally:
@@ -176,7 +176,7 @@ def _changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _Fit:
-    """The factors, each of one or of all channels, with which one sum's terms add up to what the layer computes."""
+    """One sum's terms and what is added up, and the factors that fit: a tensor of one or of all channels each."""
 
     def __init__(
         self, site: LayerSite, group: list[tuple[int, SublayerSite]], tensors: Tensors, embedding: torch.Tensor
@@ -204,7 +204,7 @@ class _Fit:
         leaves = tensors.get((site.index, last, "post_norm", "output"), total)
         output = tensors[site.index, "output"]
         apart = float((leaves - output).abs().max()) if leaves.shape == output.shape else math.inf
-        changed = last == len(site.sublayers) - 1 and apart > _ROUNDING * float(output.abs().max())
+        changed = last == len(site.sublayers) - 1 and apart > ROUNDING * float(output.abs().max())
         if not changed and all(branch.shape == total.shape for branch in branches):
             self._solve(branches)
 
@@ -222,7 +222,7 @@ class _Fit:
                 by_channel = CHANNEL in (skips_have, branches_have)
                 factors, error = combination(rest, fitted, by_channel, largest)
                 self.error = min(error, self.error)
-                if error <= _ROUNDING:
+                if error <= ROUNDING:
                     ones = [torch.ones(1, dtype=torch.float64)] * len(fixed)
                     self.names = names
                     self.factors = factors + ones if branches_have == ONE else ones + factors
@@ -230,14 +230,14 @@ class _Fit:
 
     def sum(self) -> Sum:
         """Return the equation; without factors where nothing fits."""
-        factors = [_factor(f) for f in self.factors] or [Factor()] * (len(self.names) + len(self.group))
+        factors = [as_factor(f) for f in self.factors] or [Factor()] * (len(self.names) + len(self.group))
         skip = dict(zip(self.names, factors, strict=False))
         branches = []
         for (number, sublayer), factor in zip(self.group, factors[len(self.names) :], strict=True):
             norms = self._norms(number, sublayer.norms)
             path = (sublayer.modules[0] if sublayer.modules else (sublayer.contribution.path,))[0]
             pre = self.pre_factor(number, sublayer)
-            pre_scale = None if pre is None else _factor(pre)
+            pre_scale = None if pre is None else as_factor(pre)
             term = BranchTerm(kind=sublayer.kind, path=path, norms=norms, scale=factor, pre_scale=pre_scale)
             branches.append(replace(term, beside=self._is_beside(number)))
         post = self._norms(self.group[-1][0], self.group[-1][1].norms, post=True).get("post_norm")
@@ -264,7 +264,7 @@ class _Fit:
         norm = next((norm for norm in sublayer.norms if norm.role == "pre_norm"), None)
         within = norm is not None and sublayer.entry is not None and norm.path.startswith(f"{sublayer.entry.path}.")
         source = self.stream if normed is None or within else normed
-        return None if entry is None or entry.shape != source.shape else _ratio(entry, source)
+        return None if entry is None or entry.shape != source.shape else ratio(entry, source)
 
     def _norms(self, number: int, norms: Sequence[NormSite], post: bool = False) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -278,15 +278,15 @@ class _Fit:
         return found
 
 
-def _ratio(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
+def ratio(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
     for by_channel in (False, True):
         (factor,), error = combination(tensor, [source], by_channel)
-        if error <= _ROUNDING:
+        if error <= ROUNDING:
             return factor
     return None
 
 
-def _factor(values: torch.Tensor) -> Factor:
+def as_factor(values: torch.Tensor) -> Factor:
     return Factor(value=float(f"{float(values.mean()):.6g}"), by_channel=len(values) > 1)
 
 

@@ -19,11 +19,10 @@ _MOVED = 1e-6  # of the largest value: less is rounding
 
 @dataclass(frozen=True, kw_only=True)
 class InnerNorm:
-    """A norm inside a sub-layer.
+    """A norm inside a sub-layer (``inside``: its kind): on what it stands, its kind, and over what it is taken.
 
-    ``inside``: the sub-layer's kind. ``on``: what the norm is applied to: queries, keys, values, "the output" (before
-    the last projection), or "" if that could not be told. ``scope``: what it is taken over: head, full (all heads'
-    channels), or latent (a low-rank state before another projection).
+    ``on``: queries, keys, values, "the output" (before the last projection), "" where it could not be told. ``scope``:
+    head, full (all heads' channels), or latent (a low-rank state before another projection).
     """
 
     path: str
@@ -41,13 +40,13 @@ def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, to
             continue
         out = Point(sublayer.entry.module, sublayer.entry.path, "output", sublayer.entry.call)
         inside = (
-            "mixer" if sublayer.kind == "feed_forward" and _mixes(sublayer.entry, out, root, inputs) else sublayer.kind
+            "mixer" if sublayer.kind == "feed_forward" and mixes(sublayer.entry, out, root, inputs) else sublayer.kind
         )
         found.append(replace(_inner_norm(norm, out, root, inputs), inside=inside))
     return found
 
 
-def _mixes(entry: Point, out: Point, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
+def mixes(entry: Point, out: Point, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
     """Return whether a sub-layer carries something from one token to another: then it is no feed-forward."""
     seen: list[torch.Tensor] = []
     middle = next(iter(inputs.values())).shape[1] // 2

@@ -81,12 +81,13 @@ class Op:
 
 @dataclass(eq=False)
 class Trace:
-    """All of one forward pass: its calls in the order in which they began, its operations, and its tensors' shapes."""
+    """All of one forward pass: its calls in the order in which they began, its operations, and its tensors."""
 
     calls: list[Call] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)  # held, so that no identity is used twice
 
 
 class _Follower(TorchDispatchMode):
@@ -95,7 +96,6 @@ class _Follower(TorchDispatchMode):
         self.trace, self.stack, self.clock = Trace(), [], itertools.count()
         self.paths = {module: path for path, module in model.named_modules()}
         self.values: dict[int, int] = {}
-        self.alive: list[torch.Tensor] = []  # so that no identity is used twice
         self.times: dict[int, int] = {}
 
     def value(self, tensor: torch.Tensor, new: bool = False) -> int:
@@ -104,7 +104,7 @@ class _Follower(TorchDispatchMode):
             self.values[id(tensor)] = len(self.trace.shapes)
             self.trace.shapes.append(tuple(tensor.shape))
             self.trace.floating.append(tensor.is_floating_point())
-            self.alive.append(tensor)
+            self.trace.tensors.append(tensor)
         return self.values[id(tensor)]
 
     def __torch_dispatch__(

@@ -1,0 +1,333 @@
+"""Several streams: what each sub-layer reads of them, how it mixes them and what it writes, fitted token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lamina.placements.matching import resolved, with_options
+from lamina.placements.plan import SUBLAYERS, Sublayer
+from lamina.placements.wirings import WIRINGS
+from lamina.probes.census.equations import (
+    BLOCK_INPUT,
+    ROUNDING,
+    STREAM,
+    Factor,
+    as_factor,
+    changed,
+    norm_kind,
+    ratio,
+)
+from lamina.probes.structure.hooks import Output, forwards, takes_cache, with_argument
+from lamina.probes.structure.proof import combination
+from lamina.probes.structure.sites import LayerSite, NormSite, Point, Structure
+from lamina.probes.structure.tracing import Call, trace
+
+CONSTANT, LEARNED, BY_TOKEN, BY_CHANNEL = "constant", "learned", "by token", "by channel"
+_OF_PLANS = {"constant": CONSTANT, "learned": LEARNED, "tanh": BY_TOKEN, "sigmoid": BY_TOKEN, "gate": BY_CHANNEL}
+_SAME = 1e-4  # of weights, as a share of the largest; of streams that are alike, the smallest singular value
+_MOVED = 1e-3  # of weights that are each token's own, or learned
+_BALANCED = 2e-2  # of a row's or a column's sum: Sinkhorn's iterations stop before 1
+Weights: TypeAlias = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]  # r, w and M of each token
+Pair: TypeAlias = tuple[Call, torch.Tensor, torch.Tensor]  # a call, what it got and what it gave
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSum:
+    """One sub-layer on n streams S: S' = C(skip_scale * M S + w B(module(pre_scale * A(r S)))).
+
+    ``read``, ``write``: whether the weights r and w are constant, learned, or each token's ("by token"); a read "by
+    channel" is no sum of streams. ``mix``: M is the identity, sinkhorn (rows and columns have one sum) or free; ""
+    where the streams are still alike. ``own``: the norm of a stream that goes on normed ("stream") or is read so
+    ("read"), or "". ``normed``: the streams that C is for, empty for all. ``error`` is that of ``Sum``.
+    """
+
+    path: str
+    norms: Mapping[str, str]
+    pre_scale: Factor
+    skip: str
+    skip_scale: Factor
+    mix: str
+    own: tuple[str, ...]
+    normed: tuple[bool, ...]
+    error: float
+    kind: str = ""
+    read: str = BY_CHANNEL
+    write: str = CONSTANT
+
+    def text(self) -> str:
+        """The equation, and what its weights are."""
+        a, b, c = (self.norms.get(name) for name in ("pre_norm", "out_norm", "post_norm"))
+        made = f"{self.kind}({self.pre_scale}{f'{a}(r S)' if a else 'r S'})"
+        total = f"{self.skip_scale}{'' if self.mix == 'identity' else 'M '}S + w {f'{b}({made})' if b else made}"
+        of = f" on {' and '.join(str(i + 1) for i, on in enumerate(self.normed) if on)}" if self.normed else ""
+        more = f"; S is normed ({', '.join(map(str, self.own))})" if any(self.own) else ""
+        more += f"; S of the {self.skip}" if self.skip != STREAM else ""
+        mix = self.mix or "not seen: the streams are alike"
+        return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
+
+    def form(self) -> tuple[object, ...]:
+        """What a plan says of its streams, too."""
+        return self.own if any(self.own) else (), self.normed, self.read, self.write, self.mix
+
+
+def wirings_of(spec: str, layers: Sequence[Sequence[StreamSum]], n: int) -> list[str]:
+    """Return a placement's spec with each wiring whose plan has these streams."""
+    found: dict[str, str] = {}
+    for name, more in product(WIRINGS.names(), ({}, {"size": n})):
+        plan = resolved(spec, len(layers), wiring=name, **more)
+        if name in found or plan is None or plan.streams != n or any(len(sums) != len(SUBLAYERS) for sums in layers):
+            continue
+        forms = [_form(getattr(layer, half)) for layer in plan.layers for half in SUBLAYERS]
+        measured = [one.form() for sums in layers for one in sums]
+        if all(a == b if a[-1] else a[:2] == b[:2] for a, b in zip(measured, forms, strict=True)):
+            found[name] = with_options(spec, [f"{key}={value}" for key, value in {"wiring": name, **more}.items()])
+    return [*found.values()]
+
+
+def _form(sublayer: Sublayer) -> tuple[object, ...]:
+    streams = sublayer.streams
+    assert streams is not None
+    read, normed = _OF_PLANS[streams.weights], () if all(streams.normed) else streams.normed
+    return streams.norms, normed, read, BY_TOKEN if read == BY_CHANNEL else read, streams.mix
+
+
+class StreamLayers:
+    """The layers of a model that hand on ``n`` streams [batch, tokens, n, width], flat or not; n is 1 without any."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], width: int):
+        more = {"use_cache": False} if takes_cache(type(model)) else {}
+        self.model, self.run = model, partial(trace, model, {**inputs, **more})
+        self.size, self.width = next(iter(inputs.values())).shape[:2], width
+        self.n, self.layers, self.record = 1, list[nn.Module](), self.run()
+        self.entries: dict[str, Point] = {}  # what goes into a sub-layer's module, by its path
+        holders = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        members = {id(layer): list(holder) for holder in holders for layer in holder}
+        for call in self.record.calls:
+            most = max(map(self._widths, call.inputs.values()), default=0) if id(call.module) in members else 0
+            if most > 1:
+                self.n, self.layers = most, members[id(call.module)]
+                break
+
+    def sums(self) -> list[list[StreamSum]]:
+        """Return each layer's sub-layers, none where its output is no such sum.
+
+        Layers get states that are all different. A second pass, with other values of what is neither a norm's nor a
+        branch's, shows which weights are learned, and which each token has of its own.
+        """
+        with self._stirred() as stirred:
+            self.record = self.run()
+            before = [self._layer(call, stirred) for call in self._calls()]
+            parts = [point.module for point in self.entries.values()]
+            parts += [call.module for call in self.record.calls if call.is_norm]
+            others = {id(parameter) for part in parts for parameter in part.parameters()}
+            own = [parameter for layer in self.layers for parameter in layer.parameters()]
+            with changed([parameter for parameter in own if id(parameter) not in others]):
+                self.record = self.run()
+                after = [self._layer(call, stirred) for call in self._calls()]
+        pairs = zip(before, after, strict=True)
+        return [[_judged(*one) for one in zip(a, b, strict=True)] if len(a) == len(b) else [] for a, b in pairs]
+
+    def structure(self) -> Structure:
+        """Return the layers, and the norms that run right before and right behind them."""
+        calls = self._calls()
+        layers = []
+        for index, call in enumerate(calls):
+            key = next(key for key, value in call.inputs.items() if self._widths(value))
+            layers.append(LayerSite(index, call.module, call.path, call.number, (), key, carries_more=True))
+        norms = [call for call in self.record.calls if call.is_norm and self._widths(call.output)]
+        ends = {
+            "embedding_norm": [call for call in norms if call.ended < calls[0].began],
+            "final_norm": [call for call in norms if call.began > calls[-1].ended],
+        }
+        sites = {r: NormSite(r, f[-1].module, f[-1].path, f[-1].number) if f else None for r, f in ends.items()}
+        embedding = self.model.get_input_embeddings() if isinstance(self.model, PreTrainedModel) else None
+        return Structure(tuple(layers), self.width, embedding, **sites, head=None)
+
+    def _widths(self, value: int) -> int:
+        """How many widths a tensor has for each token; 0 for other tensors."""
+        shape = torch.Size(self.record.shapes[value]) if value >= 0 and self.record.floating[value] else torch.Size()
+        fits = len(shape) > 2 and shape[:2] == self.size and shape[-1] % self.width == 0
+        return shape.numel() // (self.size.numel() * self.width) if fits else 0
+
+    def _of(self, values: Iterable[int], widths: int) -> list[torch.Tensor]:
+        """The tensors [tokens, widths, width] among values."""
+        tensors = [self.record.tensors[value] for value in values if self._widths(value) == widths]
+        return [t.detach().double().cpu().reshape(self.size.numel(), widths, self.width) for t in tensors]
+
+    def _pairs(self, calls: Sequence[Call], widths: int) -> list[Pair]:
+        gave = [(call, self._of(call.inputs.values(), widths), self._of([call.output], widths)) for call in calls]
+        return [(call, given[0], made[0]) for call, given, made in gave if given and made]
+
+    def _calls(self) -> list[Call]:
+        layers = {id(layer) for layer in self.layers}
+        return [call for call in self.record.calls if id(call.module) in layers]
+
+    @contextmanager
+    def _stirred(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Give each layer other streams than it was handed, so that no two are alike; yields those of each."""
+        stirred: dict[int, torch.Tensor] = {}
+        generator = torch.Generator().manual_seed(0)
+
+        def replaced(layer: nn.Module, original: Callable[..., Output], *args: object, **kwargs: object) -> Output:
+            places = [*enumerate(args), *kwargs.items()]
+            place, x = next((p, x) for p, x in places if isinstance(x, torch.Tensor) and x.is_floating_point())
+            if x.numel() > self.size.numel() * self.width:
+                noise = torch.randn(x.shape, generator=generator).to(x)
+                x = x + noise * x.square().mean().sqrt()
+            stirred[id(layer)] = x
+            args, kwargs = with_argument(args, kwargs, place, x)
+            return original(*args, **kwargs)
+
+        with forwards({layer: partial(replaced, layer, layer.forward) for layer in self.layers}):
+            yield stirred
+
+    def _readers(self, layer: Call) -> list[Call]:
+        """Return the calls in a layer that get all streams, as all calls around them do, and hand on something else."""
+
+        def reads(call: Call | None) -> bool:
+            return call is layer or any(call and self._widths(value) == self.n for value in call.inputs.values())
+
+        found: list[Call] = []
+        for call in self.record.calls:
+            outer, inside = call.parent, call is not layer and call.within(layer) and reads(call)
+            while inside and outer is not layer and outer is not None:
+                inside, outer = reads(outer) and outer not in found, outer.parent
+            if inside and not call.is_norm and call.output >= 0 and self._widths(call.output) != self.n:
+                found.append(call)
+        return found
+
+    def _layer(self, layer: Call, stirred: Mapping[int, torch.Tensor]) -> list[tuple[StreamSum, Weights]]:
+        readers, found = self._readers(layer), list[tuple[StreamSum, Weights]]()
+        state = stirred[id(layer.module)].detach().double().cpu().reshape(self.size.numel(), -1, self.width)
+        block = state
+        for reader, following in zip(readers, [*readers[1:], None], strict=True):
+            read = self._of(reader.inputs.values(), self.n)[0]
+            own = _norms_apart(state.expand_as(read), read)
+            end = layer.ended if following is None else following.began
+            calls = [call for call in self.record.calls if reader.ended < call.ended <= end and call.within(layer)]
+            after = [call.output for call in calls] + ([] if following is None else [*following.inputs.values()])
+            sources = {STREAM: read, BLOCK_INPUT: block.expand_as(read), "both": read + block}
+            for x in self._of(after, self.n) if own is not None else []:
+                if (one := self._sum(x, sources, own, calls)) is not None:
+                    found.append(one)
+                    state = x
+                    break
+        last = self._of([layer.output], self.n)
+        whole = len(found) == len(readers) > 0 and len(last) > 0 and torch.equal(last[0], state)
+        return found if whole else []
+
+    def _sum(
+        self, x: torch.Tensor, sources: Mapping[str, torch.Tensor], own: tuple[str, ...], calls: Sequence[Call]
+    ) -> tuple[StreamSum, Weights] | None:
+        """Return the sub-layer after which the streams are x, and each token's weights; None if there is none."""
+        norms, total, normed = dict[str, str](), x.clone(), [False] * self.n
+        narrow = self._pairs(calls, 1)
+        for call, given, made in [*narrow, *self._pairs(calls, self.n)]:
+            for i in range(self.n):
+                j = min(i, made.shape[1] - 1)
+                if call.is_norm and torch.equal(made[:, j], x[:, i]):
+                    total[:, i], normed[i] = given[:, j], True
+                    norms["post_norm"] = norm_kind(call.module, given.flatten(0, 1), made.flatten(0, 1))
+        for (skip, source), (_, _, branch) in product(sources.items(), narrow[::-1]):
+            weights, error = _by_token(total, torch.cat([source, branch], dim=1))
+            if error > ROUNDING or float(weights[:, -1].abs().max()) < _SAME:
+                continue
+            for call, given, made in narrow:
+                if call.is_norm and torch.equal(made, branch):
+                    norms["out_norm"], branch = norm_kind(call.module, given[:, 0], made[:, 0]), given
+            made_by = [pair for pair in narrow if not pair[0].is_norm and torch.equal(pair[2], branch)]
+            if not made_by:
+                continue
+            module, hidden, _ = made_by[0]
+            key = next(key for key, value in module.inputs.items() if self._widths(value) == 1)
+            pre_scale = Factor()
+            for call, given, made in narrow:
+                if call.is_norm and (factor := ratio(hidden[:, 0], made[:, 0])) is not None:
+                    norms["pre_norm"], pre_scale = norm_kind(call.module, given[:, 0], made[:, 0]), as_factor(factor)
+                    hidden = given
+                    break
+            read, own = _read(hidden, sources[STREAM], own)
+            self.entries[module.path] = Point(module.module, module.path, "input", module.number, None, key)
+            some = () if all(normed) or not any(normed) else tuple(normed)
+            sizes = torch.linalg.svdvals(source)
+            alike = bool((sizes[:, -1] < _SAME * sizes[:, 0]).any())
+            mix, path = "" if alike else "free", module.path
+            scales = {"pre_scale": pre_scale, "skip_scale": Factor()}
+            one = StreamSum(path=path, norms=norms, skip=skip, mix=mix, own=own, normed=some, error=error, **scales)
+            return one, (read, weights[:, -1], weights[:, :-1])
+        return None
+
+
+def _by_token(total: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return each token's factors [tokens, terms, sums] of its terms that fit its sums best, and the error left."""
+    largest = float(max(total.abs().max(), terms.abs().max())) or 1.0
+    basis, aim = terms.transpose(1, 2) / largest, total.transpose(1, 2) / largest
+    factors = torch.linalg.lstsq(basis, aim, driver="gelsd").solution
+    return factors, float((aim - basis @ factors).abs().max())
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
+    """Return which streams of y [tokens, n, width] are those of x normed; None if one is neither that nor the same."""
+    found = []
+    for before, after in zip(x.unbind(1), y.unbind(1), strict=True):
+        same = torch.equal(before, after)
+        if not same and combination(after, [_unit(before)], by_channel=True)[1] > _SAME:
+            return None
+        found.append("" if same else "stream")
+    return tuple(found)
+
+
+def _read(
+    hidden: torch.Tensor, streams: torch.Tensor, own: tuple[str, ...]
+) -> tuple[torch.Tensor | None, tuple[str, ...]]:
+    """Return the weights [tokens, n] with which a tensor is read of the streams, and the norms with which it is."""
+    weights, error = _by_token(hidden, streams)
+    if error <= ROUNDING:
+        return weights[..., 0], own
+    for index in [i for i, norm in enumerate(own) if not norm]:
+        terms = [_unit(x) if i == index else x for i, x in enumerate(streams.unbind(1))]
+        if combination(hidden[:, 0], terms, by_channel=True)[1] <= _SAME:
+            return torch.ones(1, len(own)), (*own[:index], "read", *own[index + 1 :])
+    return None, own
+
+
+def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights]) -> StreamSum:
+    """Return a sum with what its weights are: they, or those of single tokens, moved when others were learned."""
+    one, (read, write, mix) = after
+    result = replace(one, write=_moves(before[1][1], write), error=max(one.error, before[0].error))
+    if read is not None and before[1][0] is not None:
+        result = replace(result, read=CONSTANT if "read" in one.own else _moves(before[1][0], read))
+    if not one.mix:
+        return result
+    largest = float(mix.abs().max())
+    diagonal = torch.diagonal(mix, dim1=1, dim2=2)
+    scale = diagonal.mean()
+    sums = torch.cat([mix.sum(1), mix.sum(2)], dim=1)
+    if float((mix - scale * torch.eye(mix.shape[1], dtype=mix.dtype)).abs().max()) < _SAME * largest:
+        return replace(result, mix="identity", skip_scale=as_factor(scale.reshape(1)))
+    scale = sums.mean()
+    apart = float((sums - scale).abs().amax(1).median())
+    if apart < _BALANCED * float(scale) and float(mix.min()) > -_SAME * largest:
+        return replace(result, mix="sinkhorn", skip_scale=Factor(value=float(f"{float(scale):.4g}")))
+    return result
+
+
+def _moves(before: torch.Tensor, after: torch.Tensor) -> str:
+    """The typical token tells: where a branch is small beside the streams, its weight is of few digits."""
+    limit, middle = _MOVED * float(after.abs().max()), after.median(0).values
+    if float((after - middle).abs().amax(1).median()) > limit:
+        return BY_TOKEN
+    return LEARNED if float((middle - before.median(0).values).abs().max()) > limit else CONSTANT
