@@ -29,11 +29,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def entry_of(path: Path) -> Entry:
-    """Size and SHA-256 of a file."""
-    return path.stat().st_size, sha256(path)
-
-
 def sync(path: Path) -> None:
     """Sync a file, or a folder's list of files, to disk."""
     try:
@@ -49,7 +44,7 @@ def sync(path: Path) -> None:
 def sync_and_hash(path: Path) -> Entry:
     """Sync a file to disk; returns its size and SHA-256."""
     sync(path)
-    return entry_of(path)
+    return path.stat().st_size, sha256(path)
 
 
 def checksum(listed: Mapping[str, Entry]) -> str:
@@ -81,20 +76,11 @@ def listed(folder: Path) -> dict[str, Entry]:
     return entries
 
 
-def what_is_broken(folder: Path) -> str | None:
+def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
     """Name the first file of a sealed folder that is missing, cut short or altered; None if it is whole.
 
-    Files that the manifest does not list are no fault; see ``strays``.
+    Files that the manifest does not list are no fault; see ``strays``. Without ``content``, only sizes are compared.
     """
-    return _first_fault(folder, content=True)
-
-
-def what_is_missing(folder: Path) -> str | None:
-    """Name the first file of a sealed folder that is missing or has another size, without reading content; or None."""
-    return _first_fault(folder, content=False)
-
-
-def _first_fault(folder: Path, *, content: bool) -> str | None:
     try:
         known = listed(folder)
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from lamina.jobs import columns
 from lamina.jobs.catalog import load
 from lamina.jobs.files import read_result, write_json, write_parquet, write_text
 from lamina.jobs.folder import lock
-from lamina.jobs.manifest import MODEL, what_is_missing
+from lamina.jobs.manifest import MODEL, what_is_broken
 from lamina.jobs.names import CONFIG, MANIFEST, RESULTS
 from lamina.jobs.status import ENDED, Status
 from lamina.papers.trials import measures
@@ -251,7 +251,7 @@ class Store:
     def has_model(self, trial: StudyTrial) -> bool:
         """Whether a trial's model is here for other trials to start from. Raises UserError if it is cut short."""
         model = self.place(trial.key) / MODEL
-        if (model / MANIFEST).is_file() and (broken := what_is_missing(model)) is not None:
+        if (model / MANIFEST).is_file() and (broken := what_is_broken(model, content=False)) is not None:
             raise UserError(
                 f"store: {str(model)!r}: {broken}, and other trials start from it (allowed: the files as they were "
                 "written; without the trial's folder, it is trained again)"
@@ -264,7 +264,7 @@ class Store:
         for name in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
             folder = self.folder / name
             for sealed in (folder / MODEL, *sorted(folder.glob("checkpoints/checkpoint-*"))):
-                if (sealed / MANIFEST).is_file() and (broken := what_is_missing(sealed)) is not None:
+                if (sealed / MANIFEST).is_file() and (broken := what_is_broken(sealed, content=False)) is not None:
                     lines.append(f"{sealed.relative_to(self.folder)}: {broken}")
         return lines
 
