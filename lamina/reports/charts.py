@@ -171,9 +171,7 @@ def reference(figure: go.Figure, x: Sequence[float], y: float, name: str) -> Non
     )
 
 
-def against(
-    x: str, y: str, lines: Iterable[Line], height: int = 340, *, log: bool = False, unified: bool = False
-) -> go.Figure | None:
+def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified: bool = False) -> go.Figure | None:
     """Draw lines against ``x``; None if there are none. ``unified``: one text for all values at an x."""
     figure = go.Figure()
     for line in lines:
@@ -181,8 +179,7 @@ def against(
     if not figure.data:
         return None
     figure.update_xaxes(title=x, rangemode="tozero" if x == "tokens" else None).update_yaxes(title=y)
-    polish(figure.update_layout(hovermode="x unified" if unified else None), height)
-    return log_axis(figure) if log else figure
+    return polish(figure.update_layout(hovermode="x unified" if unified else None), height)
 
 
 def log_axis(figure: go.Figure) -> go.Figure:

@@ -14,6 +14,7 @@ from lamina.errors import UserError
 from lamina.jobs.folder import is_locked
 from lamina.jobs.kinds import kind_of
 from lamina.jobs.names import ALARMS, CLAIMS, METRICS, RESULT, RESULTS
+from lamina.reports.records import whole
 
 Page = Callable[[Path], Path]
 """Writes the page of a folder and returns its path."""
@@ -24,11 +25,18 @@ _CLAIMS_PAGE = "lamina.papers.pages.page"  # by name: a floor above this one
 _pages: dict[str, Page] = {}
 
 
-def report_of(kind: str) -> Callable[[P], P]:
-    """Register a function that writes the page of a ``kind`` of folder."""
+def report_of(kind: str, *, needs: str = "") -> Callable[[P], P]:
+    """Register a function that writes the page of a ``kind`` of folder.
+
+    With ``needs``, such as "coordinate check", records that turn out not to be whole raise UserError: "no whole ...".
+    """
 
     def register(page: P) -> P:
-        _pages[kind] = page
+        def checked(folder: Path) -> Path:
+            with whole(folder, needs):
+                return page(folder)
+
+        _pages[kind] = checked if needs else page
         return page
 
     return register

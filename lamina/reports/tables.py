@@ -86,7 +86,7 @@ def status(name: str, title: str) -> Field:
 
 
 def placements(colors: Mapping[str, str], name: str = "placement", title: str = "placement") -> Field:
-    """A column of placements' names, each behind the dot in its color."""
+    """A column of placements' names, each after the dot in its color."""
     return Field(title, lambda row: swatch(colors[row[name]]) + escape(str(row[name])), "name")
 
 

@@ -14,7 +14,7 @@ from lamina.jobs.names import COORDINATES, PAGE, RESULT, SLOPES
 from lamina.reports import charts, tables
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, write_page
-from lamina.reports.records import Frame, read_parquet, study_header, whole
+from lamina.reports.records import Frame, read_parquet, study_header
 from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE
 from lamina.reports.tables import number, status, table, text
@@ -36,14 +36,9 @@ _SAID = {
 }
 
 
-@report_of(Kind.COORD_CHECK)
+@report_of(Kind.COORD_CHECK, needs="coordinate check")
 def coordinates_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are not whole."""
-    with whole(folder, "coordinate check"):
-        return _page(folder)
-
-
-def _page(folder: Path) -> Path:
+    """Write ``folder/report.html`` of a coordinate check."""
     sizes: Frame = read_parquet(folder / COORDINATES)
     slopes: Frame = pd.read_csv((folder / SLOPES).absolute())
     result = read_json(folder / RESULT)

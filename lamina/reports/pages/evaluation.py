@@ -14,7 +14,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PAGE, RESULT, RESULTS
 from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, moment, write_page
-from lamina.reports.records import is_number, rows_of, whole
+from lamina.reports.records import is_number, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import colors, polish
 from lamina.reports.tables import (
@@ -32,15 +32,10 @@ from lamina.reports.tables import (
 )
 
 
-@report_of(Kind.EVALUATION)
+@report_of(Kind.EVALUATION, needs="evaluation")
 def evaluation_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of its result.json and results.csv. Raises UserError where these are not whole."""
-    with whole(folder, "evaluation"):
-        known = read_json(folder / RESULT)
-        return _page(folder, known, rows_of(pd.read_csv(folder / RESULTS)))
-
-
-def _page(folder: Path, known: Json, rows: list[Json]) -> Path:
+    """Write ``folder/report.html`` of its result.json and results.csv."""
+    known, rows = read_json(folder / RESULT), rows_of(pd.read_csv(folder / RESULTS))
     printed, models, units = known["table"], known["models"], known["units"]
     color = colors([line["arm"] for line in printed["lines"]])
     limit = known["settings"].get("limit")

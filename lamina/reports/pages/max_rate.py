@@ -1,4 +1,4 @@
-"""What `lamina max-lr` found by placement, and its page: loss against learning rate, and where each one failed."""
+"""The page of `lamina max-lr`: each placement's largest rate, its loss against the rate, and where it failed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lamina.reports import charts, sections
 from lamina.reports.charts import line_of
 from lamina.reports.page import Section, callouts, figure, prose, write_page
 from lamina.reports.ranking import ONE_SEED, listed
-from lamina.reports.records import Frame, Study, Trial, complete, read_study, rows_of, whole
+from lamina.reports.records import Frame, Study, Trial, complete, read_study, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import Shown, colors, log_ticks, polish, thin
 from lamina.reports.tables import Field, Row, number, placements, status, table, text
@@ -35,14 +35,9 @@ _MARKERS = {
 }
 
 
-@report_of(Kind.MAX_LR)
+@report_of(Kind.MAX_LR, needs="study of largest rates")
 def max_rate_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a study of largest rates. Raises UserError where its results are not whole."""
-    with whole(folder, "study of largest rates"):
-        return _page(folder)
-
-
-def _page(folder: Path) -> Path:
+    """Write ``folder/report.html`` of a study of largest rates."""
     study = read_study(folder)
     rows = summarize(study.results)
     color = colors(study.results["placement"])
@@ -120,7 +115,7 @@ def spread(row: Row) -> str:
 
 
 def notices(rows: Sequence[Json]) -> list[str]:
-    """What a reader should beware of. Plain text."""
+    """Return the warnings to read first. Plain text."""
     texts = []
     if beyond := [row["placement"] for row in rows if row["open"]]:
         texts.append(

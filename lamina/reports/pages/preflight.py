@@ -20,7 +20,7 @@ from lamina.jobs.names import LAYERS, PAGE, PREFLIGHT
 from lamina.reports import charts
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, figure, sentence, write_page
-from lamina.reports.records import Frame, rows_of, whole
+from lamina.reports.records import Frame, read_parquet, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import GREY, colors
 from lamina.reports.tables import Field, Row, chip, number, status, swatch, table, text
@@ -45,20 +45,15 @@ _FIGURES = (
 )  # fmt: skip
 
 
-@report_of(Kind.PREFLIGHT)
+@report_of(Kind.PREFLIGHT, needs="preflight")
 def preflight_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of its preflight.json and layers.parquet. Raises UserError where these aren't whole.
+    """Write ``folder/report.html`` of its preflight.json and layers.parquet.
 
     preflight.json has the ``command`` line, the ``rows`` of the table of verdicts, one per planned run, and for each of
     them the ``losses`` of the burn-in's steps.
     """
-    with whole(folder, "preflight"):
-        known = read_json(folder / PREFLIGHT)
-        layers: Frame = pd.read_parquet((folder / LAYERS).absolute())
-        return _page(folder, pd.DataFrame(known["rows"]), layers, known["losses"], known["command"])
-
-
-def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], command: object) -> Path:
+    known, layers = read_json(folder / PREFLIGHT), read_parquet(folder / LAYERS)
+    rows: Frame = pd.DataFrame(known["rows"])
     records: list[Json] = [
         {name: math.nan if value is None else value for name, value in row.items()} for row in rows_of(rows)
     ]
@@ -73,7 +68,7 @@ def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], 
     taken = str(min(steps)) if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
     lines = [
         Line(x=list(range(1, len(values) + 1)), y=values, color=color[label], name=escape(label))
-        for label, values in zip(labels, courses, strict=True)
+        for label, values in zip(labels, known["losses"], strict=True)
     ]
     losses = charts.against("step", "loss (nats per token)", lines, 380)
     if losses is not None:
@@ -85,7 +80,7 @@ def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], 
             f"{first['num_layers']} layers of width {first['hidden_size']}",
             f"{first['steps']} steps planned, {taken} taken",
         ],
-        command=command,
+        command=known["command"],
         sections=[
             Section("Verdict", "Will it train?", _verdicts(records, labels, color)),
             *drawn,

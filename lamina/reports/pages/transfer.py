@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
@@ -12,14 +11,14 @@ from lamina.jobs.names import PAGE, RESULTS, TRANSFER
 from lamina.reports import figures, sections, tables
 from lamina.reports.page import Section, details, figure, moment, prose, write_page
 from lamina.reports.pages.study import RATES_BY_WIDTH, study_report
-from lamina.reports.records import read_study, whole
+from lamina.reports.records import read_study
 from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE
 from lamina.reports.tables import Field, Row, chip, in_form, number, status, table, text
 from lamina.studies.record import has_study
 
 
-@report_of(Kind.TRANSFER)
+@report_of(Kind.TRANSFER, needs="transfer")
 def transfer_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a transfer; of one that was killed before it had numbers, the page of its trials.
 
@@ -27,12 +26,7 @@ def transfer_report(folder: Path) -> Path:
     """
     if not (folder / TRANSFER).exists() and has_study(folder):
         return study_report(folder)
-    with whole(folder, "transfer"):
-        return _page(folder, read_json(folder / TRANSFER))
-
-
-def _page(folder: Path, summary: Json) -> Path:
-    study = read_study(folder)
+    study, summary = read_study(folder), read_json(folder / TRANSFER)
     if "hidden_size" not in study.results:  # complete() keeps unknown columns
         raise UserError(f"{str(folder / RESULTS)!r}: the column hidden_size is missing")
     by_width = study.results.assign(placement=[f"width {width}" for width in study.results["hidden_size"]])
