@@ -268,9 +268,11 @@ class FileCorpus(SingleCorpus):
     def shards(self) -> Shards:
         paths = self._files()
         states = [state_of(path) for path in paths]  # before the content is hashed, so that any later change shows
-        shards = [
-            self._shard(path, self._warn_of, _PART_CHARS, state) for path, state in zip(paths, states, strict=True)
-        ]
+
+        def warn(path: Path, error: NotTextError) -> None:
+            self._warn_once(f"{path}: skipped, not text ({error})")
+
+        shards = [self._shard(path, warn, _PART_CHARS, state) for path, state in zip(paths, states, strict=True)]
         root = self.path if self.path.is_dir() else self.path.parent
         fingerprint = fingerprint_of_large(root, paths, states, self.text_field)
         return Shards(shards, sum(size for size, _ in states), fingerprint or self.fingerprint())
@@ -300,9 +302,6 @@ class FileCorpus(SingleCorpus):
             reasons = [f"{path.relative_to(self.path).as_posix()} {error}" for path, error in skipped.items()]
             examples = "; ".join(reasons[:3])
             self._warn_once(f"{self.path}: {len(skipped)} files skipped that are not text ({examples})")
-
-    def _warn_of(self, path: Path, error: NotTextError) -> None:
-        self._warn_once(f"{path}: skipped, not text ({error})")
 
     def _warn_once(self, message: str) -> None:
         """Log a message once, however often the corpus is read."""

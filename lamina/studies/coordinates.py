@@ -47,10 +47,11 @@ from lamina.training.short_run import ShortRun
 from lamina.training.source import plan_of
 
 Measurement: TypeAlias = tuple[int, int, str, str, float]
-"""(step, layer, module, metric, value): the layer is 0-based, -1 outside the blocks; "block" is a whole block."""
+"""(step, layer, module, metric, value): the layer is 0-based, -1 outside the blocks; the module "block" is a whole one.
+
+The metric is "size", mean |x|, or "change", mean |x - x before the first step|."""
 COLUMNS = ("seed", "step", "layer", "module", "metric", "value")  # after the width or depth
 STREAMS = ("attention", "feed_forward", "block")  # the modules of a block whose output is the stream
-METRICS = ("size", "change")  # mean |x|, and mean |x - x before the first step|
 _LAYER = re.compile(r"(?:model\.)?(?:backbone\.)?(?:layers\.(\d+)\.?)?(.*)")
 
 

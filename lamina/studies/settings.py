@@ -348,7 +348,7 @@ class CoordCheckSettings(
 
     @property
     def axis(self) -> Literal["width", "depth"]:
-        """What the models differ in."""
+        """The size in which the models differ."""
         return "depth" if self.depths else "width"
 
     @property

@@ -293,7 +293,7 @@ class StreamPosition:
         return {} if position is None else {"stream": position}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Start reading at that position; at the corpus's beginning if the state has none."""
+        """Start reading at the checkpoint's position, or at the corpus's beginning if it has none."""
         self.run.items.load_state_dict(state.get("stream"), verbose=self.run.processes.first)
 
 

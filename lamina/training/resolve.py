@@ -235,8 +235,7 @@ def check_modules(
 ) -> None:
     """Raise UserError for groups that do not divide the width, and for a module's own norms, which only modules show.
 
-    One layer of each kind is built on the meta device. ``trained``: whether this machine trains the model as it is,
-    so that it has to fit into its memory.
+    One layer of each kind is built on the meta device. ``trained``: as for ``resolve_run``.
     """
     kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
     with torch.device("meta"):

@@ -39,12 +39,12 @@ class CheckpointedTrainer(_Trainer):
     """A mixin for Trainer and TRL's trainers: writes and reads Lamina's checkpoints in place of Trainer's.
 
     Attributes:
-        processes: this process and the run's others.
-        guard: its observations are part of a checkpoint; on a GPU it checks the losses when one is written.
+        processes: this process and the run's others; a model that ``sharding.shard`` has sharded is used unchanged.
+        guard: checks every step's loss and gradient norm, on a GPU when a checkpoint is written; part of it.
         states: further objects in a checkpoint's run state, resumed with the trainer.
         keep_also: whether an older checkpoint is not pruned, by its run state.
         rate_factor: the rollbacks' factor on all learning rates.
-        average: of the weights; a checkpoint holds it, too.
+        average: of the weights; a checkpoint holds it, and evaluations use it.
         sharded: whether each process holds a part of the model.
     """
 
@@ -196,21 +196,15 @@ Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Trainer):
     """Trainer for pretraining: weight decay on matrices only, a guard for every step's loss, balanced experts.
 
+    Takes Trainer's arguments, the attributes of the mixins, and:
+
     Args:
-        guard: checks every step's loss and gradient norm.
-        order: which blocks each step trains on.
-        processes: this process and the run's others; a model that ``sharding.shard`` has sharded is used unchanged.
         experts: counts and balances the experts' tokens.
         step_factors: with width or depth scaling, each parameter's factors.
-        schedule: the share of the peak learning rate by steps done; None for the arguments' own schedule.
-        rate_factor: the rollbacks' factor on all learning rates.
-        states: further objects in a checkpoint's run state, resumed with the trainer.
         second: items of a second corpus, whose mean loss is measured with every evaluation.
         collate_eval: how held-out items become a batch; None for ``data_collator``.
         scores: of logits and labels, further measures of each held-out item by name; their means join ``evaluation``.
-        average: of the weights; evaluations use it.
         measure_tasks: scores the bare model on tasks with every evaluation, in the first process.
-        keep_also: whether an older checkpoint is not pruned, by its run state.
     """
 
     def __init__(
