@@ -111,7 +111,7 @@ def convert(
     Raises:
         UserError: (a ValueError) for a model that can't be read or converted, or an output folder in use.
     """
-    place, folder = path("source", source), path("output", output)
+    model, folder = path("source", source), path("output", output)
     if to is not None:
         one_of("to", to, get_args(Target))
     one_of("dtype", dtype, DTYPES)
@@ -119,7 +119,7 @@ def convert(
     from lamina.modeling.backbones.conversion import convert as run
 
     with local_when_unreachable():
-        return run(place, Path(folder), to=to, dtype=dtype, overwrite=overwrite, verify=verify)
+        return run(model, Path(folder), to=to, dtype=dtype, overwrite=overwrite, verify=verify)
 
 
 def prune(
@@ -162,10 +162,10 @@ def prune(
     from lamina.surgery.prune import layers_of
     from lamina.surgery.prune import prune as run
 
-    chosen = layers_of(layers) if isinstance(layers, str) else [whole_number("layers", one, 0) for one in layers]
+    numbers = layers_of(layers) if isinstance(layers, str) else [whole_number("layers", one, 0) for one in layers]
     settings = ProbeSettings.from_dict(text_settings)
     settings.check_names()
-    return run(source, Path(folder), settings, layers=chosen, by=by, drop=drop or 0, overwrite=overwrite)
+    return run(source, Path(folder), settings, layers=numbers, by=by, drop=drop or 0, overwrite=overwrite)
 
 
 def graft(

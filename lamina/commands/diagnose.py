@@ -33,9 +33,9 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Print the sentences and write the page."""
     options = parser().parse(argv)
-    found = diagnose(options.run)
-    for text in found.sentences:
+    diagnosis = diagnose(options.run)
+    for text in diagnosis.sentences:
         show("\n".join(textwrap.wrap(text, 110, subsequent_indent="  ")))
-    if found.page is not None:
-        show(f"\nthe page: {found.page}")
+    if diagnosis.page is not None:
+        show(f"\nthe page: {diagnosis.page}")
     return 0

@@ -55,8 +55,8 @@ def run(argv: list[str]) -> int:
     if options.of is not None:
         if options.name is not None:
             raise UserError(f"--of: {options.of!r} beside the placement {options.name!r} (allowed: one of them)")
-        found = placement_of(options.of, layers=options.layers)
-        show(json.dumps(found.to_dict(), indent=1) if options.json else found.text())
+        census = placement_of(options.of, layers=options.layers)
+        show(json.dumps(census.to_dict(), indent=1) if options.json else census.text())
         return 0
     whole_number("num_layers", options.num_layers)
     if options.svg is not None:

@@ -54,25 +54,25 @@ def _list(argv: list[str]) -> int:
     parser = Parser("study list", "List all studies with their claims and verdicts.", "lamina study list --json")
     parser.add_flag("--json", "print a list of verdicts as JSON", False)
     parser.add_flag("--records", "folder of records (default: Lamina's own)")
-    chosen = parser.parse(argv)
+    options = parser.parse(argv)
     from pathlib import Path
 
     from lamina.papers.engine.verdicts import all_verdicts
     from lamina.papers.study_catalog import records_folder
 
-    found = all_verdicts(None if chosen.records is None else Path(chosen.records))
-    if chosen.json:
-        show(json.dumps(found, indent=1, ensure_ascii=False))
+    verdicts = all_verdicts(None if options.records is None else Path(options.records))
+    if options.json:
+        show(json.dumps(verdicts, indent=1, ensure_ascii=False))
         return 0
-    for one in found:
+    for one in verdicts:
         parts = one.get("parts") or [one["ours"]]
         said = f"{parts[0]} (and {len(parts) - 1} more)" if len(parts) > 1 else parts[0] or one.get("note") or ""
         show(f"{one['verdict']:<13} {one['claim']:<28} {one['scale']:<5} {said}")
     counts: dict[str, int] = {}
-    for one in found:
+    for one in verdicts:
         counts[str(one["verdict"])] = counts.get(str(one["verdict"]), 0) + 1
     show("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
-    if chosen.records is None and not records_folder().is_dir():
+    if options.records is None and not records_folder().is_dir():
         show_error("the records are not installed: pip install lamina[papers]")
     return 0
 
@@ -90,23 +90,23 @@ def _run(argv: list[str]) -> int:
     from lamina.papers.study_catalog import names
 
     listed = str(typed.pop("study", None) or "")
-    chosen = names() if listed == "all" else [name.strip() for name in listed.split(",") if name.strip()]
-    if not chosen:
+    studies = names() if listed == "all" else [name.strip() for name in listed.split(",") if name.strip()]
+    if not studies:
         raise UserError("study: none given (allowed: a name, several with commas, a YAML file, all)")
-    if len(chosen) > 1 and "output" in typed:
+    if len(studies) > 1 and "output" in typed:
         raise UserError("output: one folder for several studies (allowed: --output with one study)")
     if others.dry_run:
         from lamina.papers.engine.describe_study import dry_run_text
 
-        for record in [_record({**typed, "study": name}) for name in chosen]:
+        for record in [_record({**typed, "study": name}) for name in studies]:
             show(dry_run_text(record))
         return 0
     code = 0
-    for name in chosen:
+    for name in studies:
         try:
             code = max(code, _run_one({**typed, "study": name}, others.resume, others.overwrite, others.record))
         except UserError as error:
-            if len(chosen) == 1:
+            if len(studies) == 1:
                 raise
             show_error(f"{name}: {one_line(error)}")
             code = 2
@@ -124,10 +124,10 @@ def _failures(reasons: list[str]) -> int:
 def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int:
     outcome = study(**settings, resume=resume, overwrite=overwrite, record=record)
     show(f"\n{settings['study']}: {len(outcome.results)} trials")
-    for one in outcome.claims:
-        show(f"  {one['verdict']:<13} {one['claim']}: {one['says']}")
-        ours = [("ours", part) for part in one.get("parts") or [one.get("ours")]]
-        for label, text in (*ours, ("paper", one.get("paper")), ("note", one.get("note"))):
+    for verdict in outcome.claims:
+        show(f"  {verdict['verdict']:<13} {verdict['claim']}: {verdict['says']}")
+        ours = [("ours", part) for part in verdict.get("parts") or [verdict.get("ours")]]
+        for label, text in (*ours, ("paper", verdict.get("paper")), ("note", verdict.get("note"))):
             if text:
                 show(f"  {'':<13} {label}: {text}")
     show(f"the page: {outcome.folder / PAGE}")

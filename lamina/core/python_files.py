@@ -47,7 +47,7 @@ def guarded(subject: str) -> Iterator[None]:
 
 def _say(kind: str, path: Path) -> None:
     announced = os.environ.get(_SAID, "").split(os.pathsep)
-    if (place := str(path.absolute())) in announced:
+    if (name := str(path.absolute())) in announced:
         return
-    os.environ[_SAID] = os.pathsep.join([*filter(None, announced), place])
+    os.environ[_SAID] = os.pathsep.join([*filter(None, announced), name])
     logger.warning("%s %r runs as code, with your rights: use only files that you trust", kind, str(path))

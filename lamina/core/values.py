@@ -151,21 +151,21 @@ def path(name: str, value: object) -> str:
 def writable_folder(name: str, folder: Path) -> None:
     """Raise UserError, making nothing, where ``folder`` is not a folder to write into and can't be made one."""
     path(name, folder)
-    for place in (folder, *folder.absolute().parents):
+    for parent in (folder, *folder.absolute().parents):
         try:
-            is_folder = stat.S_ISDIR(place.stat().st_mode)
+            is_folder = stat.S_ISDIR(parent.stat().st_mode)
         except FileNotFoundError:
-            if place.is_symlink():
-                raise UserError(f"{name}: {str(place)!r} is a link to nothing (allowed: a folder)") from None
+            if parent.is_symlink():
+                raise UserError(f"{name}: {str(parent)!r} is a link to nothing (allowed: a folder)") from None
             continue
         except OSError as error:
             if error.errno == errno.ENOTDIR:
                 continue  # the file is among the parents
             raise UserError(f"{name}: {str(folder)!r}: {error.strerror} (allowed: a folder)") from None
         if not is_folder:
-            raise UserError(f"{name}: {str(place)!r} is a file, not a folder")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise UserError(f"{name}: {str(place)!r} may not be written into (allowed: a folder that may)")
+            raise UserError(f"{name}: {str(parent)!r} is a file, not a folder")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise UserError(f"{name}: {str(parent)!r} may not be written into (allowed: a folder that may)")
         return
 
 

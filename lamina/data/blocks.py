@@ -335,8 +335,8 @@ class DrawnItems(ItemSource[T]):
         """Return the number in the source of the item that is drawn at a position."""
         if not self.training or self.source.in_order:
             return position
-        turn, place = divmod(position // self.repeats, len(self.source))
-        return int(shuffled(len(self.source), self.seed + turn)[place])
+        turn, index = divmod(position // self.repeats, len(self.source))
+        return int(shuffled(len(self.source), self.seed + turn)[index])
 
     def __len__(self) -> int:
         return len(self.source)

@@ -52,8 +52,8 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
         masked, labels = self.masking.torch_mask_tokens(ids[None].clone(), special[None])
         masked, labels = masked[0], labels[0]
         if bool((labels == -100).all()) and not bool(special.all()):
-            place = int(torch.nonzero(~special)[0])
-            masked[place], labels[place] = int(self.tokenizer.mask_token_id), ids[place]  # type: ignore[arg-type]
+            first = int(torch.nonzero(~special)[0])
+            masked[first], labels[first] = int(self.tokenizer.mask_token_id), ids[first]  # type: ignore[arg-type]
         return {"input_ids": masked, "labels": labels}
 
 

@@ -355,10 +355,10 @@ class StreamedBlocks(BlockSource):
         return _ENDLESS
 
     def __getitem__(self, index: int) -> TokenBlock:
-        group, place = divmod(index, self.buffer)
+        group, number = divmod(index, self.buffer)
         if self._order[0] != group:
             self._order = (group, np.random.default_rng([*self.seed, group]).permutation(self.buffer))
-        chunk, row = divmod(group * self.buffer + int(self._order[1][place]), self.size)
+        chunk, row = divmod(group * self.buffer + int(self._order[1][number]), self.size)
         ids = torch.from_numpy(self._chunk(chunk)[row].astype(np.int64))
         return {"input_ids": ids, "labels": ids}
 

@@ -63,8 +63,8 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
     manifest = {"checksum": checksum(listed), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     sync(folder / MANIFEST)
-    for place in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
-        sync(place)
+    for directory in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
+        sync(directory)
 
 
 def listed(folder: Path) -> dict[str, Entry]:

@@ -68,13 +68,13 @@ class DepthMixing(ShortProbe):
 
     def finish(self, context: Context) -> pd.DataFrame:
         self.take(context)
-        found: dict[tuple[int, int], list[float]] = {}
+        stretches: dict[tuple[int, int], list[float]] = {}
         for inputs in self.inputs:
             for key, value in self._measure(context, inputs).items():
-                found.setdefault(key, []).append(value)
+                stretches.setdefault(key, []).append(value)
         kinds = ["embedding", *(sub.kind for site in context.structure.layers for sub in site.sublayers)]
         rows = []
-        for (layer, index), values in found.items():
+        for (layer, index), values in stretches.items():
             metric, kind = ("composite_gain", "model") if index < 0 else ("mixing", kinds[index])
             rows.append((layer, kind, "residual_path", index, metric, *mean_and_error(torch.tensor(values))))
         return pd.DataFrame(rows, columns=COLUMNS)

@@ -46,12 +46,12 @@ class Gains(Probe):
         rows: list[tuple] = []
         places: Counter[tuple[int, str, str]] = Counter()
         for layer, sublayer, role, path, gain in _gains(context):
-            place = (layer, sublayer, role)
+            key = (layer, sublayer, role)
             x = gain.detach().double().flatten()
             values = (x.mean(), x.std(correction=0), x.square().mean().sqrt(), x.min(), x.max())
             for metric, value in zip(METRICS, map(float, values), strict=True):
-                rows.append((*place, places[place], metric, value, math.nan, path))
-            places[place] += 1
+                rows.append((*key, places[key], metric, value, math.nan, path))
+            places[key] += 1
         if not rows:
             context.notes.append("gains: the model's norms have no learned gain")
         return pd.DataFrame(rows, columns=[*COLUMNS, "path"])

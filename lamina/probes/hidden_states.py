@@ -148,12 +148,12 @@ class HiddenStates(Probe):
     def finish(self, context: Context) -> pd.DataFrame:
         rows: list[dict[str, object]] = []
         for (layer, sublayer, role, index), totals in self._totals.items():
-            place = {"layer": layer, "sublayer": sublayer, "role": role, "index": index}
+            key = {"layer": layer, "sublayer": sublayer, "role": role, "index": index}
             if isinstance(totals, StateTotals):
-                rows += [place | row for row in _state_rows(totals, context.tokenizer)]
+                rows += [key | row for row in _state_rows(totals, context.tokenizer)]
                 continue
             names = ("variance", "mean", "abs_mean", "abs_max") if totals.magnitudes else ("sigma", "rms")
-            rows += [place | _row(name, *totals.average(name)) for name in names]
+            rows += [key | _row(name, *totals.average(name)) for name in names]
         for (layer, sublayer, role, _), ratio in self._streams.items():
             means, errors = ratio.mean.reshape(-1).tolist(), ratio.standard_error.reshape(-1).tolist()
             for index, (mean, error) in enumerate(zip(means, errors, strict=True) if ratio.samples else ()):
@@ -167,8 +167,8 @@ class HiddenStates(Probe):
             rows.append({"layer": layer} | _STATE | _row("variance_step", after - before))
         logarithms = [math.log(v) if v > 0 else math.nan for v in variances]
         for name, values in (("linear", variances), ("exponential", logarithms)):
-            place = {"layer": -1} | _STATE | {"sublayer": "model"}
-            rows.append(place | _row(f"growth_{name}_r2", r_squared(values)))
+            key = {"layer": -1} | _STATE | {"sublayer": "model"}
+            rows.append(key | _row(f"growth_{name}_r2", r_squared(values)))
         frame = pd.DataFrame(rows, columns=[*COLUMNS, "channel", "position", "token"])
         return frame.astype({"channel": "Int64", "position": "Int64", "token": "string"})
 

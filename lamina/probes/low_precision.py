@@ -235,14 +235,14 @@ def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
 
 
 def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], scaled: bool) -> Iterator[tuple]:
-    place = (-1, "model", "state", 0)
+    of_model = (-1, "model", "state", 0)
     try:
         with torch.no_grad():
             plain = _loss(context, batches)
     except UserError as error:
         context.notes.append(f"low_precision: no loss: {error}")
         return
-    yield (*place, "none", "loss", plain, math.nan)
+    yield (*of_model, "none", "loss", plain, math.nan)
 
     def rounded(kind: str, state: int, x: torch.Tensor) -> torch.Tensor:
         return round_trip(x, kind, scaled=scaled).to(x.dtype)
@@ -250,8 +250,8 @@ def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], sca
     for kind in FORMATS:
         with torch.no_grad(), intercept(context.structure.states(), partial(rounded, kind), roots=context.roots):
             value = _loss(context, batches)
-        yield (*place, kind, "loss", value, math.nan)
-        yield (*place, kind, "loss_increase", value - plain, math.nan)
+        yield (*of_model, kind, "loss", value, math.nan)
+        yield (*of_model, kind, "loss_increase", value - plain, math.nan)
 
 
 def _loss(context: Context, batches: Sequence[Mapping[str, torch.Tensor]]) -> float:

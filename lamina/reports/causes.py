@@ -375,10 +375,10 @@ class Learned:
                 name, _, value = sign.partition(": ")
                 values.setdefault(name, set()).add(value)
         scores = dict.fromkeys((*self.runs, NOT_KNOWN), 0.0)
-        for name, known in values.items():
+        for name, possible in values.items():
             if name not in signs and signs.get(AFTER) == "short":
                 continue
-            count = max(2, len(known) + 1)
+            count = max(2, len(possible) + 1)
             value = signs.get(name, "no")
             shares: dict[str, float] = {}
             for cause, runs in self.runs.items():  # only what is there was counted

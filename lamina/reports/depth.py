@@ -61,7 +61,7 @@ def ends(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
 
     With several seeds: their (geometric) mean, and the range from the lowest seed to the highest as a band.
     """
-    tables = [(item, found) for item in items if (found := _tables(item, quantity))]
+    tables = [(item, pair) for item in items if (pair := _tables(item, quantity))]
     if not tables:
         return None
     captions = []

@@ -119,12 +119,12 @@ def loss_rise(losses: Mapping[int, float], alarms: Iterable[Alarm] = ()) -> int 
     """
     steps, guard = sorted(losses), DivergenceGuard(margin=_SLOW, patience=_PATIENCE)
     values = [losses[step] for step in steps]
-    for place, step in enumerate(steps):
-        before, after = values[max(0, place - BEFORE) : place], values[place : place + AFTER]
-        if not math.isfinite(values[place]) or risen(before, after):
+    for number, step in enumerate(steps):
+        before, after = values[max(0, number - BEFORE) : number], values[number : number + AFTER]
+        if not math.isfinite(values[number]) or risen(before, after):
             return step if guard.above_since is None else guard.above_since
         try:
-            guard.see_loss(step, values[place])
+            guard.see_loss(step, values[number])
         except Diverged:
             return guard.above_since
     return min((alarm.step for alarm in alarms if (alarm.rule, alarm.metric) == ("rise", LOSS)), default=None)
@@ -185,11 +185,11 @@ def _causes(evidence: Evidence) -> list[str]:
     """The likely causes with their odds, what to change, and how to check it."""
     texts: list[str] = []
     findings: dict[str, str] = read_json(FINDINGS)
-    for place, (name, odds) in enumerate(causes_of(evidence)):
+    for number, (name, odds) in enumerate(causes_of(evidence)):
         if name == NOT_KNOWN:
             return ["The cause is not known: what left fits none of the failures that Lamina has seen. " + _LOOK]
         cause = CAUSES[name]
-        texts.append(f"{'Or' if place else 'Likely cause'}: {name} (odds {min(odds, 0.99):.0%}). {cause.meaning}")
+        texts.append(f"{'Or' if number else 'Likely cause'}: {name} (odds {min(odds, 0.99):.0%}). {cause.meaning}")
         texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
         texts.append(f"To check: {cause.check}.")
         texts += [f"Lamina's own study: {findings[claim]}" for claim in cause.claims if claim in findings]

@@ -227,8 +227,8 @@ def owner_of(name: str) -> tuple[str, Owner] | None:
 
 
 def _outside(parts: Iterable[str]) -> str | None:
-    found = (role for part in parts for role, words in _OUTSIDE.items() if re.fullmatch(words, part.lower()))
-    return next(found, None)
+    roles = (role for part in parts for role, words in _OUTSIDE.items() if re.fullmatch(words, part.lower()))
+    return next(roles, None)
 
 
 @dataclass(kw_only=True)
@@ -250,8 +250,8 @@ class History:
     def __str__(self) -> str:
         layers = len({row[1] for row in self.rows if row[1] >= 0})
         steps = sorted({row[0] for row in self.rows if row[5] in _JUDGED[:2]})
-        found = f"gradient norms of {self.parameters['gradient_norm']} parameters in {layers} layers"
-        return "; ".join([f"{found}, {len(steps)} records from step {steps[0]} to {steps[-1]}", *self.notes])
+        counted = f"gradient norms of {self.parameters['gradient_norm']} parameters in {layers} layers"
+        return "; ".join([f"{counted}, {len(steps)} records from step {steps[0]} to {steps[-1]}", *self.notes])
 
 
 def read_history(path: Path) -> History:
@@ -264,14 +264,14 @@ def read_history(path: Path) -> History:
         metric = next((metric for metric, words in _WHOLE.items() if re.fullmatch(words, name.lower())), None)
         if metric is not None:
             whole.setdefault(metric, []).append(name)
-        elif (found := _parameter(name)) is not None:
-            placed[found[0]][name] = (found[1], values)
+        elif (parameter := _parameter(name)) is not None:
+            placed[parameter[0]][name] = (parameter[1], values)
         elif not re.search(r"(^|/)(_\w+|epoch|eval\w*|val\w*|test\w*|system|perf)(/|_|$)", name.lower()):
             history.unused.append(name)
     for metric, names in whole.items():
-        chosen = min(names, key=lambda name: (-len(series[name]), len(name)))
-        history.unused += [name for name in names if name != chosen]
-        history.rows += [(step, *_MODEL, 0, metric, value) for step, value in series[chosen].items()]
+        longest = min(names, key=lambda name: (-len(series[name]), len(name)))
+        history.unused += [name for name in names if name != longest]
+        history.rows += [(step, *_MODEL, 0, metric, value) for step, value in series[longest].items()]
     stacks = [stack for (stack, (layer, _, _)), _ in placed["gradient_norm"].values() if layer >= 0]
     main = max(sorted(set(stacks)), key=stacks.count, default=None)  # the one with the most parameters
     for metric, parameters in placed.items():

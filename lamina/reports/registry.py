@@ -106,12 +106,12 @@ def has_ended(folder: Path) -> bool:
 
 def _state(folder: Path) -> list[tuple[str, int, int]]:
     """Return the names, sizes and times of the record files, also of a study's trials."""
-    found = []
+    files = []
     for place in (folder, *sorted(folder.glob("trials/*"))):
         for name in _RECORDS:
             try:
                 stat = os.stat(place / name)
             except OSError:
                 continue
-            found.append((str(place / name), stat.st_size, stat.st_mtime_ns))
-    return found
+            files.append((str(place / name), stat.st_size, stat.st_mtime_ns))
+    return files

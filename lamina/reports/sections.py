@@ -32,8 +32,8 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
     for row in rows_of(summary):
         rate, placement = row["learning_rate"], row["placement"]
         same = rates.eq(rate) if math.isfinite(rate) else rates.isna()
-        chosen = study.results.index[study.results["placement"].eq(placement) & same]
-        trials = tuple(study.trials[i] for i in chosen)
+        rows = study.results.index[study.results["placement"].eq(placement) & same]
+        trials = tuple(study.trials[i] for i in rows)
         items.append(Shown(placement=placement, color=color[placement], trials=trials, status_text=row["status_text"]))
     return summary, items, color
 
@@ -54,12 +54,12 @@ def what_happened(study: Study, summary: Frame, items: list[Shown], color: dict[
 def loss(study: Study, items: list[Shown], several: bool) -> Section:
     unigram, bigram = study.results["unigram_entropy"].dropna(), study.results["bigram_entropy"].dropna()
     guess = Guess.of_any(study.results)
-    known = {guess.name: unigram, figures.BIGRAM: bigram}
-    drawn = figures.loss_curves(items, guess.unit, {name: float(of.mean()) for name, of in known.items() if len(of)})
+    levels = {guess.name: unigram, figures.BIGRAM: bigram}
+    chart = figures.loss_curves(items, guess.unit, {name: float(of.mean()) for name, of in levels.items() if len(of)})
     caption = _LOSS.format(guess.target) + (_SEEDS if study.results["seed"].nunique() > 1 else "")
     caption += _BIGRAM if len(bigram) else ""
     caption += " Each placement is shown at its best learning rate." if several else ""
-    html = figure(drawn, caption)
+    html = figure(chart, caption)
     return Section("Loss", "Loss against tokens", html + forgetting(items, guess))
 
 

@@ -97,8 +97,8 @@ def _nobody(rows: list[Json]) -> str:
 
 def _gap(first: Json, other: Json) -> str:
     gap = other["eval_loss"] - first["eval_loss"]
-    place = f"{other['placement']} ({_loss(other)})"
-    return f"{gap:.3f} below {place}" if gap >= 0.0005 else f"level with {place}"
+    better = f"{other['placement']} ({_loss(other)})"
+    return f"{gap:.3f} below {better}" if gap >= 0.0005 else f"level with {better}"
 
 
 def _noise(first: Json, second: Json) -> str:

@@ -94,14 +94,14 @@ def looks(placements: Iterable[str]) -> dict[str, Look]:
     needed = {name.partition("(")[0].strip() for name in names}
     known = [*list(_LOOKS)[_PAPERS_OWN:], *list(_LOOKS)[:_PAPERS_OWN]]
     free = [_LOOKS[name] for name in known if name not in needed] or list(_LOOKS.values())
-    chosen: dict[str, Look] = {}
+    assigned: dict[str, Look] = {}
     others = 0
     for name in names:
         own = look(name)
-        if own is None or own in chosen.values():
+        if own is None or own in assigned.values():
             own, others = free[others % len(free)], others + 1
-        chosen[name] = own
-    return chosen
+        assigned[name] = own
+    return assigned
 
 
 def colors(placements: Iterable[str]) -> dict[str, str]:
@@ -248,7 +248,7 @@ def _uncover(figure: go.Figure) -> bool:
     for trace in cast("Any", figure.data):
         if trace.type == "scatter" and "lines" in (trace.mode or "") and (trace.line.width or 2) >= 1.5:
             panels.setdefault((trace.xaxis or "x", trace.yaxis or "y"), []).append(trace)
-    found = False
+    hidden = False
     for (_, name), lines in panels.items():
         axis = layout[f"yaxis{name[1:]}"]
         drawn = [_heights(line.y, log=axis.type == "log") for line in lines]
@@ -263,8 +263,8 @@ def _uncover(figure: go.Figure) -> bool:
                 for other, heights in zip(lines, drawn, strict=True)
             ]
             if below := sum(hides[:number]):  # what they show stays free
-                line.line.dash, found = f"{_DASH * (1 + sum(hides[number:]))}px,{_DASH * below}px", True
-    return found
+                line.line.dash, hidden = f"{_DASH * (1 + sum(hides[number:]))}px,{_DASH * below}px", True
+    return hidden
 
 
 def _heights(values: object, *, log: bool) -> np.ndarray:
@@ -286,8 +286,8 @@ def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
     exponents = [
         k + math.log10(m) for k in range(math.floor(low), math.ceil(high) + 1) if k % every == 0 for m in steps
     ]
-    chosen = [e for e in exponents if low <= e <= high]
-    return chosen, [_power(e) for e in chosen]
+    visible = [e for e in exponents if low <= e <= high]
+    return visible, [_power(e) for e in visible]
 
 
 def _power(exponent: float) -> str:

@@ -31,12 +31,12 @@ def runs_of(path: str) -> list[Candidate] | None:
                 f"models: {path!r} is a study whose runs are in its store (allowed: their folders, STORE/KEY, with the "
                 f"key from results.csv, such as {rows['key'].iloc[0]})"
             )
-        found = [_candidate(folder, row, rows) for row in rows.to_dict("records")]
+        candidates = [_candidate(folder, row, rows) for row in rows.to_dict("records")]
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"models: {path!r} is a study without whole results ({error})") from None
-    return found
+    return candidates
 
 
 def _candidate(folder: Path, row: Json, rows: pd.DataFrame) -> Candidate:

@@ -91,9 +91,9 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
     wide = sorted(set(results["hidden_size"]) - {settings.proxy_width})
     others = {int(w): judged(results[results["hidden_size"] == w], settings.best_margin) for w in wide}
     stable, best = _stable(narrow), [rate for rate in narrow if rate.best]
-    chosen = min(best, key=lambda rate: rate.eval_loss, default=None)
+    proxy = min(best, key=lambda rate: rate.eval_loss, default=None)
     above = [r for r in narrow if stable and r.learning_rate > stable[-1].learning_rate]
-    eta = chosen.learning_rate if chosen else math.nan
+    eta = proxy.learning_rate if proxy else math.nan
     return {
         "placement": settings.placement,
         "width_scaling": settings.width_scaling,
@@ -103,12 +103,12 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
         "stable": [stable[0].learning_rate, stable[-1].learning_rate] if stable else None,
         "first_failing_above": above[0].learning_rate if above else None,
         "best": [best[0].learning_rate, best[-1].learning_rate] if best else None,
-        "learning_rate": None if chosen is None else eta,
-        "risk": chosen.risk if chosen else "nothing finished on the proxy",
-        "at_the_grids_edge": bool(chosen and chosen in (narrow[0], narrow[-1])),
+        "learning_rate": None if proxy is None else eta,
+        "risk": proxy.risk if proxy else "nothing finished on the proxy",
+        "at_the_grids_edge": bool(proxy and proxy in (narrow[0], narrow[-1])),
         "roles": {
             kind: {
-                "learning_rate": None if chosen is None else eta * factor,
+                "learning_rate": None if proxy is None else eta * factor,
                 "weight_decay": 0.0 if kind == "vector" else settings.weight_decay / factor,
                 "factor": factor,
             }
@@ -159,9 +159,9 @@ def _stable(rates: list[Rate]) -> list[Rate]:
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []
-    place = rates.index(best)
-    below = takewhile(lambda rate: rate.status == "finished", reversed(rates[:place]))
-    above = takewhile(lambda rate: rate.status == "finished", rates[place + 1 :])
+    number = rates.index(best)
+    below = takewhile(lambda rate: rate.status == "finished", reversed(rates[:number]))
+    above = takewhile(lambda rate: rate.status == "finished", rates[number + 1 :])
     return [*reversed([*below]), best, *above]
 
 

@@ -166,7 +166,7 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
 
     It is one that a run sets itself, that its records depend on, or that does not exist.
     """
-    known = {entry.name for entry in fields(TrainingArguments) if entry.init}
+    names = {entry.name for entry in fields(TrainingArguments) if entry.init}
     for name, value in trainer.items():
         if name in _FIXED:
             raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it")
@@ -174,8 +174,8 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
             raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it (allowed: leave it out)")
         if name in _OURS:
             raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
-        if name not in known:
-            raise unknown("trainer argument", name, known & set(OPTIONS))
+        if name not in names:
+            raise unknown("trainer argument", name, names & set(OPTIONS))
         check_value(name, value)
     check_together(trainer, schedule)
 
@@ -188,11 +188,11 @@ def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, 
             f"(allowed: a multiple of {processes}, or another number of processes)"
         )
     check_arguments(settings.trainer, settings.schedule, PretrainSettings)
-    known = {entry.name for entry in fields(TrainingArguments) if entry.init}
+    names = {entry.name for entry in fields(TrainingArguments) if entry.init}
     values = _values(settings, processes)
-    if "activation_checkpointing" not in known:
+    if "activation_checkpointing" not in names:
         values["gradient_checkpointing"] = settings.gradient_checkpointing
-    values = {k: v for k, v in values.items() if k in known}
+    values = {k: v for k, v in values.items() if k in names}
     if values["lr_scheduler_type"] in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         values.setdefault("lr_scheduler_kwargs", {"min_lr_rate": settings.min_learning_rate})
     try:

@@ -213,12 +213,12 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
             raise UserError(f"corpus: {str(splits[0])!r} and {str(part)!r} differ in the class {named!r}")
         for label, name in enumerate(classes):
             files = walk(part / name)
-            found = [path for path in files if path.suffix.lower() in _SUFFIXES]
+            pictures = [path for path in files if path.suffix.lower() in _SUFFIXES]
             others += [path for path in files if path.suffix.lower() not in _SUFFIXES]
-            if not found:
+            if not pictures:
                 raise UserError(f"corpus: the class folder {str(part / name)!r} has no images; fill or remove it")
-            paths += found
-            labels += [label] * len(found)
+            paths += pictures
+            labels += [label] * len(pictures)
     if others:
         names = ", ".join(path.relative_to(root).as_posix() for path in others[:3])
         logger.warning(

@@ -37,11 +37,11 @@ def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[s
 def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
     """Return the result "failed" for a trial if one of its inputs has failed, or else None."""
     for source in trial.inputs.values():
-        found = failed.get(source.key)
-        if found is None or found["status"] in ENDED:  # it ended, and only a measurement failed
-            found = blocked(source, failed)
-        if found is not None:
-            return {"status": "failed", "reason": f"it starts from a trial that is {found['status']}: {source.name}"}
+        result = failed.get(source.key)
+        if result is None or result["status"] in ENDED:  # it ended, and only a measurement failed
+            result = blocked(source, failed)
+        if result is not None:
+            return {"status": "failed", "reason": f"it starts from a trial that is {result['status']}: {source.name}"}
     return None
 
 

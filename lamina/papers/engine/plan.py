@@ -108,15 +108,15 @@ class StudyPlan:
 
         A tuned arm has all rates at the tuning seeds, and its first rate at the others.
         """
-        scale, found = self.scale, {}
+        scale, trials = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
         rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)
         for seed in dict.fromkeys((*sweep, *scale.seeds)):
             for arm in self.arms:
                 for rate in rates if seed in sweep else rates[:1]:
                     words = [*arm.values.values(), *([] if rate is None else [f"lr {rate:g}"]), f"seed {seed}"]
-                    found.setdefault(_label(arm, scale), {})[", ".join(words)] = arm.trial(scale, rate, seed)
-        return found
+                    trials.setdefault(_label(arm, scale), {})[", ".join(words)] = arm.trial(scale, rate, seed)
+        return trials
 
     def wanted(self, result: Results) -> list[StudyTrial]:
         """Update ``chosen``, and return the trials that are needed given the results so far, seed by seed."""
@@ -132,9 +132,9 @@ class StudyPlan:
         for seed in seeds:
             for number, (tried, _) in enumerate(rates):
                 wanted += [self._trial(number, rate, seed, measured=False) for rate in tried]
-        found = {number: (tried, best) for number, (tried, best) in enumerate(rates) if best is not None}
-        self.at_edge = {number: best.lowest in (tried[0], tried[-1]) for number, (tried, best) in found.items()}
-        self.chosen = {number: best.chosen for number, (_, best) in found.items()}
+        swept = {number: (tried, best) for number, (tried, best) in enumerate(rates) if best is not None}
+        self.at_edge = {number: best.lowest in (tried[0], tried[-1]) for number, (tried, best) in swept.items()}
+        self.chosen = {number: best.chosen for number, (_, best) in swept.items()}
         others = self._others(scale.tuning)
         for seed in scale.seeds:
             for number, rate in self.chosen.items():
@@ -163,8 +163,8 @@ class StudyPlan:
         """Return by arm the rate of another arm at which it is also trained, if that rate is known."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
-        found = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
-        return {number: self.chosen[other] for number, other in found.items() if other in self.chosen}
+        others = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
+        return {number: self.chosen[other] for number, other in others.items() if other in self.chosen}
 
     def _chain(self, number: int, rate: float | None, seed: int) -> list[StudyTrial]:
         """Return an arm's first trial and its stages' trials, those that are known."""
@@ -179,31 +179,31 @@ class StudyPlan:
             rate = rate if self.scale.tuning is None else self.chosen.get(number)
             if number < 0 or (rate is None and self.scale.tuning is not None):
                 return None
-        arm, place = self.arms[number], (number, rate, seed, stage.name)
+        arm, key = self.arms[number], (number, rate, seed, stage.name)
         if any(matches(arm.values, pattern) for pattern in stage.skip):
             return None
-        if place in self._made:
-            return self._made[place]
+        if key in self._made:
+            return self._made[key]
         earlier = {each.name: each for each in self.scale.stages}
         root = self._trial(number, rate, seed, measured=True)
         inputs: dict[str, StudyTrial] = {}
         for name, source in stage.inputs.items():
-            found = self._staged(earlier[source], number, rate, seed) if source in earlier else root
-            if found is None:
+            trial = self._staged(earlier[source], number, rate, seed) if source in earlier else root
+            if trial is None:
                 return None
-            inputs[name] = found
+            inputs[name] = trial
         values, settings = {**arm.values, STAGE: stage.name}, stage.trial(seed)
-        self._made[place] = make_chained(stage.job, values, settings, stage.measures, inputs=inputs, root=root)
-        return self._made[place]
+        self._made[key] = make_chained(stage.job, values, settings, stage.measures, inputs=inputs, root=root)
+        return self._made[key]
 
     def _trial(self, number: int, rate: float | None, seed: int, *, measured: bool) -> StudyTrial:
-        place = (number, rate, seed, measured)
-        if place not in self._made:
+        key = (number, rate, seed, measured)
+        if key not in self._made:
             arm: Arm = self.arms[number]
             taken = self._measures if measured else ()
             values = {**arm.values, **({STAGE: self.scale.job} if self.scale.stages else {})}
-            self._made[place] = make_trial(self.scale.job, values, arm.trial(self.scale, rate, seed), taken)
-        return self._made[place]
+            self._made[key] = make_trial(self.scale.job, values, arm.trial(self.scale, rate, seed), taken)
+        return self._made[key]
 
     def _rates(
         self, tuning: Tuning, number: int, seeds: tuple[int, ...], result: Results
@@ -254,13 +254,14 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
     if rule == "one-se":
         known = {
             rate: [
-                one if severity(str(one["status"])) <= severity("short") else {**one, "eval_loss": None} for one in part
+                result if severity(str(result["status"])) <= severity("short") else {**result, "eval_loss": None}
+                for result in part
             ]
             for rate, part in known.items()
         }
     ranks = {rate: _rank(results) for rate, results in known.items()}
     lowest = min(ranks, key=lambda rate: ranks[rate])
-    losses = [float(one["eval_loss"]) for one in known[lowest] if one.get("eval_loss") is not None]
+    losses = [float(result["eval_loss"]) for result in known[lowest] if result.get("eval_loss") is not None]
     if rule == "best" or len(losses) < 2:
         return Best(lowest=lowest, chosen=lowest)
     share, mean = ranks[lowest]
@@ -273,9 +274,9 @@ def _rank(results: list[Json]) -> tuple[float, float]:
 
     A trial that did not end says nothing about its rate; a rate without one that ended comes last.
     """
-    ended = [one for one in results if one["status"] in ENDED]
+    ended = [result for result in results if result["status"] in ENDED]
     if not ended:
         return math.inf, math.inf
-    bad = sum(severity(str(one["status"])) > severity("short") for one in ended)
-    losses = [float(one["eval_loss"]) for one in ended if one.get("eval_loss") is not None]
+    bad = sum(severity(str(result["status"])) > severity("short") for result in ended)
+    losses = [float(result["eval_loss"]) for result in ended if result.get("eval_loss") is not None]
     return bad / len(ended), sum(losses) / len(losses) if losses else math.inf

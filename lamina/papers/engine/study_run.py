@@ -290,7 +290,7 @@ _NOTES = {*columns.NOTES, "rollbacks", "key", "tuned", "at_edge"}
 def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
     """Return a row per trial with a result: its key, its place on the axes and in its arm's sweep, and the result."""
     failed, axes = failed or {}, plan.scale.axes
-    found: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
+    rows: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
 
     def known(trial: StudyTrial) -> Json | None:
         return failed.get(trial.key) or store.result(trial)
@@ -300,8 +300,8 @@ def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | No
             values = {
                 axis: axes[axis][name].get(axis, name) if axis in axes else name for axis, name in trial.values.items()
             }
-            found[trial.key, *trial.values.values()] = result_row(trial, result, values, **plan.places(trial))
-    return as_table(found.values(), list(plan.scale.axis_names))
+            rows[trial.key, *trial.values.values()] = result_row(trial, result, values, **plan.places(trial))
+    return as_table(rows.values(), list(plan.scale.axis_names))
 
 
 def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:

@@ -104,22 +104,22 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
     Of a study of the catalog, a claim without one is `not run yet`, with the command. Raises UserError for a file that
     can't be read.
     """
-    found = []
+    verdicts = []
     for scale in study.scales:
         folder = records / f"{study.name}-{scale}"
         stored = read_claims(folder)
         if stored is None and scale == "cpu" and study.file.parent == catalog_folder():
-            note, place = f"lamina study run {study.name} --scale {scale}", {"study": study.name, "scale": scale}
+            note, labels = f"lamina study run {study.name} --scale {scale}", {"study": study.name, "scale": scale}
             claims = _load(study) if study.claims_file.is_file() else []
-            found += [{**_unjudged(claim, Verdict.NOT_RUN, note), **place, "date": None} for claim in claims]
+            verdicts += [{**_unjudged(claim, Verdict.NOT_RUN, note), **labels, "date": None} for claim in claims]
         for one in stored or ():
             if (own := (one.get("study"), one.get("scale"))) != (study.name, scale):  # the folder was exchanged
                 raise UserError(
                     f"records: {str(folder)!r} holds a verdict of {own[0]}-{own[1]} (allowed: each study's record "
                     "under its own name)"
                 )
-            found.append(one)
-    return found
+            verdicts.append(one)
+    return verdicts
 
 
 def read_claims(folder: Path) -> list[Json] | None:

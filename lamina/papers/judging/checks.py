@@ -279,14 +279,14 @@ def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | Non
     lowest = a if (a.lost_share < b.lost_share) == (worst > 0) else b
     inside = len(sides) == 1 and lowest is (a if region.below < math.inf else b)
     verdict = (Verdict.HOLDS if inside else Verdict.REVERSED) if p < ALPHA else Verdict.INCONCLUSIVE
-    found = Finding(
+    finding = Finding(
         verdict=verdict,
         ours=f"{ours} (Fisher's exact test of the shares: p {p:.2g})",
         p=p if inside else 1.0,
         p_not=1.0 if inside else p,
         seeds=seeds,
     )
-    return found if p < ALPHA else found.noted("too few runs to tell the shares that failed apart")
+    return finding if p < ALPHA else finding.noted("too few runs to tell the shares that failed apart")
 
 
 def _ending(arm: _Arm) -> str:

@@ -38,8 +38,8 @@ def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds:
     results = results.copy()
     arms = _arms(axes)
     swept = results[results["seed"].isin(tuning)]
-    for place, rows in swept.groupby(arms, dropna=False) if arms else [((), swept)]:
-        of_arm = (results[arms] == place).all(axis=1) if arms else results["seed"].notna()
+    for values, rows in swept.groupby(arms, dropna=False) if arms else [((), swept)]:
+        of_arm = (results[arms] == values).all(axis=1) if arms else results["seed"].notna()
         results.loc[of_arm, "rates"] = rows["learning_rate"].nunique()
     both = results["tuned"].astype(bool) & results["seed"].isin(tuning)
     return results.assign(tuned_on=both) if len(set(seeds) - set(tuning)) < ENOUGH else results[~both]

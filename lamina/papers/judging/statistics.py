@@ -39,8 +39,8 @@ def share_interval(count: int, runs: int) -> tuple[float, float]:
     """The exact (Clopper-Pearson) 95 % interval of a share of runs."""
     from scipy import stats
 
-    found = stats.binomtest(count, runs).proportion_ci(confidence_level=CONFIDENCE, method="exact")
-    return float(found.low), float(found.high)
+    interval = stats.binomtest(count, runs).proportion_ci(confidence_level=CONFIDENCE, method="exact")
+    return float(interval.low), float(interval.high)
 
 
 def share_above(count: int, runs: int, share: float) -> float:
@@ -156,11 +156,11 @@ def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
     if not finite:
         raise ValueError("no rate of the sweep has a finite loss")
     best = min(finite, key=lambda rate: losses[rate])
-    place = rates.index(best)
-    lowest = Optimum(rate=best, loss=losses[best], at_edge=place in (0, len(rates) - 1), trained=best)
-    if lowest.at_edge or not all(math.isfinite(losses[rates[each]]) for each in (place - 1, place + 1)):
+    middle = rates.index(best)
+    lowest = Optimum(rate=best, loss=losses[best], at_edge=middle in (0, len(rates) - 1), trained=best)
+    if lowest.at_edge or not all(math.isfinite(losses[rates[each]]) for each in (middle - 1, middle + 1)):
         return lowest
-    left, right = rates[place - 1], rates[place + 1]
+    left, right = rates[middle - 1], rates[middle + 1]
     x0, x2 = math.log(left / best), math.log(right / best)
     y0, y2 = losses[left] - losses[best], losses[right] - losses[best]
     slope = (y0 * x2 / x0 - y2 * x0 / x2) / (x2 - x0)

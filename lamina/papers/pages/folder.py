@@ -177,12 +177,12 @@ def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
     Returns the columns of ``by``, then mean, std (ddof 1), low, high, trained, trials, and ended ("5 finished",
     "3 finished, 2 diverged"). A column that is no loss counts whatever the status.
     """
-    found = []
+    means = []
     for key, group in rows.groupby(by, sort=False, dropna=False):
         counted = group[group["status"].isin(TRAINED)] if column in ("eval_loss", "perplexity") else group
         values = counted[column].dropna()
         ended = ", ".join(f"{count} {status}" for status, count in group["status"].value_counts().items() if status)
-        found.append(
+        means.append(
             {
                 **dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True)),
                 "mean": values.mean(),
@@ -194,7 +194,7 @@ def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
                 "ended": ended,
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(means)
 
 
 def by_stage(rows: Frame) -> list[Frame]:

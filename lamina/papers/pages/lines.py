@@ -70,8 +70,8 @@ def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
     several = study.results["placement"].nunique() > 1 and all(len(placements[value]) == 1 for value in values)
     if axis != "placement" and not several:
         return {
-            value: Look(PALETTE[place % len(PALETTE)], marker=_MARKERS[place % len(_MARKERS)])
-            for place, value in enumerate(values)
+            value: Look(PALETTE[number % len(PALETTE)], marker=_MARKERS[number % len(_MARKERS)])
+            for number, value in enumerate(values)
         }
     chosen: dict[str, Look] = {}
     for value in values:
@@ -94,7 +94,7 @@ def panels(
         return ()
     ranks = {}
     for name in (name for name in study.measured_axes if name in rows):
-        places = {value: place for place, value in enumerate(ordered_values(study.results[name]))}
+        places = {value: number for number, value in enumerate(ordered_values(study.results[name]))}
         ranks[f"rank of {name}"] = [places.get(_key(value, places), len(places)) for value in rows[name]]
     rows = rows.assign(**ranks).sort_values(list(ranks), kind="stable") if ranks else rows
     rest = [study.label(row, without=(color, x)) for row in rows_of(rows)]
@@ -155,7 +155,7 @@ def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", nume
     """
     known = rows[rows["mean"].notna()]
     values = sorted({float(value) for value in rows[x]}) if numeric else ordered_values(rows[x])
-    order: dict[Value, int] = {value: place for place, value in enumerate(values)}
+    order: dict[Value, int] = {value: number for number, value in enumerate(values)}
     known = known.assign(place=[order[_key(value, order)] for value in known[x]]).sort_values("place", kind="stable")
     lost = rows[rows["mean"].isna()]
     if known.empty and lost.empty:

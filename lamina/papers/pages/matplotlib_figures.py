@@ -207,7 +207,7 @@ def _places(values: Sequence[Value], axis: Axis) -> list[float]:
     """Return the positions of values on x: numbers at themselves, texts by their order."""
     if not axis.has_texts:
         return [value for value in values if isinstance(value, float)]
-    order = {str(tick): place for place, tick in enumerate(axis.ticks)}
+    order = {str(tick): number for number, tick in enumerate(axis.ticks)}
     return [float(order[str(value)]) for value in values]
 
 

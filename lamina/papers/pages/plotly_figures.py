@@ -78,12 +78,12 @@ def _frame(figure: go.Figure, drawing: Drawing, down: int, lines: int) -> None:
 
 def _draw(figure: go.Figure, drawing: Drawing, series: Series, *, legend: bool, row: int, col: int) -> None:
     color, label = series.look.color, escape(series.label)
-    place, bars = {"row": row, "col": col, "legendgroup": label}, None
+    where, bars = {"row": row, "col": col, "legendgroup": label}, None
     if series.low and drawing.spread == "bars":
         below, above = series.bars
         bars = {"type": "data", "array": above, "arrayminus": below, "thickness": 1.1, "width": 3}
     elif series.low:
-        charts.band(figure, series.x, series.low, series.high, rgba(color, 0.14), **place)
+        charts.band(figure, series.x, series.low, series.high, rgba(color, 0.14), **where)
     figure.add_scatter(
         x=series.x or [None],
         y=series.y or [None],
@@ -94,7 +94,7 @@ def _draw(figure: go.Figure, drawing: Drawing, series: Series, *, legend: bool, 
         name=label,
         showlegend=legend,
         hovertemplate=f"{label}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
-        **place,
+        **where,
     )
 
 

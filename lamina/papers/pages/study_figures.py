@@ -182,8 +182,8 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
     name = f"largest {name} of all layers" if by_layer and not name.startswith("largest") else name
     by = list(dict.fromkeys(["placement", *study.measured_axes, x]))
     table = over_seeds(rows.rename(columns={y: "y"}), by, "y")
-    drawn = panels(study, table, color_axis(study, x, request.color), x, band="range", numeric=True)
-    if not drawn:
+    facets = panels(study, table, color_axis(study, x, request.color), x, band="range", numeric=True)
+    if not facets:
         return None
     return Drawing(
         name=_name(study, "curves", y),
@@ -191,7 +191,7 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
         caption=_RANGE,
         x=Axis(title=title_of(x)),
         y=Axis(title=name, log=bool(request.more.get("log")) and bool((table["mean"] > 0).all())),
-        panels=drawn,
+        panels=facets,
         spread="band",
     )
 

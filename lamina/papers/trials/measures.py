@@ -111,8 +111,8 @@ def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFra
     tokenizer = processor if isinstance(processor, PreTrainedTokenizerBase) else None
     model, how = model.to(resolved.device, torch.float32), ProbeSettings()
     context = make_context(model, how, splits.eval.sample(SEQUENCES), tokenizer, sample=True)
-    chosen = make(name)
-    return measured(context, [chosen], how, sampled=False)[chosen.name]
+    probe = make(name)
+    return measured(context, [probe], how, sampled=False)[probe.name]
 
 
 def _records(folder: Path, name: str) -> pd.DataFrame:

@@ -95,11 +95,11 @@ class Records:
         return sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == own, path))
 
     def _read(self, measure: str) -> dict[str, pd.DataFrame]:
-        found: dict[str, pd.DataFrame] = {}
+        tables: dict[str, pd.DataFrame] = {}
         for path in self._files(f"{TABLES}/{file_name(measure)}"):
             for name, rows in read_table(path).groupby("key", sort=False):
-                found[str(name)] = rows.drop(columns="key").reset_index(drop=True)
-        return found
+                tables[str(name)] = rows.drop(columns="key").reset_index(drop=True)
+        return tables
 
 
 def recorded_keys(record: Path) -> list[str]:

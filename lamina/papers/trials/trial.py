@@ -119,12 +119,12 @@ def _deciding(values: Json, undecided: frozenset[str], others: Iterable[str]) ->
 
 def _places(settings: Json) -> Json:
     """Return the content of the folders that settings name, by setting; names without a folder have none."""
-    found = {
+    places = {
         name: _files(str(path), ignored)
         for name, ignored in PLACES.items()
         if (value := settings.get(name)) and (path := Path(str(value)).expanduser()).is_dir() and value not in PRESETS
     }
-    return {"places": found} if found else {}
+    return {"places": places} if places else {}
 
 
 @lru_cache(maxsize=64)
@@ -146,16 +146,16 @@ def _plan(placement: str, num_layers: int) -> tuple[str, str]:
 def _changed(value: object) -> Json:
     """Return a plan's fields that are not at their defaults, so that new fields change no older key."""
     assert is_dataclass(value)
-    found = {}
+    changed = {}
     for entry in fields(value):
         held = getattr(value, entry.name)
         if held == (entry.default if entry.default_factory is MISSING else entry.default_factory()):
             continue
         if isinstance(held, tuple):
-            found[entry.name] = [_changed(one) if is_dataclass(one) else one for one in held]
+            changed[entry.name] = [_changed(one) if is_dataclass(one) else one for one in held]
         else:
-            found[entry.name] = _changed(held) if is_dataclass(held) else held
-    return found
+            changed[entry.name] = _changed(held) if is_dataclass(held) else held
+    return changed
 
 
 def _content(source: str) -> str:

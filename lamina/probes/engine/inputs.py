@@ -76,8 +76,8 @@ def batches_of(
     size = getattr(getattr(getattr(model, "config", None), "get_text_config", lambda: None)(), "vocab_size", None)
     if size is not None and int(blocks.max()) >= size:
         raise UserError(f"tokens: the id {int(blocks.max())} is outside of the model's vocabulary of {size}")
-    chosen = spread(len(blocks), sequences or len(blocks))
-    return [{"input_ids": part} for part in blocks[chosen].split(batch_size)]
+    rows = spread(len(blocks), sequences or len(blocks))
+    return [{"input_ids": part} for part in blocks[rows].split(batch_size)]
 
 
 def _length(length: int | None, model: nn.Module) -> int:

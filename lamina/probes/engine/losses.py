@@ -101,10 +101,10 @@ def token_losses(
         mask = getattr(tokenizer, "mask_token_id", None)
         if mask is None:
             raise UserError("loss: a masked language model needs its tokenizer's mask token (allowed: --tokenizer)")
-        chosen = masked_positions(ids.shape[1]).to(ids.device)
-        hidden, targets = ids.clone(), ids[:, chosen]
-        hidden[:, chosen] = mask
-        logits = logits_of(forward(model, {**inputs, "input_ids": hidden}))[:, chosen].float()
+        masked = masked_positions(ids.shape[1]).to(ids.device)
+        hidden, targets = ids.clone(), ids[:, masked]
+        hidden[:, masked] = mask
+        logits = logits_of(forward(model, {**inputs, "input_ids": hidden}))[:, masked].float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
 

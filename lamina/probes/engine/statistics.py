@@ -54,10 +54,10 @@ class Running:
     def relative_error(self) -> float:
         """Return the largest standard error over |mean|, where that is above 0; 0 without values."""
         error, mean = self.standard_error, self.mean.abs()
-        chosen = mean > 0
+        positive = mean > 0
         if not self.count or math.isinf(float(error.max())):
             return math.inf
-        return float((error[chosen] / mean[chosen]).max()) if bool(chosen.any()) else 0.0
+        return float((error[positive] / mean[positive]).max()) if bool(positive.any()) else 0.0
 
 
 class Ratio:

@@ -96,12 +96,12 @@ def _figure(sizes: Frame, axis: str) -> go.Figure:
                 hover=f"{escape(module)}: %{{y:.3g}} at %{{x}}",
             )
             lines.append((column, line))
-    drawn = charts.side_by_side(titles, lines, axis, "mean |x|", 560)
+    chart = charts.side_by_side(titles, lines, axis, "mean |x|", 560)
     ticks = sorted(set(map(int, sizes[axis])))
-    drawn.update_xaxes(type="log", tickvals=ticks, ticktext=[str(tick) for tick in ticks])
-    drawn.update_yaxes(type="log", exponentformat="power")
+    chart.update_xaxes(type="log", tickvals=ticks, ticktext=[str(tick) for tick in ticks])
+    chart.update_yaxes(type="log", exponentformat="power")
     legend = {"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top", "font": {"size": 11}}
-    return drawn.update_layout(legend=legend, margin={"t": 52, "r": 260}, hovermode=None)
+    return chart.update_layout(legend=legend, margin={"t": 52, "r": 260}, hovermode=None)
 
 
 def _table(slopes: Frame, axis: str) -> str:

@@ -35,31 +35,31 @@ from lamina.reports.tables import (
 @report_of(Kind.EVALUATION, needs="evaluation")
 def evaluation_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of its result.json and results.csv."""
-    known, rows = read_json(folder / RESULT), rows_of(pd.read_csv(folder / RESULTS))
-    printed, models, units = known["table"], known["models"], known["units"]
+    result, rows = read_json(folder / RESULT), rows_of(pd.read_csv(folder / RESULTS))
+    printed, models, units = result["table"], result["models"], result["units"]
     color = colors([line["arm"] for line in printed["lines"]])
-    limit = known["settings"].get("limit")
-    unfinished = [f"{known['status']}: {known['reason']}"] if known["reason"] else []
+    limit = result["settings"].get("limit")
+    unfinished = [f"{result['status']}: {result['reason']}"] if result["reason"] else []
     scores = callouts(unfinished) + _scores(printed, color) + f'<p class="source">{escape(_SCORES)}</p>'
     notes = [{**unit, "note": note} for unit in units for note in unit["notes"]]
     return write_page(
         folder / PAGE,
         title="What the models can do",
         facts=[
-            f"status: {known['status']}",
+            f"status: {result['status']}",
             f"{len(models)} model{'s' * (len(models) != 1)}",
             f"at most {limit} items per task" if limit else "",
             f"{sum(unit['seconds'] for unit in units):,.0f} seconds",
-            moment(known.get("created")),
+            moment(result.get("created")),
         ],
-        command=known.get("command"),
+        command=result.get("command"),
         sections=[
             Section("Scores", "Scores", scores),
             Section("Figure", "Side by side", figure(_bars(printed, color), _BARS)),
             Section("Models", "Models", table(_MODELS, models, "trials")),
             Section("Notes", "Notes", table(_NOTES, notes, "trials") if notes else ""),
             Section("Numbers", "All numbers", details("All numbers", table(_NUMBERS, rows, "numbers")) if rows else ""),
-            Section("Settings", "Settings", details("Settings", tables.settings_table(known["settings"]))),
+            Section("Settings", "Settings", details("Settings", tables.settings_table(result["settings"]))),
         ],
     )
 
@@ -114,17 +114,17 @@ def _scores(printed: Json, color: dict[str, str]) -> str:
 
 def _bars(printed: Json, color: dict[str, str]) -> go.Figure | None:
     """The shares as groups of bars; None where the table has none."""
-    chosen = [at for at, share in enumerate(printed["shares"]) if share]
-    if not chosen:
+    scored = [at for at, share in enumerate(printed["shares"]) if share]
+    if not scored:
         return None
-    drawn = go.Figure()
+    chart = go.Figure()
     for line in printed["lines"]:
-        std = [line["std"][at] if is_number(line["std"][at]) else 0.0 for at in chosen]
-        drawn.add_bar(
-            x=[escape(printed["headings"][at]) for at in chosen],
-            y=[line["mean"][at] for at in chosen],
+        std = [line["std"][at] if is_number(line["std"][at]) else 0.0 for at in scored]
+        chart.add_bar(
+            x=[escape(printed["headings"][at]) for at in scored],
+            y=[line["mean"][at] for at in scored],
             name=escape(line["arm"]),
             marker_color=color[line["arm"]],
             error_y={"type": "data", "array": std, "visible": any(std)},
         )
-    return polish(drawn.update_layout(barmode="group").update_yaxes(title="percent", rangemode="tozero"), 380)
+    return polish(chart.update_layout(barmode="group").update_yaxes(title="percent", rangemode="tozero"), 380)

@@ -50,7 +50,7 @@ def max_rate_report(folder: Path) -> Path:
         number("loss", ".3f", "loss there"),
         text("ends", "stopped by"),
     ]
-    found = prose(sentences(rows), color) + callouts(notices(rows)) + table(fields, rows, "ranking")
+    ranking = prose(sentences(rows), color) + callouts(notices(rows)) + table(fields, rows, "ranking")
     fields = [
         placements(color),
         number("seed", ".0f"),
@@ -68,7 +68,7 @@ def max_rate_report(folder: Path) -> Path:
         facts=sections.facts(study),
         command=study.header.get("command"),
         sections=[
-            Section("Largest rates", "The largest learning rate", found),
+            Section("Largest rates", "The largest learning rate", ranking),
             Section("Loss by rate", "Loss against learning rate", figure(loss_by_rate(study, color), _FIGURE)),
             Section("Trials", "Every trial", table(fields, rows_of(study.results), "trials")),
             Section("Rules", "The rules", prose(rules(study.settings), {})),

@@ -52,23 +52,23 @@ def preflight_report(folder: Path) -> Path:
     preflight.json has the ``command`` line, the ``rows`` of the table of verdicts, one per planned run, and for each of
     them the ``losses`` of the burn-in's steps.
     """
-    known, layers = read_json(folder / PREFLIGHT), read_parquet(folder / LAYERS)
-    rows: Frame = pd.DataFrame(known["rows"])
+    result, layers = read_json(folder / PREFLIGHT), read_parquet(folder / LAYERS)
+    rows: Frame = pd.DataFrame(result["rows"])
     records: list[Json] = [
         {name: math.nan if value is None else value for name, value in row.items()} for row in rows_of(rows)
     ]
     labels = [label_of(row["placement"], row["learning_rate"], rows) for row in records]
     color = colors(labels)
     first = records[0]
-    drawn = []
+    sections = []
     for title, caption, metric, quantity in _FIGURES:
         html = figure(_by_layer(rows, layers, metric, quantity, color), caption)
-        drawn.append(Section(sentence(title.split(":")[-1].strip()), title, html))
+        sections.append(Section(sentence(title.split(":")[-1].strip()), title, html))
     steps = [int(row["burn_in_steps"]) for row in records]
     taken = str(min(steps)) if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
     lines = [
         Line(x=list(range(1, len(values) + 1)), y=values, color=color[label], name=escape(label))
-        for label, values in zip(labels, known["losses"], strict=True)
+        for label, values in zip(labels, result["losses"], strict=True)
     ]
     losses = charts.against("step", "loss (nats per token)", lines, 380)
     if losses is not None:
@@ -80,10 +80,10 @@ def preflight_report(folder: Path) -> Path:
             f"{first['num_layers']} layers of width {first['hidden_size']}",
             f"{first['steps']} steps planned, {taken} taken",
         ],
-        command=known["command"],
+        command=result["command"],
         sections=[
             Section("Verdict", "Will it train?", _verdicts(records, labels, color)),
-            *drawn,
+            *sections,
             Section("Burn-in", "Loss in the burn-in", figure(losses, _BURN_IN)),
             Section("Numbers", "All numbers", _numbers(records, labels)),
         ],

@@ -62,8 +62,8 @@ def draw(folder: Path) -> list[Path]:
         source = folder / "figures" / Path(drawn["file"]).name
         picture = _read(source)
         html = plotly.io.to_html(picture, full_html=False, include_plotlyjs=True, config={"displayModeBar": False})
-        with tempfile.TemporaryDirectory() as place:
-            page = Path(place) / "figure.html"
+        with tempfile.TemporaryDirectory() as scratch:
+            page = Path(scratch) / "figure.html"
             page.write_text(
                 f"<!doctype html><meta charset=utf-8><body style='margin:0;background:#fff'>"
                 f"<h3 style='font:600 16px {escape(FONT)};color:#1f2933;margin:10px 16px 0'>{escape(drawn['title'])}"
@@ -93,12 +93,12 @@ def main_numbers(frame: Frame) -> Frame:
     frame = frame.assign(value=values.where(values.abs() < math.inf))
     rows = []
     for row, group in groups(frame, by):
-        known: Frame = group.dropna(subset=["value"])
-        row |= {"rows": len(group), "not finite": len(group) - len(known)}
-        if len(known):
-            low, high = known.loc[known["value"].idxmin()], known.loc[known["value"].idxmax()]
+        measured: Frame = group.dropna(subset=["value"])
+        row |= {"rows": len(group), "not finite": len(group) - len(measured)}
+        if len(measured):
+            low, high = measured.loc[measured["value"].idxmin()], measured.loc[measured["value"].idxmax()]
             row |= {"lowest": low["value"], "at": _place(low, columns)}
-            row |= {"median": known["value"].median(), "highest": high["value"], "at ": _place(high, columns)}
+            row |= {"median": measured["value"].median(), "highest": high["value"], "at ": _place(high, columns)}
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -128,8 +128,8 @@ def _frontier(records: Sequence[Json]) -> go.Figure | None:
     rows = [record for record in records if is_number(record.get("eval_kl")) and is_number(record.get("eval_reward"))]
     if len(rows) < 2:
         return None
-    drawn = go.Figure()
-    drawn.add_scatter(
+    chart = go.Figure()
+    chart.add_scatter(
         x=[row["eval_kl"] for row in rows],
         y=[row["eval_reward"] for row in rows],
         mode="lines+markers+text",
@@ -139,4 +139,4 @@ def _frontier(records: Sequence[Json]) -> go.Figure | None:
         hovertemplate="KL %{x:.3g}, reward %{y:.3g}<extra>step %{text}</extra>",
         showlegend=False,
     )
-    return polish(drawn.update_xaxes(title="KL (nats per answer)").update_yaxes(title="held-out reward"), 380)
+    return polish(chart.update_xaxes(title="KL (nats per answer)").update_yaxes(title="held-out reward"), 380)

@@ -97,8 +97,8 @@ class TrainOrder(Sampler[list[int]]):
         if not self.shuffled:
             return list(range(start, end))
         while start < end:
-            turn, place = divmod(start, self.blocks)
-            indices += self.turn(turn)[place : place + end - start].tolist()
+            turn, first = divmod(start, self.blocks)
+            indices += self.turn(turn)[first : first + end - start].tolist()
             start = min(end, (turn + 1) * self.blocks)
         return indices
 
