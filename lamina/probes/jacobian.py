@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -13,6 +13,7 @@ import torch
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.core.values import number, switch, whole_number
+from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.jacobians import (
@@ -37,6 +38,7 @@ _PATHS = {
     "residual_path": "residual path, measured",
     "keel": "residual path, from gains and scales (Keel Eq 14-19)",
     "fusenorm": "residual path, from sigma (FuseNorm Eq 10, 11, 16)",
+    "collapsed": "mean of the streams",
 }
 
 
@@ -62,6 +64,9 @@ class JacobianProbe(ShortProbe):
             norms on the sum; where there are none the path is the skips' scale.
         role fusenorm: formula, gain / sigma per norm on the path (FuseNorm Eq 10, 11, 16; the paper has gain 1), with
             each token's sigma at the norm's input, the geometric mean over tokens; its log10_product.
+        of several streams, which the rows above take jointly, role stream: norm, ||dS_i^(l+1)/dS_i^l||_2 of stream
+            ``index``; role collapsed: norm, that of the streams' mean when all of them move alike, and log10_product.
+            No closed formulas hold; the weights that read, mix and write are part of the residual path.
     Rows of a sub-layer, role post_norm: sigma, the mean over tokens of what the norm on the sum divides by.
     Rows of the model (layer -1): role jacobian: log10_total, log10 ||dx^N/dx^0||_2, the true norm that the product
         bounds; and each role's log10_product over all layers.
@@ -83,6 +88,7 @@ class JacobianProbe(ShortProbe):
     )
     source = "Keel (arXiv 2601.19895) Eq 14-19; FuseNorm (SpanNorm, arXiv 2601.22580) Eq 9-11, 16-19"
     over_steps = ("norm",)
+    of_streams = True
 
     def __init__(
         self,
@@ -98,12 +104,16 @@ class JacobianProbe(ShortProbe):
             "tolerance": number("jacobian: option 'tolerance'", tolerance, 0, 1, open_low=True, open_high=True),
             "iterations": whole_number("jacobian: option 'iterations'", iterations),
         }
-        self._values: dict[tuple[int, str, str, str, int], list[torch.Tensor]] = {}
-        self._added: Counter[tuple[int, str, str, str]] = Counter()
+        self._values: dict[tuple[int, str, str, int, str, int], list[torch.Tensor]] = {}
+        self._added: Counter[tuple[int, str, str, int, str]] = Counter()
         self._unfinished = 0
 
     def cost(self, context: Context) -> float:
         return 400.0 * self.tokens_of(context)
+
+    def begin(self, context: Context) -> None:
+        if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
+            raise UserError("jacobian: a layer reads earlier states, not x^l alone (allowed: models without a memory)")
 
     def finish(self, context: Context) -> pd.DataFrame:
         """Run the layers one by one on the first ``sequences`` texts' first ``tokens`` tokens."""
@@ -120,10 +130,10 @@ class JacobianProbe(ShortProbe):
                 f"{self.options['iterations']} products: they are lower bounds (see the metric residual)."
             )
         rows = []
-        for (layer, sublayer, role, metric, _), values in self._values.items():
+        for (layer, sublayer, role, index, metric, _), values in self._values.items():
             ended = metric in ("iterations", "residual")  # of how a search ended, the worst
             mean = (float(torch.stack(values).max()), math.nan) if ended else mean_and_error(torch.cat(values))
-            rows.append((layer, sublayer, role, 0, metric, *mean))
+            rows.append((layer, sublayer, role, index, metric, *mean))
         return pd.DataFrame(rows, columns=COLUMNS)
 
     def _measure(self, context: Context, inputs: dict[str, torch.Tensor], label: str) -> None:
@@ -139,7 +149,9 @@ class JacobianProbe(ShortProbe):
             if bare:
                 context.note(f"Jacobians: no residual path, the sub-layers of layer {ranges(bare)} were not found.")
             odd = [block.site.index for block in blocks if not _all_divide(block.site)]
-            if odd:
+            if blocks[0].site.carries_more:
+                odd = [block.site.index for block in blocks]
+            elif odd:
                 context.note(
                     f"Jacobians: no closed formulas, norms of layer {ranges(odd)} do not divide by a mean square."
                 )
@@ -173,8 +185,17 @@ class JacobianProbe(ShortProbe):
             self._add(layer, "block", role, "typical", jacobian.typical_stretch(identity=identity, batch_dims=1))
             norms[role] = norm.value
         if path:
-            norm = Jacobian(block.residual_path, x).norm(batch_dims=x.ndim - 1, **self.options)
+            norm = Jacobian(block.residual_path, x).norm(batch_dims=2, **self.options)
             norms["residual_path"] = 10 ** norm.value.log10().flatten(1).mean(1)
+        if block.site.carries_more:
+            for index, stream in enumerate(x.unbind(-2)):
+                norm = Jacobian(_of_stream(block, index), stream).norm(batch_dims=1, **self.options)
+                self._search(layer, "block", "stream", norm, index)
+                self._add(layer, "block", "stream", "norm", norm.value, index)
+            alike = Jacobian(lambda z: block(x + z.unsqueeze(-2)).mean(-2), torch.zeros_like(x[..., 0, :]))
+            norm = alike.norm(batch_dims=1, **self.options)
+            self._search(layer, "block", "collapsed", norm)
+            norms["collapsed"] = norm.value
         return norms
 
     def _measured_sigmas(self, block: LayerCall, wirings: Sequence[Wiring]) -> torch.Tensor:
@@ -193,21 +214,22 @@ class JacobianProbe(ShortProbe):
         factor = block_factor(wirings, sigmas).expand(block.stream.shape[:-1])
         return 10 ** factor.log10().flatten(1).mean(1)
 
-    def _add(self, layer: int, sublayer: str, role: str, metric: str, values: torch.Tensor) -> None:
+    def _add(self, layer: int, sublayer: str, role: str, metric: str, values: torch.Tensor, index: int = 0) -> None:
         """Values of a row, one per sequence."""
-        place = (layer, sublayer, role, metric)
+        place = (layer, sublayer, role, index, metric)
         self._values.setdefault((*place, self._added[place]), []).append(values)
         self._added[place] += 1  # a layer may have several feed-forwards
 
-    def _search(self, layer: int, sublayer: str, role: str, norm: SpectralNorm) -> None:
+    def _search(self, layer: int, sublayer: str, role: str, norm: SpectralNorm, index: int = 0) -> None:
         self._unfinished += not norm.converged
-        self._add(layer, sublayer, role, "iterations", torch.tensor(float(norm.iterations)))
-        self._add(layer, sublayer, role, "residual", norm.residual.max())
+        self._add(layer, sublayer, role, "iterations", torch.tensor(float(norm.iterations)), index)
+        self._add(layer, sublayer, role, "residual", norm.residual.max(), index)
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         blocks = frame[frame.sublayer == "block"]
         norms = blocks[blocks.metric.isin(["norm", "formula"])]
-        norms = norms.assign(which=norms.role.map({**_PATHS, "identity": "distance to the identity"}))
+        which = norms.role.map({**_PATHS, "identity": "distance to the identity"})
+        norms = norms.assign(which=which.fillna("stream " + norms["index"].astype(str)))
         products = blocks[blocks.metric == "log10_product"]
         products = products.assign(which=products.role.map(_PATHS))
         yield from chart(
@@ -228,7 +250,7 @@ class JacobianProbe(ShortProbe):
         """Say where norms are largest, what the product bounds, whether layers approach the identity, and the path."""
         norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
         norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))
-        model = {(row.role, row.metric): row.value for row in frame[frame.layer == -1].itertuples()}
+        model = {(str(row.role), str(row.metric)): float(row.value) for row in frame[frame.layer == -1].itertuples()}
         num_layers = len(norm)
         product = model["jacobian", "log10_product"]
         yield (
@@ -252,11 +274,27 @@ class JacobianProbe(ShortProbe):
         )
         if ("residual_path", "log10_product") not in model:
             return
-        path, keel, fuse = (model[role, "log10_product"] for role in ("residual_path", "keel", "fusenorm"))
+        path = model["residual_path", "log10_product"]
+        if ("keel", "log10_product") not in model:
+            mean = model.get(("collapsed", "log10_product"), math.nan)
+            more = f", of the streams' mean {_power(mean)}" if math.isfinite(mean) else ""
+            yield f"Along the residual path alone the product is {_power(path)}{more}."
+            return
+        keel, fuse = (model[role, "log10_product"] for role in ("keel", "fusenorm"))
         yield (
             f"Along the residual path alone the product is {_power(path)}; the formula with the measured sigma gives "
             f"{_power(fuse)}, the one from gains and scales alone (Keel Eq 14-19) {_power(keel)}."
         )
+
+
+def _of_stream(block: LayerCall, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a stream after a block as a function of the same stream before it; the others stay."""
+
+    def function(z: torch.Tensor) -> torch.Tensor:
+        streams = [z if i == index else x for i, x in enumerate(block.stream.unbind(-2))]
+        return block(torch.stack(streams, dim=-2))[..., index, :]
+
+    return function
 
 
 def _power(exponent: float) -> str:

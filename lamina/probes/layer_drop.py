@@ -63,7 +63,8 @@ class LayerDrop(Probe):
     One row per measurement: ``layer`` the first layer dropped, ``size`` how many, and
 
     - ``meaning``: "remove": the layer returns its input. "branch": its sub-layers add zero, but its skips, their
-      scales and post-norms stay. Where no norm sits on the stream (Pre-LN, Peri-LN) the two are the same.
+      scales and post-norms stay. Where no norm sits on the stream (Pre-LN, Peri-LN) the two are the same. Of several
+      streams all are returned as they came; "branch" still mixes them.
     - ``loss_increase``: nats per predicted token; ``perplexity_increase``: exp(loss) without the layer minus exp(loss)
       of the whole model. Standard errors are over sequences, of the paired difference.
     - ``accuracy_drop`` (of an lm-eval task): whole minus dropped; ``score_drop`` (of your own score): so that harm is
@@ -92,6 +93,7 @@ class LayerDrop(Probe):
     title = "Dropping layers"
     summary = "how much worse the model is without each layer (or block), in loss, perplexity or a task's score"
     source = "Mix-LN Fig 2, 3, 6b; KEEL (dPPL); Gromov et al. 2024"
+    of_streams = True
 
     def __init__(
         self,
@@ -372,7 +374,7 @@ class PassesWithoutLayers(ExitStack):
         super().__init__()
         self.context, self.run = context, run
         self.sites = {(id(site.module), site.call): site for site in context.structure.layers}
-        self.chained = True
+        self.chained = not any(site.carries_more for site in context.structure.layers)
         self._mode, self._start, self._size = "full", 0, 1
         self._calls: dict[int, int] = {}
         self._refill: dict[int, Callable[[torch.Tensor], Output]] = {}
@@ -459,7 +461,7 @@ class PassesWithoutLayers(ExitStack):
         return refill(output)(self._state.clone())
 
     def _record(self, site: LayerSite, stream: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
-        if site.index and (self._last.shape != stream.shape or not torch.equal(self._last, stream)):
+        if self.chained and site.index and (self._last.shape != stream.shape or not torch.equal(self._last, stream)):
             self.chained = False
         self._before[site.index] = Counter(self._counts)
         output = original(*args, **kwargs)
@@ -528,8 +530,9 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
 
             def change(key: str, tensor: torch.Tensor, kept: dict[str, torch.Tensor] = kept) -> torch.Tensor | None:
                 if key == "output":
-                    return kept.pop("input")
-                kept["input"] = tensor.clone()  # a layer may add to it in place
+                    x = kept.pop("input")  # the first block makes several streams of one
+                    return x if x.shape == tensor.shape else x.unsqueeze(-2).expand_as(tensor)
+                kept["input"] = stream_of(tensor).clone()  # a layer may add to it in place
                 return None
 
             if meaning == REMOVE:

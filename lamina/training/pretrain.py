@@ -103,7 +103,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         self.resolved = processes.by_first(resolved)
         self.settings, self.plan = self.resolved.settings, self.resolved.plan
         if processes.size > 1:  # a norm of one's own is registered where its file has run
-            processes.together(lambda: source.plan_of(self.settings, self.plan.num_layers))
+            processes.together(lambda: source.plan_of(self.settings, self.resolved.plan.num_layers))
         self.tokens_per_step = self.resolved.tokens_per_step
 
     def read(self, processes: Processes, *, bar: bool) -> None:

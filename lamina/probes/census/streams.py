@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import TypeAlias
@@ -54,11 +54,11 @@ class StreamSum:
     norms: Mapping[str, str]
     pre_scale: Factor
     skip: str
-    skip_scale: Factor
     mix: str
     own: tuple[str, ...]
     normed: tuple[bool, ...]
     error: float
+    skip_scale: Factor = field(default_factory=Factor)
     kind: str = ""
     read: str = BY_CHANNEL
     write: str = CONSTANT
@@ -137,7 +137,7 @@ class StreamLayers:
         return [[_judged(*one) for one in zip(a, b, strict=True)] if len(a) == len(b) else [] for a, b in pairs]
 
     def structure(self) -> Structure:
-        """Return the layers, and the norms that run right before and right behind them."""
+        """Return the layers, and the norms that run right before and right after them."""
         calls = self._calls()
         layers = []
         for index, call in enumerate(calls):
@@ -148,9 +148,10 @@ class StreamLayers:
             "embedding_norm": [call for call in norms if call.ended < calls[0].began],
             "final_norm": [call for call in norms if call.began > calls[-1].ended],
         }
-        sites = {r: NormSite(r, f[-1].module, f[-1].path, f[-1].number) if f else None for r, f in ends.items()}
+        sites = {r: NormSite(r, f[-1].module, f[-1].path, f[-1].number) for r, f in ends.items() if f}
         embedding = self.model.get_input_embeddings() if isinstance(self.model, PreTrainedModel) else None
-        return Structure(tuple(layers), self.width, embedding, **sites, head=None)
+        before, behind = sites.get("embedding_norm"), sites.get("final_norm")
+        return Structure(tuple(layers), self.width, embedding, before, behind, head=None)
 
     def _widths(self, value: int) -> int:
         """How many widths a tensor has for each token; 0 for other tensors."""
@@ -193,8 +194,8 @@ class StreamLayers:
     def _readers(self, layer: Call) -> list[Call]:
         """Return the calls in a layer that get all streams, as all calls around them do, and hand on something else."""
 
-        def reads(call: Call | None) -> bool:
-            return call is layer or any(call and self._widths(value) == self.n for value in call.inputs.values())
+        def reads(call: Call) -> bool:
+            return call is layer or any(self._widths(value) == self.n for value in call.inputs.values())
 
         found: list[Call] = []
         for call in self.record.calls:
@@ -216,8 +217,8 @@ class StreamLayers:
             calls = [call for call in self.record.calls if reader.ended < call.ended <= end and call.within(layer)]
             after = [call.output for call in calls] + ([] if following is None else [*following.inputs.values()])
             sources = {STREAM: read, BLOCK_INPUT: block.expand_as(read), "both": read + block}
-            for x in self._of(after, self.n) if own is not None else []:
-                if (one := self._sum(x, sources, own, calls)) is not None:
+            for x in self._of(after, self.n):
+                if own is not None and (one := self._sum(x, sources, own, calls)) is not None:
                     found.append(one)
                     state = x
                     break
@@ -261,8 +262,9 @@ class StreamLayers:
             sizes = torch.linalg.svdvals(source)
             alike = bool((sizes[:, -1] < _SAME * sizes[:, 0]).any())
             mix, path = "" if alike else "free", module.path
-            scales = {"pre_scale": pre_scale, "skip_scale": Factor()}
-            one = StreamSum(path=path, norms=norms, skip=skip, mix=mix, own=own, normed=some, error=error, **scales)
+            one = StreamSum(
+                path=path, norms=norms, pre_scale=pre_scale, skip=skip, mix=mix, own=own, normed=some, error=error
+            )
             return one, (read, weights[:, -1], weights[:, :-1])
         return None
 

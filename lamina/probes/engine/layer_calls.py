@@ -34,9 +34,13 @@ class LayerCall:
     calls: Mapping[nn.Module, int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the stream after the layer with ``x`` [sequences, tokens, channels] in place of x^l."""
+        """Return the stream after the layer with ``x`` in place of x^l, [sequences, tokens, channels].
+
+        Of several streams both are [sequences, tokens, n, channels].
+        """
         args, kwargs = with_argument(self.args, self.kwargs, self.site.input.argument, x)
-        return stream_of(self.site.module(*args, **kwargs))
+        with _of_copies(self.site.module):
+            return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
         """Return the same value, but let gradients pass only through the skips."""
@@ -57,6 +61,20 @@ class LayerCall:
         with intercept(points, lambda key, tensor: y if key == "start" else ends.append(tensor), calls=self.calls):
             self(self.stream)
         return ends[0]
+
+
+@contextmanager
+def _of_copies(layer: nn.Module) -> Iterator[None]:
+    """Let Lamina's first block of several streams take them, where it would make them of the embedding."""
+    attributes = vars(layer)
+    made = attributes.get("streams")
+    try:
+        if made:
+            attributes["streams"] = 0
+        yield
+    finally:
+        if made:
+            attributes["streams"] = made
 
 
 @contextmanager
@@ -96,7 +114,9 @@ def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> 
     def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         site = sites.get(module, {}).get(finished[module])
         if site is not None:
-            stream = argument_of(args, kwargs, site.input.argument)
+            stream = stream_of(argument_of(args, kwargs, site.input.argument))
+            if site.carries_more and (copies := getattr(module, "streams", 0)):
+                stream = stream.unsqueeze(-2).repeat_interleave(copies, dim=-2)
             calls[site.index] = LayerCall(site, stream.detach(), args, kwargs, dict(finished))
 
     def after(module: nn.Module, args: Args, output: Output) -> None:
