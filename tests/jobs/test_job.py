@@ -1,15 +1,20 @@
-"""A job's folder: locked, claimed, of a kind; resumed under one policy."""
+"""A job's folder: locked, claimed, of a kind, resumed under one policy; links stay as they are; the code's revision."""
 
 import json
+import os
+import subprocess
 
 import pytest
 
+from lamina.cli import main
 from lamina.errors import UserError
-from lamina.jobs.files import write_yaml, writing
-from lamina.jobs.folder import lock
+from lamina.jobs import environment
+from lamina.jobs.files import write_text, write_yaml, writing
+from lamina.jobs.folder import LOCK, REPLACES, hold, lock
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.settings import Settings, at_least, setting
+from lamina.reports.page import write_page
 
 POLICY = ResumePolicy(what="job", free={"output", "threads"})
 
@@ -107,3 +112,126 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 def test_an_output_that_is_no_text_is_refused_by_name(output):
     with pytest.raises(UserError, match="output: "):
         opened({"output": output})
+
+
+@pytest.fixture
+def precious(tmp_path):
+    path = tmp_path / "precious"
+    path.write_text("mine")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "folder").mkdir()
+    return tmp_path / "folder"
+
+
+@pytest.mark.parametrize("name", [LOCK, REPLACES])
+def test_a_folder_with_a_link_in_the_locks_place_is_refused(folder, precious, name):
+    (folder / name).symlink_to(precious)
+    with pytest.raises(UserError, match=f"{name}' is a link"), lock(folder):
+        pass
+    assert precious.read_text() == "mine"
+    assert (folder / name).is_symlink()
+
+
+def test_a_lock_that_leads_nowhere_makes_no_file(folder, tmp_path):
+    (folder / ".lock").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is a link"), lock(folder):
+        pass
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_lock_that_is_a_hard_link_is_not_emptied(folder, precious):
+    os.link(precious, folder / ".lock")
+    with lock(folder):
+        pass
+    assert precious.read_text() == "mine"
+
+
+def test_a_lock_that_is_a_folder_is_refused(folder):
+    (folder / ".lock").mkdir()
+    with pytest.raises(UserError, match="is a folder"), lock(folder):
+        pass
+
+
+@pytest.mark.parametrize("argv", [["pretrain", "--steps", "1"], ["compare", "--steps", "1"]])
+def test_a_command_refuses_a_linked_lock_in_one_line(folder, precious, capsys, argv):
+    (folder / ".lock").symlink_to(precious)
+    assert main([*argv, "--output", str(folder)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lamina:")]
+    assert line.endswith(".lock' is a link (allowed: no link there, or another folder)")
+    assert precious.read_text() == "mine"
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def test_a_file_is_not_written_through_a_link_in_its_temporary_place(folder, precious):
+    (folder / f".result.json.{os.getpid()}").symlink_to(precious)
+    write_text(folder / "result.json", "{}")
+    assert precious.read_text() == "mine"
+    assert not (folder / "result.json").is_symlink()
+
+
+def test_a_page_is_not_written_through_a_link_in_its_temporary_place(folder, precious):
+    (folder / f".report.html.{os.getpid()}").symlink_to(precious)
+    write_page(folder / "report.html", title="A page", facts=[], sections=[], command="")
+    assert precious.read_text() == "mine"
+
+
+def test_holding_a_folder_deletes_a_linked_draft_but_not_what_it_leads_to(folder, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter").write_text("mine")
+    (folder / ".model-draft").symlink_to(tmp_path / "home")
+    write_text(folder / "environment.json", '{"versions": {"lamina": "0.1.0"}}')
+    with hold(folder, resume=True):
+        pass
+    assert not (folder / ".model-draft").is_symlink()
+    assert (tmp_path / "home" / "letter").read_text() == "mine"
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """git is asked once per process."""
+    environment.git_revision.cache_clear()
+    yield
+    environment.git_revision.cache_clear()
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with one commit, in which the package would lie."""
+
+    def git(*words):
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    for name in ("lamina/jobs/environment.py", "studies/records/a/study.yaml", "studies/a.yaml", "docs/results/a.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("first\n")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "lamina" / "jobs" / "environment.py"))
+    return tmp_path, git("rev-parse", "HEAD").stdout[:12]
+
+
+@pytest.mark.parametrize("name", ["studies/records/a/study.yaml", "docs/results/a.md", "studies/records/b/new"])
+def test_what_studies_write_is_no_change_of_the_code(checkout, name):
+    folder, revision = checkout
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("second\n")
+    assert environment.git_revision() == revision
+
+
+@pytest.mark.parametrize("name", ["lamina/jobs/environment.py", "studies/a.yaml"])
+def test_a_changed_file_is_said(checkout, name):
+    folder, revision = checkout
+    (folder / name).write_text("second\n")
+    assert environment.git_revision() == f"{revision}-dirty"
+
+
+def test_there_is_no_revision_outside_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "lamina" / "jobs" / "environment.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert environment.git_revision() is None
