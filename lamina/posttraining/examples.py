@@ -8,10 +8,13 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from lamina.core.json_types import Json
 from lamina.core.values import home
@@ -28,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Fields = Mapping[str, Any]
-Message = Mapping[str, str]
-"""A turn: its ``role`` (system, user or assistant) and its ``content``."""
+Message = Mapping[str, Any]
+"""A turn: its ``role``, its ``content``, and what else a template reads (``tool_calls``, ``thinking`` ...)."""
 Messages = Sequence[Message]
 Prompt: TypeAlias = str | Messages
 """A text, or the turns before the answer."""
 IGNORED = -100
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool", "developer")  # the last two for templates that know them
 READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 GENERATED = "generated:"
 ALLOWED_GENERATED = "generated:KIND[:TASK[+TASK...]][@test]"
@@ -179,8 +182,8 @@ def trls_form(row: Fields, needed: Sequence[str]) -> Json:
     Raises ValueError for an empty answer or a malformed turn, by the name that the row has for it.
     """
     named, called = dict(row), {}
-    if row.get("tools"):
-        raise ValueError("the field 'tools' has tools, which no template here takes")
+    if pictures := next((name for name in ("images", "image") if row.get(name)), None):
+        raise ValueError(f"the field {pictures!r} has images, which no model here reads")
     if "conversations" in row and "messages" not in row:
         named["messages"], called["messages"] = named.pop("conversations"), "conversations"
     prompted = "prompt" in row and ("completion" in row or "output" not in row)
@@ -215,14 +218,16 @@ def _turn(name: str, number: int, turn: object) -> Message:
     fields = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
     sender = fields.get("role", fields.get("from"))
     role = {"human": "user", "gpt": "assistant"}.get(str(sender), sender)  # ShareGPT's names
-    content = fields.get("content", fields.get("value"))
-    if role == "tool" or fields.get("tool_calls"):
-        raise ValueError(f"turn {number + 1} of {name!r} calls or answers a tool, which no template here takes")
+    content = fields.get("content", fields.get("value", "" if fields.get("tool_calls") else None))
+    if isinstance(content, list):  # the parts of OpenAI's form
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if role not in ROLES or not isinstance(content, str):
         raise ValueError(f"turn {number + 1} of {name!r} has no role (allowed: {', '.join(ROLES)}) with a text")
-    if role == "assistant" and not content.strip():
+    if role == "assistant" and not content.strip() and not fields.get("tool_calls"):
         raise ValueError(f"turn {number + 1} of {name!r}, the assistant's, is empty")
-    return {"role": role, "content": content}
+    further = {key: value for key, value in fields.items() if key not in ("from", "value")}
+    return {**further, "role": role, "content": content}
 
 
 def _up_to(role: str, turns: Messages) -> Messages:
@@ -238,6 +243,14 @@ def as_turns(text: Prompt, role: str = "user") -> Messages:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
+def _options(row: Fields) -> Json:
+    """Return what a row gives its template besides turns: ``tools``, also as JSON, and ``chat_template_kwargs``."""
+    options, tools = dict(row.get("chat_template_kwargs") or {}), row.get("tools")
+    if tools:
+        options["tools"] = json.loads(tools) if isinstance(tools, str) else tools
+    return {"options": options} if options else {}
+
+
 def _no_form(row: Fields, forms: str) -> ValueError:
     return ValueError(f"no known fields (needed: {forms}; the row has: {', '.join(map(str, row)) or 'none'})")
 
@@ -245,17 +258,21 @@ def _no_form(row: Fields, forms: str) -> ValueError:
 def example_of(row: Fields) -> Json:
     """Return a row as ``prompt`` and ``completion``, two texts that are used unchanged, or as ``messages``.
 
-    Raises ValueError for a row of no known form.
+    ``asked``: the number of messages before the completion, where not all of the assistant's turns are trained on, or
+    others are. ``options``: the template's. Raises ValueError for a row of no known form.
     """
     named = trls_form(row, ("messages", "prompt", "completion"))
     if "messages" in named:
-        return {"messages": _up_to("assistant", named["messages"])}
+        return {"messages": _up_to("assistant", named["messages"]), **_options(row)}
     if "prompt" not in named or "completion" not in named:
         raise _no_form(row, "messages, or prompt and completion, or instruction and output, or text")
     prompt, completion = named["prompt"], named["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return {"prompt": prompt, "completion": completion}
-    return {"messages": _up_to("assistant", [*as_turns(prompt), *as_turns(completion, "assistant")])}
+    asked, answer = as_turns(prompt), as_turns(completion, "assistant")
+    several = len(answer) > 1 or any(turn["role"] == "assistant" for turn in asked)
+    apart = {"asked": len(asked)} if several else {}  # else the only answer is the last turn
+    return {"messages": [*asked, *_up_to("assistant", answer)], **apart, **_options(row)}
 
 
 def preference_of(row: Fields) -> Json:
@@ -275,7 +292,9 @@ def preference_of(row: Fields) -> Json:
     if rejected[:-1] != chosen[:-1]:
         raise ValueError("'chosen' and 'rejected' differ before their last turn")
     prompt = chosen[:-1] or prompt_of(named)
-    return {"prompt": prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
+    answers = {"chosen": chosen[-1], "rejected": rejected[-1]}
+    plain = {n: turn["content"] if turn.keys() == {"role", "content"} else [turn] for n, turn in answers.items()}
+    return {"prompt": prompt, **plain, **_options(row)}
 
 
 def prompt_of(row: Fields) -> Prompt:
@@ -351,6 +370,18 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
         raise UserError(f"template: {choice!r} can't be read ({one_line(error)})") from None
 
 
+@cache
+def _for_training(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """Return TRL's form of a known template, in which the answers are marked; None without one."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    tokenizer.chat_template = template
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError:  # TRL has none
+        return None
+
+
 @dataclass(kw_only=True)
 class ExampleEncoder:
     """Encodes examples for one model.
@@ -407,15 +438,17 @@ class ExampleEncoder:
         prompt = preference["prompt"]
         both: list[Json] = [{"prompt": prompt, "completion": preference[name]} for name in ("chosen", "rejected")]
         if self.template is not None or not isinstance(prompt, str):
-            both = [{"messages": [*as_turns(prompt), *as_turns(one["completion"], "assistant")]} for one in both]
+            turns, options = as_turns(prompt), preference.get("options", {})
+            wholes = ([*turns, *as_turns(one["completion"], "assistant")] for one in both)
+            both = [{"messages": whole, "asked": len(turns), "options": options} for whole in wholes]
         better, worse = map(self.example, both)
         if better["input_ids"] == worse["input_ids"]:
             cut = f" in their first {self.longest} tokens" if better["truncated"] else ""
             raise ValueError(f"the two answers are the same{cut}")
         return better, worse
 
-    def render(self, messages: Messages, *, answers: bool) -> str:
-        """Render a conversation; with ``answers``, up to where the model answers.
+    def render(self, messages: Messages, *, answers: bool, options: Fields = MappingProxyType({})) -> str:
+        """Render a conversation; with ``answers``, up to where the model answers. ``options``: the template's.
 
         Raises ValueError for turns that the template does not take, UserError for a template that is no Jinja.
         """
@@ -423,10 +456,13 @@ class ExampleEncoder:
 
         if self.template is None:
             raise ValueError("turns need a chat template (allowed: a --template, or prompts and answers as texts)")
-        turns = [dict(message) for message in messages]
-        options: Json = {"chat_template": self.template, "tokenize": False, "add_generation_prompt": answers}
+        turns, template = [dict(message) for message in messages], self.template
+        beyond = {"tools": options.get("tools")} | {role: role for turn in turns if (role := turn["role"]) in ROLES[3:]}
+        for word in (word for word, present in beyond.items() if present and word not in template):
+            raise ValueError(f"it has {word!r}, which the template does not take (allowed: a --template that does)")
+        given = {**options, "chat_template": template, "tokenize": False, "add_generation_prompt": answers}
         try:
-            return str(self.tokenizer.apply_chat_template(turns, **options))
+            return str(self.tokenizer.apply_chat_template(turns, **given))
         except TemplateSyntaxError as error:
             raise UserError(f"template: no Jinja in its line {error.lineno} ({one_line(error)})") from None
         except Exception as error:  # Jinja's own, and whatever a template raises by its raise_exception
@@ -438,18 +474,32 @@ class ExampleEncoder:
             end = str(self.tokenizer.eos_token)
             text = example["prompt"] + example["completion"].removesuffix(end) + end
             return text, [(len(example["prompt"]), len(text))]
-        messages = example["messages"]
-        text = self.render(messages, answers=False)
-        spans = []
+        if self.loss_on_all:
+            text = self.render(example["messages"], answers=False, options=example.get("options", {}))
+            return text, [(0, len(text))]
+        rendered, options = self._answers(example), example.get("options", {})
+        if rendered is None and (marked := _for_training(self.tokenizer, str(self.template))):
+            turns, names = [dict(turn) for turn in example["messages"]], self.tokenizer.special_tokens_map
+            how: Json = {**names, **options, "chat_template": marked, "return_assistant_tokens_mask": True}
+            (text,), (spans,) = render_jinja_template([turns], **how)
+            rendered = text, spans
+        if rendered is None:
+            raise ValueError(
+                "the template renders the turns before an answer differently without it (another --template)"
+            )
+        return rendered
+
+    def _answers(self, example: Fields) -> tuple[str, list[tuple[int, int]]] | None:
+        """Render a conversation with its answers' spans; None if a turn reads otherwise where others follow it."""
+        messages, render = example["messages"], partial(self.render, options=example.get("options", {}))
+        text, asked, spans = render(messages, answers=False), example.get("asked"), []
         for index, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if index == asked or (asked is None and message["role"] == "assistant"):
                 # transformers refuses to render no turns
-                before = self.render(messages[:index], answers=True) if index else ""
-                through = self.render(messages[: index + 1], answers=False)
+                before = render(messages[:index], answers=True) if index else ""
+                through = text if asked is not None else render(messages[: index + 1], answers=False)
                 if not (through.startswith(before) and text.startswith(through)):
-                    raise ValueError(
-                        "the template renders the turns before an answer differently without it (another --template)"
-                    )
+                    return None
                 spans.append((len(before), len(through)))
         return text, spans
 

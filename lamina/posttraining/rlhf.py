@@ -73,7 +73,7 @@ class PolicyTrainer(TunedTrainer, _Online):
             self.bare_model().generate = partial(self.bare_model().generate, synced_gpus=True)
         self.beta = beta
         self.ref_model: Passed = self.without_adapters  # the KL is measured with beta = 0, too
-        if self.tuner is None:
+        if not isinstance(reference, NoReference):
             add_fused_lm_head(cast(PreTrainedModel, reference), temperature=self.temperature)
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
@@ -324,6 +324,8 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
     def encoded(self, row: Fields) -> Json:
         """A prompt: its text, its token ids, and its row as JSON."""
+        if row.get("tools"):
+            raise ValueError("the field 'tools' has tools, which no policy here calls")
         prompt = prompt_of(row)
         ids = self.encoder.prompt(prompt, room=self.settings.max_answer)
         return {"prompt": self.encoder.prompt_text(prompt), "prompt_ids": ids, "row": json.dumps(row, default=str)}
