@@ -14,9 +14,9 @@ from typing import Literal, NoReturn, Union, get_args, get_origin
 
 from lamina.core.json_types import Json
 from lamina.core.specs import read_value
-from lamina.core.values import path
+from lamina.core.values import comma_separated, factors, path
 from lamina.errors import UserError, did_you_mean, shortened
-from lamina.jobs.aliases import in_our_words, meaning, suggestion
+from lamina.jobs.aliases import in_our_words, meaning, passed_on, suggestion
 from lamina.jobs.settings import Settings
 
 WIDTHS = (80, 110, 120)  # of the help: narrowest, without a terminal, widest
@@ -193,16 +193,41 @@ class Parser(ArgumentParser):
                 setting = meaning(flag[2:].replace("-", "_"), self._dests())
                 if flag not in self._option_string_actions and setting and self._flag(setting).startswith("--"):
                     flag = self._flag(setting)
+                action = self._option_string_actions.get(flag)
+                if action is None and (where := self._outside(flag)) is not None:
+                    words = [value] if equals else _values(left)
+                    text = f"[{', '.join(words)}]" if len(words) > 1 else (*words, where[2])[0]
+                    ours.append(f"--{where[0]}={where[1]}={text}")
+                    continue
                 if (before := names.setdefault(flag, outer.replace("_", "-"))) != outer.replace("_", "-"):
                     raise UserError(f"{before} and {outer} are the same setting (allowed: one of them)")
                 if flag == "--resume" and not equals:
                     equals, value = "=", "yes"  # it takes no word of its own
+                elif isinstance(action, BooleanOptionalAction):
+                    if (value if equals else left[0] if left else "").lower() in ("true", "false"):
+                        said = value if equals else left.pop(0)
+                        flag, equals, value = flag if said.lower() == "true" else f"--no-{flag[2:]}", "", ""
+                elif not equals and self._takes_list(action):
+                    value = ",".join(_values(left))
+                    equals = "=" if value else ""
                 word = flag + dot + inner + equals + value
                 if dot and flag in self._option_string_actions:
                     value = value if equals else left.pop(0) if left else None
                     word = flag if value is None else f"{flag}={inner}={value}"
             ours.append(word)
         return ours
+
+    def _outside(self, flag: str) -> tuple[str, str, str] | None:
+        """Return the setting that takes another library's option, the option, and its value as a switch."""
+        name = flag[2:].replace("-", "_")
+        for option, value in ((name, "true"), (name.removeprefix("no_"), "false")):
+            if self.record is not None and (where := passed_on(option, self._dests(), self.record.outside)):
+                return *where, value
+        return None
+
+    def _takes_list(self, action: Action | None) -> bool:
+        known = action is not None and self.record is not None and not self._get_positional_actions()
+        return known and self.record.check_of(action.dest) in (comma_separated, factors)
 
     def format_help(self) -> str:
         """The help: the settings that matter or, after ``--help all``, all of them in groups."""
@@ -244,6 +269,13 @@ def help_rows(action: Action) -> Iterator[str]:
         head = ""
 
 
+def _values(left: list[str]) -> list[str]:
+    """Take the words up to the next flag."""
+    count = next((place for place, word in enumerate(left) if word.startswith("--")), len(left))
+    taken, left[:count] = left[:count], []
+    return taken
+
+
 def _named(action: Action) -> tuple[str, str]:
     """Return an action's shortest flag and the placeholder of its value."""
     flags = [flag for flag in action.option_strings if len(flag) > 2 and not flag.startswith("--no-")]
@@ -275,8 +307,12 @@ def _from_yaml(file: Path, record: type[Settings]) -> Json:
     data, names = read_mapping(file), record.names()
     if isinstance(data.get("settings"), Mapping):  # a study.yaml is also a configuration
         data = dict(data["settings"])
+    passed: dict[str, Json] = {}
     data = in_our_words({str(key): value for key, value in data.items()}, names, f"{str(file)!r}: ")
     for name, value in data.items():
+        if where := passed_on(name, names, record.outside):
+            passed.setdefault(where[0], {})[where[1]] = value
+            continue
         if name not in names:
             hint = did_you_mean(suggestion(name, names))
             raise UserError(f"{str(file)!r}: unknown setting {name!r}{hint}")
@@ -286,4 +322,5 @@ def _from_yaml(file: Path, record: type[Settings]) -> Json:
                 data[name] = reader(value)
             except ArgumentTypeError as error:
                 raise UserError(f"{str(file)!r}: {name}: {error}") from None
-    return data
+    kept = {name: value for name, value in data.items() if name in names}
+    return kept | {name: {**options, **kept.get(name, {})} for name, options in passed.items()}

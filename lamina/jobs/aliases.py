@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
 
 from lamina.errors import UserError, nearest_name
 
@@ -22,17 +26,17 @@ sequence_length: block_size max_length max_seq_length seq_len; output: output_di
 beta1: adam_beta1; beta2: adam_beta2; epsilon: adam_epsilon eps; max_grad_norm: grad_clip; save_steps: save_interval;
 eval_steps: eval_interval; logging_steps: log_interval; keep: save_total_limit; push_to_hub: hub_model_id;
 text_field: dataset_text_field; eval_data: validation_file; lora_rank: lora_r; lora_targets: lora_target_modules;
-label_smoothing: label_smoothing_factor; max_answer: max_completion_length;
+label_smoothing: label_smoothing_factor; max_answer: max_completion_length; reward_model: reward_model_name_or_path;
 gradient_checkpointing: activation_checkpointing
 """)
 # By our name, the names that do not mean quite the same: the setting is suggested.
 NEAR = _table("""
-steps: num_train_epochs; batch_size: per_device_train_batch_size micro_batch_size; precision: bf16 fp16 torch_dtype;
+steps: num_train_epochs; batch_size: per_device_train_batch_size micro_batch_size;
+weights: load_in_4bit load_in_8bit dtype torch_dtype; precision: bf16 fp16 torch_dtype;
 compile: torch_compile torch_compile_backend torch_compile_mode; device: use_cpu no_cuda; seed: data_seed;
 data: corpus dataset_name; parallel: fsdp fsdp_config deepspeed parallelism_config; backbone: model model_name_or_path;
-trainer: optim lr_scheduler_type per_device_eval_batch_size dataloader_num_workers; resume: resume_from_checkpoint;
-loss_on: completion_only_loss assistant_only_loss; lora_rank: use_peft; weights: load_in_4bit load_in_8bit;
-overwrite: overwrite_output_dir
+resume: resume_from_checkpoint; loss_on: completion_only_loss assistant_only_loss; template: chat_template_path;
+overwrite: overwrite_output_dir; reward_function: reward_funcs
 """)
 
 
@@ -43,6 +47,30 @@ def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str |
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
     return None if name in offered else next((setting for setting in ours if setting in offered), None)
+
+
+@cache
+def _declared(files: tuple[str, ...]) -> frozenset[str]:
+    """The names, and the fields of installed libraries' classes in the files, whose loading would take seconds."""
+    names = {file for file in files if "/" not in file}
+    for package, _, rest in (file.partition("/") for file in files if "/" in file):
+        found = importlib.util.find_spec(package)
+        for folder in (found.submodule_search_locations or ()) if found is not None else ():
+            if (source := Path(folder, rest)).is_file():
+                names.update(re.findall(r"^    (\w+): ", source.read_text(encoding="utf-8"), re.MULTILINE))
+    return frozenset(names)
+
+
+def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
+    """Return the setting that takes another library's option, and the option's name in it; None if none does.
+
+    ``outside``: by the setting, the options or the library's files that declare them, as in ``Settings.outside``.
+    """
+    if name not in offered and meaning(name, offered, near=True) is None:
+        for setting, files in outside.items():
+            if (option := name.removeprefix(f"{setting}_")) in _declared(files):
+                return setting, option
+    return None
 
 
 def suggestion(name: str, offered: Collection[str]) -> str | None:

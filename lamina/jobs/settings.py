@@ -92,7 +92,8 @@ class Settings:
     not offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
     files and help texts; the others follow base by base, the record's own last. ``group``, given beside the bases, is
     the heading of a group's flags in ``--help all``; a command's own record has none. ``main`` names the ten settings
-    that ``--help`` shows. ``needed`` are those without which the job can't begin.
+    that ``--help`` shows. ``needed`` are those without which the job can't begin. ``outside`` has, by a setting that is
+    a mapping, another library's options that it takes, or the library's files that declare them.
     """
 
     command_name: ClassVar[str] = ""
@@ -101,6 +102,7 @@ class Settings:
     needed: ClassVar[tuple[str, ...]] = ()
     without: ClassVar[frozenset[str]] = frozenset()
     order: ClassVar[tuple[str, ...]] = ()
+    outside: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init_subclass__(cls, *, group: str = "") -> None:
         """Make a frozen dataclass of every record."""

@@ -18,7 +18,7 @@ from lamina.core.json_types import Json
 from lamina.jobs.kinds import Kind
 from lamina.posttraining.examples import IGNORED, Fields, preference_of
 from lamina.posttraining.settings import DpoSettings, RewardSettings
-from lamina.posttraining.trainer import Passed, TunedTrainer
+from lamina.posttraining.trainer import NoReference, Passed, TunedTrainer
 from lamina.posttraining.tuning import Row, S, TuningStage, tune
 from lamina.training.run import TrainingRun
 
@@ -185,7 +185,7 @@ class DpoTrainer(PairTrainer):
 
     def __init__(self, *args: Passed, **kwargs: Passed):
         super().__init__(*args, **kwargs)
-        if self.tuner is not None:
+        if isinstance(self.ref_model, NoReference):
             self.ref_model = self.without_adapters
 
     def _prepare_dataset(self, dataset: Passed, *args: object, **kwargs: object) -> Passed:

@@ -63,6 +63,13 @@ PRESETS: dict[str, Mapping[str, object]] = {
 """Settings of published recipes for `lamina sft`, by name; without the data set where it is on no hub."""
 
 
+LORA = (
+    *("use_dora", "use_rslora", "modules_to_save", "target_parameters", "init_lora_weights", "layers_to_transform"),
+    *("layers_pattern", "rank_pattern", "alpha_pattern", "bias"),
+)
+"""The arguments of peft's LoraConfig without a setting of their own that need nothing else of a run."""
+
+
 class DataSettings(Settings, group="data"):
     """The examples, and how they become text."""
 
@@ -108,6 +115,7 @@ class LoraSettings(Settings, group="LoRA"):
         "all-linear", "which linear layers get LoRA: all-linear, or comma-separated names such as q_proj,v_proj",
         comma_separated,
     )  # fmt: skip
+    lora: Json = setting({}, "any other argument of peft's LoraConfig, e.g. --lora.use_dora true", mapping)
 
 
 class MemorySettings(Settings, group="machine"):
@@ -129,6 +137,15 @@ class MemorySettings(Settings, group="machine"):
         return self.weights in ("nf4", "int8")
 
 
+def _outside(*kinds: str) -> dict[str, tuple[str, ...]]:
+    """The options that a job takes of peft, of TRL's trainers of these kinds, and of the Trainer."""
+    return {
+        "lora": (*LORA, "use_peft", "task_type"),
+        "trl": tuple(f"trl/trainer/{kind}_config.py" for kind in kinds),
+        **TrainerSettings.outside,
+    }
+
+
 class TuningSettings(
     SourceSettings,
     DataSettings,
@@ -148,6 +165,8 @@ class TuningSettings(
     OutputSettings,
 ):
     """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs`` until the data are read."""
+
+    outside: ClassVar[Mapping[str, tuple[str, ...]]] = _outside("sft")
 
     without: ClassVar[frozenset[str]] = frozenset(
         (*("eval_blocks", "probe_every", "monitor_blocks", "stuck_margin", "compile", "tensor_parallel"),)
@@ -175,6 +194,11 @@ class TuningSettings(
     )
     seed: int = changed(0, help="seed of the order of the examples and of everything else that is random")
 
+    @property
+    def changes_base(self) -> bool:
+        """Whether LoRA changes weights besides its matrices, so that the model without them is not the start."""
+        return bool(self.lora.keys() & {"bias", "init_lora_weights"})
+
     def check(self) -> None:
         """Check what depends on the number of steps once it is known. Raises UserError that names the field."""
         if self.steps:
@@ -187,7 +211,7 @@ class TuningSettings(
                 "precision: 'fp16' scales the losses of float32 weights (allowed with bf16 weights: bf16, fp32)"
             )
         if self.lora_rank == 0:
-            lora = ("lora_alpha", "lora_dropout", "lora_targets")
+            lora = ("lora_alpha", "lora_dropout", "lora_targets", "lora")
             self.refuse_unused(*lora, here="without LoRA", allowed="with --lora-rank")
 
     def as_run(self) -> PretrainSettings:
@@ -251,6 +275,7 @@ class RewardSettings(TuningSettings):
     """One reward model."""
 
     command_name = "reward"
+    outside = _outside("reward")
     without = TuningSettings.without | {"eval_corpus", "eval_tasks", "eval_task_limit", "eval_data_dir"}
     main = (*_MAIN, "precision", "output")
 
@@ -262,6 +287,7 @@ class DpoSettings(TuningSettings):
     """One run of direct preference optimization."""
 
     command_name = "dpo"
+    outside = _outside("dpo")
     main = (*_MAIN, "beta", "output")
 
     learning_rate: float = changed(1e-6)
@@ -273,6 +299,7 @@ class RlhfSettings(TuningSettings):
     """One policy."""
 
     command_name = "rlhf"
+    outside = _outside("rloo", "grpo")
     without = TuningSettings.without | {"group_by_length"}
     main = (
         *("from_model", "data", "reward_model", "reward_function", "algorithm", "num_generations"),
@@ -323,6 +350,10 @@ class RlhfSettings(TuningSettings):
             )
         if not self.reward_functions():
             self.refuse_unused("reward_timeout", allowed="with --reward-function")
+        if self.epsilon > 0.01:
+            raise UserError(
+                f"epsilon: {self.epsilon:g} would be Adam's (allowed: at most 0.01; the clip is trl.epsilon)"
+            )
         if self.algorithm == "remax" and self.num_generations != 2:
             raise UserError(
                 f"num_generations: {self.num_generations} (allowed with remax: 2, one sampled answer and one greedy)"

@@ -43,13 +43,13 @@ from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForSequenceClassification, adapter_of
 from lamina.modeling.processes import device_of
 from lamina.placements import Plan
-from lamina.posttraining.settings import TuningSettings
+from lamina.posttraining.settings import LORA, TuningSettings
 from lamina.training import source
 from lamina.training.checkpointing.sharding import only_trained, reshard, set_whole
 from lamina.training.execution.devices import decided
 
 if TYPE_CHECKING:
-    from peft.tuners.lora import LoraModel
+    from peft import LoraConfig, PeftModel
 
 
 Passed: TypeAlias = Any
@@ -266,48 +266,60 @@ def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtyp
     only_trained(model)
 
 
-def add_lora(model: PreTrainedModel, settings: TuningSettings) -> LoraModel | None:
+def lora_of(settings: TuningSettings) -> LoraConfig:
+    """Return peft's configuration. Raises UserError for an option that Lamina does not pass on, or peft refuses."""
+    from peft import LoraConfig
+
+    named, given = settings.lora_targets, {name: value for name, value in settings.lora.items() if name in LORA}
+    if others := settings.lora.keys() - {*LORA, "use_peft", "task_type"}:
+        raise unknown("lora argument", min(others), LORA)
+    names = {name: given[name] for name in ("modules_to_save", "target_parameters") if name in given}
+    given |= {name: entries(value) if isinstance(value, str) else value for name, value in names.items()}
+    try:
+        return LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha or 2.0 * settings.lora_rank,  # pyright: ignore[reportArgumentType]
+            lora_dropout=settings.lora_dropout,
+            target_modules=named if named == ALL_LINEAR else entries(named),
+            exclude_modules=list(NOT_TARGETED),
+            base_model_name_or_path=str(settings.from_model),
+            **given,
+        )
+    except Exception as error:  # its checks raise any type
+        raise UserError(f"lora: {one_line(error)}") from None
+
+
+def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | None:
     """Add LoRA matrices to a model's linear layers, which are then frozen; None if none are requested.
 
-    A reward model's score stays trainable.
+    A reward model's score is trained whole.
     """
     if settings.lora_rank == 0:
         return None
-    from peft import LoraConfig
-    from peft.tuners.lora import LoraModel
+    from peft import PeftModel
 
-    named = settings.lora_targets
-    config = LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha or 2.0 * settings.lora_rank,  # pyright: ignore[reportArgumentType]
-        lora_dropout=settings.lora_dropout,
-        target_modules=named if named == ALL_LINEAR else entries(named),
-        exclude_modules=list(NOT_TARGETED),
-    )
-    config.base_model_name_or_path = str(settings.from_model)
+    config = lora_of(settings)
+    if settings.command_name == "reward":
+        config.task_type, config.modules_to_save = "SEQ_CLS", [*(config.modules_to_save or ()), "score"]
     bits = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}.get(settings.weights, "")
     if bits:  # how peft knows bitsandbytes' layers; to others it would say that transformers has quantized the model
         setattr(model, bits, True)
-    tuner = LoraModel(model, config, "default")
-    if bits:
-        delattr(model, bits)
-    for parameter in score_of(model).values():
-        parameter.requires_grad_(True)
-    return tuner
+    try:
+        return PeftModel(model, config)
+    except ValueError as error:  # a name that is no module's, among others
+        raise UserError(f"lora: {one_line(error)}") from None
+    finally:
+        if bits:
+            delattr(model, bits)
 
 
-def score_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the weights of a reward model's score by name; none of a model that writes text."""
-    return {name: weight for name, weight in model.named_parameters() if name.split(".")[0] == "score"}
-
-
-def merged(model: PreTrainedModel, tuner: LoraModel | None, adapter: Path | None = None) -> PreTrainedModel:
+def merged(model: PreTrainedModel, tuner: PeftModel | None, adapter: Path | None = None) -> PreTrainedModel:
     """Add the LoRA matrices to the model's weights; ``adapter``: the folder that keeps them in peft's form."""
     if tuner is None:
         return model
     if adapter is not None:
-        _save_adapter(model, tuner, adapter)
-    return cast(PreTrainedModel, tuner.merge_and_unload())
+        _save_adapter(tuner, adapter)
+    return cast(PreTrainedModel, tuner.merge_and_unload())  # pyright: ignore[reportCallIssue]
 
 
 def set_trained(model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
@@ -328,16 +340,14 @@ def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _save_adapter(model: PreTrainedModel, tuner: LoraModel, folder: Path) -> None:
-    """Write the LoRA matrices, and a reward model's score, which is trained whole, as peft reads them."""
-    config, whole = copy.deepcopy(tuner.peft_config["default"]), score_of(model)
-    if whole:
-        config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]  # pyright: ignore[reportAttributeAccessIssue]
+def _save_adapter(tuner: PeftModel, folder: Path) -> None:
+    """Write the LoRA matrices, and what is trained whole, as peft reads them."""
+    from peft import get_peft_model_state_dict
+
+    tensors = get_peft_model_state_dict(tuner, save_embedding_layers=False)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value for name, value in model.named_parameters() if ".lora_" in name or name in whole}
-    stored = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with writing(folder / "adapter_model.safetensors") as temporary:
-        save_file({f"base_model.model.{k.replace('.default.', '.')}": value for k, value in stored.items()}, temporary)
+        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, temporary)
     with writing(folder / "adapter_config.json") as temporary, TemporaryDirectory() as apart:
-        config.save_pretrained(apart)
+        tuner.peft_config["default"].save_pretrained(apart)
         shutil.copyfile(Path(apart, "adapter_config.json"), temporary)

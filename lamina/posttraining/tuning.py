@@ -36,6 +36,7 @@ from lamina.posttraining.starting import (
     Start,
     add_lora,
     find_start,
+    lora_of,
     merged,
     numel,
     quantize,
@@ -346,6 +347,10 @@ class TuningStage(TrainingStage[S]):
             processes.by_first(lambda: check_repository(str(settings.push_to_hub)))
         check_arguments(settings.trainer, settings.schedule, type(settings))
         check_trl(settings.trl, self.theirs, settings.names())
+        if settings.lora_rank:
+            lora_of(settings)
+        if settings.trl.get("activation_offloading") and device_of(settings.device) == "cpu":
+            raise UserError("trl.activation_offloading: moves activations to the CPU (allowed: on a GPU)")
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         processes.first_per_host(self.read_examples)
@@ -395,7 +400,7 @@ class TuningStage(TrainingStage[S]):
 
     def reference(self) -> PreTrainedModel | NoReference:
         """Load the model that a policy is held to; with LoRA it is the policy itself, without a second copy."""
-        if self.tuner is not None:
+        if self.tuner is not None and not self.settings.changes_base:
             return NoReference(self.start.config)
         return self.shared(self.start.policy().eval().requires_grad_(False))
 

@@ -74,6 +74,8 @@ OPTIONS: dict[str, Check] = {
 
 def check_value(name: str, value: Any) -> None:
     """Raise UserError for an option that a run does not accept, or an invalid value."""
+    if name == "use_liger_kernel":
+        raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models (allowed: leave it out)")
     if name not in OPTIONS:
         raise UserError(f"trainer.{name}: has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
     if name == "lr_scheduler_type" and value == "warmup_stable_decay":
@@ -131,11 +133,13 @@ def _line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-_FIXED = (
-    *("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy"),
-    *("ignore_data_skip", "dataloader_drop_last", "average_tokens_across_devices", "save_only_model"),
-    *("auto_find_batch_size", "ddp_backend", "load_best_model_at_end"),
-)
+_FIXED: Json = {  # each with the value that may be said, too
+    **dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "steps"),
+    **dict.fromkeys(("logging_first_step", "ignore_data_skip", "average_tokens_across_devices"), True),
+    **dict.fromkeys(("logging_nan_inf_filter", "remove_unused_columns", "dataloader_drop_last"), False),
+    **dict.fromkeys(("save_only_model", "auto_find_batch_size", "load_best_model_at_end"), False),
+    "ddp_backend": None,
+}
 _OFFERED = PretrainSettings.names()
 _SETTINGS = {  # by the argument, the setting of a run that decides it
     entry.name: entry.name if entry.name in _OFFERED else meaning(entry.name, _OFFERED, near=True)
@@ -169,7 +173,9 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
     names = {entry.name for entry in fields(TrainingArguments) if entry.init}
     for name, value in trainer.items():
         if name in _FIXED:
-            raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it")
+            if value != _FIXED[name]:
+                raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it (allowed: {_FIXED[name]})")
+            continue
         if name in _OURS and _OURS[name] not in record.names():
             raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it (allowed: leave it out)")
         if name in _OURS:
@@ -248,5 +254,5 @@ def _values(settings: PretrainSettings, processes: int) -> Json:
         # the training order starts where a checkpoint ended, and a step's tokens are those of all processes
         "ignore_data_skip": True,
         "average_tokens_across_devices": True,
-        **settings.trainer,
+        **{name: value for name, value in settings.trainer.items() if name not in _FIXED},
     }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lamina.core import initializers
 from lamina.core.backbone_presets import get as get_preset
@@ -360,6 +361,8 @@ def trackers(name: str, value: object) -> str:
 
 class TrainerSettings(Settings, group="trackers and the Trainer"):
     """Options that go to transformers' Trainer unchanged."""
+
+    outside: ClassVar[Mapping[str, tuple[str, ...]]] = {"trainer": ("transformers/training_args.py",)}
 
     report_to: str = setting(
         "none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers, decides=False

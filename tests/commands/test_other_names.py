@@ -46,6 +46,17 @@ def said(command, *words) -> str:
          {"placements": "keel", "learning_rates": "2e-3", "seeds": "4"}),
         ("sft", "--num_train_epochs 2 --max_length 512 --from m",
          {"epochs": 2.0, "sequence_length": 512, "from_model": "m"}),
+        ("pretrain", "--optim adafactor --tf32", {"trainer": {"optim": "adafactor", "tf32": True}}),
+        ("sft", "--gradient_checkpointing True --packing False", {"gradient_checkpointing": True, "packing": False}),
+        ("sft", "--use_peft --lora_r 8 --lora_target_modules q_proj v_proj --use_dora --lora_modules_to_save lm_head",
+         {"lora_rank": 8, "lora_targets": "q_proj,v_proj",
+          "lora": {"use_peft": True, "use_dora": True, "modules_to_save": "lm_head"}}),
+        ("sft", "--loss_type dft --eval_strategy steps --no_remove_unused_columns",
+         {"trl": {"loss_type": "dft"}, "trainer": {"eval_strategy": "steps", "remove_unused_columns": False}}),
+        ("dpo", "--loss_type sigmoid sft --loss_weights 0.8 1 --beta 0.2",
+         {"trl": {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 1]}, "beta": 0.2}),
+        ("rlhf", "--top_k 5 --reward_weights 0.5 1 --reward_model_name_or_path r",
+         {"trl": {"top_k": 5}, "reward_weights": "0.5,1", "reward_model": "r"}),
         ("probe", "m --batch_size 2", {"checkpoint": "m", "batch_size": 2}),
         ("probe", "--batch-size 2 m", {"checkpoint": "m", "batch_size": 2}),
         ("eval", "m n --tasks quiz", {"tasks": "quiz", "models": ["m", "n"]}),
@@ -103,7 +114,7 @@ def test_singular_and_plural_are_taken_by_every_command_that_has_either(command,
         ("sft", "--form", "--from"),
         ("pretrain", "--num_train_epochs", "--steps"),
         ("pretrain", "--bf16", "--precision"),
-        ("pretrain", "--optim", "--trainer"),
+        ("sft", "--dtype", "--weights"),
         ("pretrain", "--overwrite_output_dir", "--overwrite"),
         ("compare", "--model_name_or_path", "--backbone"),
         ("sft", "--corpus", "--data"),
@@ -124,6 +135,8 @@ def test_a_yaml_file_may_use_the_other_names(tmp_path):
     assert "run.yaml': unknown setting 'per_device_train_batch_size'; did you mean 'batch_size'?" in said(
         "pretrain", "--config", str(file)
     )
+    file.write_text("loss_type: dft\nuse_dora: true\n")
+    assert typed("sft", "--config", str(file)) == {"trl": {"loss_type": "dft"}, "lora": {"use_dora": True}}
     file.write_text("models: [a, b]\nlimit: 3\n")  # words without a flag, too
     assert typed("eval", "--config", str(file)) == {"models": ["a", "b"], "limit": 3}
     assert typed("eval", "c", "--config", str(file)) == {"models": ["c"], "limit": 3}

@@ -105,10 +105,11 @@ def test_a_run_whose_environment_is_damaged_resumes(tuned, damage):
     assert (first["status"], resumed["status"], resumed["steps"]) == ("interrupted", "finished", 6)
 
 
-def test_lora_trains_few_weights_and_leaves_an_adapter_that_peft_reads(tuned, base):
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}, {"modules_to_save": "out_norm"}])
+def test_lora_trains_few_weights_and_leaves_an_adapter_that_peft_reads(tuned, base, lora):
     from peft import PeftModel
 
-    folder, result = tuned(lora_rank=2)
+    folder, result = tuned(lora_rank=2, lora=lora)
     assert result["trained_parameters"] < result["parameters"] / 3
     merged = AutoModelForCausalLM.from_pretrained(folder / "model")
     original = AutoModelForCausalLM.from_pretrained(base)
@@ -202,6 +203,11 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"trl": {"learning_rate": 9}}, "trl.learning_rate: set by --learning-rate (allowed: that flag)"),
         ({"trl": {"assistant_only_loss": True}}, "trl.assistant_only_loss: set by --loss-on (allowed: that flag)"),
         ({"trl": {"neftune_noise_alpha": 5}}, "set by --trainer.neftune_noise_alpha (allowed: that flag)"),
+        ({"trl": {"activation_offloading": True}, "device": "cpu"}, "moves activations to the CPU (allowed: on a GPU)"),
+        ({"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's models"),
+        ({"trainer": {"eval_strategy": "epoch"}}, "fixed, since Lamina's records depend on it (allowed: steps)"),
+        ({"lora": {"use_dora": True}}, "lora: {'use_dora': True} has no effect without LoRA"),
+        ({"lora_rank": 2, "lora": {"use_dorra": True}}, "unknown lora argument 'use_dorra'; did you mean 'use_dora'"),
         ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: Lamina decides it (allowed: "),
         ({"trl": {"eos_token": "<|im_end|>"}}, "trl.eos_token: '<|im_end|>' is no token of the tokenizer"),
     ],
