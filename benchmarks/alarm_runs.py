@@ -42,7 +42,7 @@ STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the next seed's break comes later: most lie between two records
 AFTER, FROM_START = 60, 90  # steps behind the break, and of what is broken from the start
 BROKEN_SEEDS = 2
-FRESH = 4  # the first seed of runs that are judged; those before were looked at while rules were made
+FRESH = 6  # the first seed of runs that are judged; those before were looked at while rules were made
 HELD, HELD_EVERY = 4, 2  # sequences of the batch whose loss says when a model is worse than its twin, and steps
 COLUMNS = ("call", "step", "layer", "sublayer", "role", "index", "metric", "value")
 
@@ -321,7 +321,7 @@ class Run:
     """
 
     def __init__(self, setup: Setup, kind: str, strength: float, seed: int):
-        self.setup, self.break_step = setup, BREAKS + LATER * seed
+        self.setup, self.break_step = setup, BREAKS + LATER * (seed % FRESH + (seed >= FRESH))
         self.breaks_as(kind, strength)
         torch.manual_seed(seed)
         self.model, self.parts = model_of(setup), PARTS[setup.family]
@@ -339,6 +339,13 @@ class Run:
         self.optimizers = optimizers_of(self.model, setup, groups)
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.scaler = torch.amp.GradScaler("cpu", enabled=setup.precision == "fp16")
+        self.number = 0
+        self.optimizers[-1].register_step_post_hook(lambda *_: self._after())  # a part of the step: before a monitor's
+
+    def _after(self) -> None:
+        if self.kind is not None and self.kind.inside is not None and self.number >= self.breaks:
+            with torch.no_grad():
+                self.kind.inside(self, self.number)
 
     def breaks_as(self, kind: str, strength: float) -> None:
         """Choose what breaks, and when."""
@@ -366,6 +373,7 @@ class Run:
 
     def step(self, number: int, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Train a step; returns its loss."""
+        self.number = number
         failure, broken = self.kind, number >= self.breaks
         factor = rate_at(self.setup, number)
         if failure is not None and failure.rate is not None:
@@ -410,7 +418,9 @@ class Kind:
         runs: set-ups with the strengths that are tried in them.
         fitted: whether rules may be fitted on it.
         from_start: whether it is there from the first step.
+        everywhere: whether it is tried in ``EVERYTHING``, too.
         prepare, groups, rate, before, batch, weight, gradients: what it changes.
+        inside: what it changes as if the optimizer did.
     """
 
     cause: tuple[str, ...]
@@ -420,11 +430,13 @@ class Kind:
     fitted: bool = True
     from_start: bool = False
     unclipped: bool = False
+    everywhere: bool = True
     beta2: float | None = None
     prepare: Callable[[Run], None] | None = None
     groups: Callable[[Run], list[dict[str, Any]] | None] | None = None
     rate: Callable[[Run, int], float] | None = None
     before: Hook | None = None
+    inside: Hook | None = None
     batch: Callable[[Run, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     weight: Hook | Callable[[Run, int], float] | None = None
     gradients: Hook | None = None
@@ -656,6 +668,21 @@ KINDS: Mapping[str, Kind] = {
         where="attention",
         before=grow_keys,
         fitted=False,
+    ),
+    "trained-queries": Kind(
+        cause=("attention logits",),
+        what="the optimizer's steps make one layer's queries grow",
+        runs={"llama-cosine": (1.06, 1.1), "gpt2-linear": (1.1,), "llama-deep": (1.08,), "llama-code": (1.08,)},
+        where="attention",
+        everywhere=False,  # a norm on queries and keys keeps the logits
+        inside=grow_keys,
+    ),
+    "trained-row": Kind(
+        cause=("embedding rows",),
+        what="the optimizer's steps make one embedding row grow",
+        runs={"llama-cosine": (1.08, 1.15), "gpt2-linear": (1.15,), "qwen3-wsd": (1.1,), "llama-deep": (1.15,)},
+        where="embedding",
+        inside=grow_row,
     ),
     "row": Kind(
         cause=("embedding rows",),
@@ -1047,7 +1074,8 @@ def wanted() -> Iterator[Wanted]:
     broken: list[Wanted] = []
     for kind, failure in KINDS.items():
         first, strengths = next(iter(failure.runs.items()))
-        elsewhere = {} if first in ("llama-fp16", "mixtral-cosine") else {EVERYTHING: strengths[:1]}
+        alone = first in ("llama-fp16", "mixtral-cosine") or not failure.everywhere
+        elsewhere = {} if alone else {EVERYTHING: strengths[:1]}
         for name, strengths in {**elsewhere, **failure.runs}.items():
             begin = begins[name] if failure.fitted else FRESH
             seeds = range(begin, begin + BROKEN_SEEDS)
@@ -1093,7 +1121,9 @@ def make_runs(folder: Path, seconds: float, only: str = "") -> None:
     groups: dict[tuple[int, str], list[Wanted]] = {}
     for run in missing:
         groups.setdefault((run[3], run[0]), []).append(run)
-    for (seed, name), runs in sorted(groups.items(), key=lambda pair: (len(pair[1]) == 1, pair[0][0], -len(pair[1]))):
+    for (seed, name), runs in sorted(
+        groups.items(), key=lambda pair: (len(pair[1]) == 1, pair[0][0] % FRESH, -len(pair[1]))
+    ):
         late = [run for run in runs if run[1] and not KINDS[run[1]].from_start]
         early = [run for run in runs if run[1] and run not in late]
         healthy = [run for run in runs if not run[1]]

@@ -17,7 +17,7 @@ from lamina.training.monitor.alarms import Alarm, first_before, place_of
 from lamina.training.monitor.rules import calibration, noise_of
 
 NOT_KNOWN = "not known"
-TELLING = ("not_finite", "skipped", "guess", "dead", "unmoved", "written")
+TELLING = ("not_finite", "skipped", "guess", "dead", "unmoved", "forgotten", "written", "repeated")
 """Rules that say much by themselves, at any step of an event."""
 STEPS = 60  # after the first alarm, in which others belong to it
 AFTER = "after"  # no sign: whether what has not come yet may still come
@@ -102,8 +102,7 @@ CAUSES = {
         ),
         Cause(
             name="weights changed",
-            meaning="Between two records a layer's weights changed by far more than the recorded updates: something "
-            "other than the usual steps wrote to them.",
+            meaning="Between two steps something other than the optimizer wrote to the weights.",
             check="compare the layer's weights with the last checkpoint before it, tensor by tensor",
             changes=(
                 "look for what was edited, loaded or initialized meanwhile: a checkpoint loaded in part, a layer or a "
@@ -195,7 +194,7 @@ CAUSES = {
         ),
         Cause(
             name="optimizer state",
-            meaning="The optimizer's moments fell to a fraction in one step: it has forgotten what it knew.",
+            meaning="The optimizer's moments were lost or changed between two steps: it has forgotten what it knew.",
             check="print the optimizer's step count and the norm of exp_avg_sq right before and after that step",
             changes=(
                 "load the optimizer's state with the weights when a run is resumed",

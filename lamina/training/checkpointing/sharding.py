@@ -32,6 +32,12 @@ STATES = "states.safetensors"
 _SCALARS, _TRAINED, _PARTIAL = "_lamina_scalars", "_lamina_only_trained", "_lamina_partial"
 
 
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the part of a parameter that this process holds."""
+    value = parameter.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
     """Shard a model's parameters by FSDP2: each block is a unit, the rest (embedding, final norm, readout) another.
 

@@ -31,12 +31,14 @@ STANDS_OUT = 6.0  # times its usual value, at which a gradient of one step is wo
 EVENT = 20  # steps without an alarm, after which the next one is another event
 NOTABLE = "notable"  # no alarm: a batch whose gradient stood out, and that nothing followed
 ORDER = (
-    "not_finite", "skipped", "guess", "dead", "unmoved", "written", "fall", "fp16", "apart", "low", "rewritten",
-    "logit", "rise", NOTABLE,
+    "not_finite", "skipped", "guess", "dead", "unmoved", "forgotten", "written", "repeated", "fall", "fp16", "apart",
+    "low", "rewritten", "logit", "rise", NOTABLE,
 )  # fmt: skip
 """Rules; of one step the one that explains most first."""
 PLACED = ("not_finite", "guess", "dead", "unmoved", "written", "low")
-PARAMETERS = ("weight_norm", "update_ratio", "gain_abs_max", "gain_mean", "row_norm_abs_max", "row_norm_mean")
+PARAMETERS = (
+    "weight_norm", "update_ratio", "rate_ratio", "gain_abs_max", "gain_mean", "row_norm_abs_max", "row_norm_mean"
+)  # fmt: skip
 """Rules, and metrics of other ones, that say where a failure is; a stream or a gradient leaves elsewhere, too."""
 
 
@@ -82,7 +84,8 @@ class Alarm:
         """
         place = 2 * self.layer + (self.sublayer == "feed_forward")
         forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
-        arose = [self.layer < 0, self.sublayer == "block", not forward, place if forward else -place]
+        weights = self.metric == "weight_norm"  # they were so before the step
+        arose = [not weights, self.layer < 0, self.sublayer == "block", not forward, place if forward else -place]
         late = self.metric in (LOSS, "loss_noise")  # the loss shows a problem last
         return self.step, late, ORDER.index(self.rule), *(arose if self.rule == "not_finite" else ()), -self.distance
 
@@ -245,6 +248,8 @@ _NAMES = {
     LOSS: "the loss",
     "loss_noise": "the loss' noise",
     "update_ratio": "the update over the weights",
+    "rate_ratio": "its learning rate",
+    "label_match": "the share of labels that are the batch's tokens",
 }
 
 
@@ -259,7 +264,9 @@ def describe(alarm: Alarm) -> str:
         "skipped": f"the loss scaler skipped {alarm.value:g} steps in a row",
         "guess": f"the first loss is {alarm.value:.3g}, and that of guessing is {alarm.usual:.3g}",
         "unmoved": "its weights do not move, though the others do",
-        "written": f"its weights' norm went from {alarm.usual:.3g} to {alarm.value:.3g}, more than its updates could",
+        "forgotten": f"{alarm.value:.0%} of its optimizer's moments were changed between two steps",
+        "written": f"something else than the optimizer changed {alarm.value:.0%} of its weights' norm",
+        "repeated": f"the batch is the same as in the {alarm.value:g} steps before",
         "fall": f"{name} is {alarm.excess:.2g} times its recent median",
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",
         "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",

@@ -153,7 +153,7 @@ class Monitor:
         self._open = True
         judge = None if self.outliers is None else self._is_outlier
         self._held.enter_context(self.instruments.attached(judge, self._describe, self._end_untold))
-        self.instruments.due = self.is_due
+        self.instruments.due, self.instruments.resumed = self.is_due, self.step > 0
 
     def _describe(self) -> None:
         """Write watched.json if it has changed since the layers were looked for, and log what is not recorded."""
@@ -222,14 +222,14 @@ class Monitor:
         ``rate``: the learning rate of the step that has ended.
         """
         gradients, series = self.instruments.gradient_rows(), self._series_rows()
-        new = self.instruments.rows(self.step, self.processes) if due else []
+        new = self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
         if due:
             self._describe()
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
         self.alarms.half = self.instruments.half  # autocast may have been seen
         self._see([*series, *gradients, *new], rate)
         recorded = self.alarms.marked | ({self.step} if due else set())
-        self._add([*series, *(row for row in gradients if row[0] in recorded), *new])
+        self._add([*series, *(row for row in (*gradients, *new) if row[0] in recorded)])
         self._losses += [row[6] for row in series if row[5] == LOSS]
         if due:
             self._write(rate)

@@ -7,6 +7,7 @@ others.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias, cast
@@ -25,7 +26,8 @@ from lamina.modeling.parts import body_of, sublayers
 from lamina.modeling.wiring_lamina import SCALES, LaminaNorm
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Structure, effective_gain
-from lamina.training.checkpointing.sharding import reshard
+from lamina.training.checkpointing.sharding import local_part, reshard
+from lamina.training.monitor.samples import Samples
 from lamina.training.monitor.writers import Row
 
 Owner: TypeAlias = tuple[int, str, str]
@@ -74,12 +76,6 @@ def found_parameters(model: nn.Module, structure: Structure | None) -> Owned:
     for role, module in structure.outside:
         claim((-1, "block", role), module)
     return [(owners.get(id(p), (-1, "block", "readout")), p) for p in model.parameters()]
-
-
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that this process holds."""
-    value = parameter.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _share(tensor: torch.Tensor) -> float:
@@ -153,9 +149,13 @@ class GradientNorms:
         else:
             norms = torch.stack(torch._foreach_norm(parts, power))  # pyright: ignore[reportPrivateImportUsage]
             powers = norms.double().pow(power)
-        sums = torch.zeros(len(self.keys), dtype=torch.float64, device=powers.device)
-        groups, shares = self._index(present, powers.device)
-        return sums.index_add_(0, groups, powers * shares)
+        return self.summed(powers, present)
+
+    def summed(self, parts: torch.Tensor, present: list[int] | None = None) -> torch.Tensor:
+        """This process' share of each group's sum of a number of each parameter, or of those ``present``."""
+        groups, shares = self._index(list(range(len(self.groups))) if present is None else present, parts.device)
+        sums = torch.zeros(len(self.keys), dtype=torch.float64, device=parts.device)
+        return sums.index_add_(0, groups, parts * shares)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum the processes' shares in place; without sharding, every process has the whole already."""
@@ -216,10 +216,11 @@ class UpdateRatios(TrainerCallback):
     w are the weights before the optimizer's step and w' those after it, so that the update is all that the step does:
     clipping, the learning rate and weight decay included. Metrics: ``update_norm`` |w' - w|, ``weight_norm`` |w|,
     ``update_ratio`` |w' - w| / |w|, and where the optimizer has Adam's moments after the step, ``first_moment`` |m| and
-    ``second_moment``, the norm of sqrt(v) (both in units of the gradient).
+    ``second_moment``, the norm of sqrt(v) (both in units of the gradient). Where an optimizer's groups have different
+    learning rates: ``rate_ratio``, the largest over that of most parameters.
 
     At a recorded step the weights are held twice between the backward pass and the end of the step; at the others
-    nothing is done. Nothing waits for the device before ``rows``.
+    only ``samples`` of them are. Nothing waits for the device before ``rows``.
 
     Args:
         model: a Lamina model; unless there are ``groups``.
@@ -227,12 +228,15 @@ class UpdateRatios(TrainerCallback):
 
     Attributes:
         rate: the largest learning rate of the step that was measured last.
+        samples: say what something else than the optimizers wrote.
     """
 
     rate: float | None = None
 
     def __init__(self, model: nn.Module, groups: GradientNorms | None = None):
         self.groups = GradientNorms(model) if groups is None else groups
+        self.samples = Samples(self.groups)
+        self._ratios: dict[Owner, float] = {}
         self._before: list[torch.Tensor] = []
         self._frozen: set[int] = set()  # the places of weights that stay as they are, such as LoRA's base
         self._sums: dict[str, torch.Tensor] = {}  # by metric: of each group, before the root is taken
@@ -240,26 +244,30 @@ class UpdateRatios(TrainerCallback):
     def on_pre_optimizer_step(self, args: Arguments, state: State, control: Control, **kwargs: Output) -> None:
         """Trainer calls this right before the optimizer's step."""
         self._sums = {}
-        if is_recorded(state.global_step + 1, args):
-            self.before_step()
+        optimizers = [kwargs["optimizer"]] if kwargs.get("optimizer") is not None else []
+        self.before_step(optimizers, recorded=is_recorded(state.global_step + 1, args))
 
     def on_optimizer_step(self, args: Arguments, state: State, control: Control, **kwargs: Output) -> None:
         """Trainer calls this right after it."""
         self.after_step([kwargs["optimizer"]] if kwargs.get("optimizer") is not None else [])
 
     @torch.no_grad()
-    def before_step(self) -> None:
-        """Keep the weights."""
+    def before_step(self, optimizers: Sequence[torch.optim.Optimizer] = (), *, recorded: bool = True) -> None:
+        """Keep the weights, if the step is ``recorded``."""
+        self.samples.before_step(optimizers)
+        if not recorded:
+            return
         self._frozen = {place for place, p in enumerate(self.groups.parameters) if not p.requires_grad}
         self._before = [local_part(p).clone() if p.requires_grad else local_part(p) for p in self.groups.parameters]
 
     @torch.no_grad()
     def after_step(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         """Measure, if the weights were kept before the step."""
+        self.samples.after_step(optimizers)
         if not self._before:
             return
         before, self._before = self._before, []
-        self.rate = largest_rate(optimizers)
+        self.rate, self._ratios = largest_rate(optimizers), self._rate_ratios(optimizers)
         sums = {"weight_norm": self.groups.local_sums(before)}
         moved = [None if place in self._frozen else old for place, old in enumerate(before)]
         pairs = [(old, local_part(p)) for old, p in zip(moved, self.groups.parameters, strict=True) if old is not None]
@@ -280,18 +288,30 @@ class UpdateRatios(TrainerCallback):
                 sums[metric] = self.groups.local_sums(moments, power=1 if metric == "second_moment" else 2)
         self._sums = dict(zip(sums, self.groups.over_processes(torch.stack(list(sums.values()))), strict=True))
 
+    def _rate_ratios(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[Owner, float]:
+        owners = {id(p): self.groups.keys[g] for p, g in zip(self.groups.parameters, self.groups.groups, strict=True)}
+        ratios: dict[Owner, float] = {}
+        for optimizer in optimizers:
+            groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
+            usual = statistics.median_low([float(group["lr"]) for group in groups for _ in group["params"]] or [0.0])
+            for group in groups if usual > 0 else ():
+                ratio = float(group["lr"]) / usual
+                ratios |= {owners[id(p)]: ratio for p in group["params"] if ratio > 1 and id(p) in owners}
+        return ratios
+
     def rows(self, step: int) -> list[Row]:
-        """The tidy rows of the recorded step, once; none where its update was skipped (by a loss scaler).
+        """The tidy rows of the recorded step, once; none of an update that was skipped (by a loss scaler).
 
         Weights that are all zero (a bias before its first step) have no ratio.
         """
+        rows = self.samples.rows(step, recorded=True)
         if not self._sums:
-            return []
+            return rows
         values = dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
         self._sums = {}
         if not any(values["update_norm"]):
-            return []
-        rows: list[Row] = []
+            return rows
+        rows += [(step, *owner, 0, "rate_ratio", ratio) for owner, ratio in self._ratios.items()]
         for totals in zip(*(self.groups.totals(sums) for sums in values.values()), strict=True):
             owner, by_metric = totals[0][0], dict(zip(values, (total for _, total in totals), strict=True))
             rows += [(step, *owner, 0, metric, total**0.5) for metric, total in by_metric.items()]

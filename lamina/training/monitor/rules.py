@@ -33,7 +33,11 @@ LEAST = 0.15  # of a score (the logarithm of a factor): less is not looked at
 LOGIT = 50.0  # attention logits at which ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442, Sec 3.1)
 FP16_MAX = 65504.0
 FEW = 0.25  # of the layers that may be apart in their weights: more of them are another kind, not an exception
-CHANGED = 0.02  # of a sub-layer's weights: less is no change that something else could have made
+WRITTEN, OWN_WAY = 0.02, 3.0  # of the weights, and times what is usual: a loop may normalize or average weights
+FORGOTTEN = 0.5  # of an optimizer's moments
+HIGHER = 16.0  # times the others' rate: muP and LoRA+ (Hayou et al. 2024, arXiv 2402.12354) have up to this on purpose
+MATCH, NO_MATCH = 0.99, 0.95  # of the labels with the batch's own tokens: always, and no longer
+REPEATS = 6  # of a batch: GRPO and PPO take fewer steps with the same one
 LAG, CALM_LOSSES = 8, 16  # the latest losses, which are judged, and how many before them must be known
 LARGEST = 8.0  # noises that a single loss may add: no single batch is a rise
 SLACK = {"rise": 1.0, "fall": 3.0}  # noises a step: a healthy loss falls
@@ -76,7 +80,8 @@ PASTS: Mapping[str, Past] = {
     "experts_used": Past(rises=False, falls=True),
     "loss_noise": Past(rises=False, falls=True, fewest=2 * EVERY_STEP),
 }
-_KEPT = {"update_ratio", "expert_load", LOSS}
+_BATCH, _HANDS = {"batch_repeats", "label_match"}, {"written_ratio", "forgotten_share", "rate_ratio"}
+_KEPT = {"update_ratio", "expert_load", LOSS, *_BATCH, *_HANDS}
 JUDGED = {*PASTS, *_KEPT}
 _UPDATES = ("update_norm", "update_ratio", "weight_norm")
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
@@ -158,6 +163,7 @@ class Rules:
             if (past := PASTS.get(row[5])) is not None:
                 yield from self._past(row, past, rate)
         yield from self._peers(rows)
+        yield from self._written(step, rows)
         yield from self._updates(step, rows)
         for row in rows:
             if row[5] == LOSS and math.isfinite(row[6]):
@@ -174,6 +180,8 @@ class Rules:
             yield Found("logit", row, LOGIT, left=row[6] > LOGIT)
         if row[5] == "hidden_abs_max" and self.half:
             yield Found("fp16", row, FP16_MAX, left=row[6] > FP16_MAX / 4)
+        if row[5] == "rate_ratio":
+            yield Found("apart", row, 1.0, left=row[6] > HIGHER)
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
         """Judge a value by its series' past: its median, and for records the course of the last two."""
@@ -242,7 +250,7 @@ class Rules:
                 yield self._fitted("low", row, usual, math.log(usual / row[6]))
 
     def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge what a record's updates do to the weights, and what else has been done to them."""
+        """Judge what a record's updates do to the weights."""
         places: dict[Place, dict[str, Row]] = {}
         for row in rows if any(row[5] in _UPDATES for row in rows) else ():
             inside = row[1] >= 0 and row[2] != "block"
@@ -261,12 +269,39 @@ class Rules:
                 meant = has_gradient or (before is not None and before[2] > 0)
                 yield Found("unmoved", update, 0.0, left=update[6] == 0.0 and meant and moving)
             if (weights := of.get("weight_norm")) is not None:
-                now = 0.0 if update is None else update[6]
-                if before is not None and step > before[0]:
-                    could, change = (step - before[0]) * max(before[2], now), abs(weights[6] - before[1])
-                    told = could > 0 and change > CHANGED * before[1]
-                    yield self._fitted("written", weights, before[1], math.log(change / could) if told else -math.inf)
-                self._weights[place] = (step, weights[6], now)
+                self._weights[place] = (step, weights[6], 0.0 if update is None else update[6])
+
+    def _written(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
+        """Judge what something else than the optimizer did to weights and moments, and to batches.
+
+        What is so from the first record on is the loop's own way. Many parts at once may be averaged with others': then
+        it must be more than their own updates could have done.
+        """
+        of = {(row[1:4], row[5]): row for row in rows if math.isfinite(row[6])}
+        recorded = any(row[5] == "update_norm" for row in rows)
+        many = sum(row[5] == "written_ratio" and row[6] > WRITTEN for row in of.values()) > FEW * len(self._weights)
+        for place, (last, norm, update) in self._weights.items():
+            none = (step, *place, 0, "", 0.0)
+            written = of.get((place, "written_ratio"), (*none[:5], "written_ratio", 0.0))
+            lost = of.get((place, "forgotten_share"), (*none[:5], "forgotten_share", 0.0))
+            if not (recorded or written[6] or lost[6]):
+                continue
+            yield Found("forgotten", lost, 0.0, left=lost[6] > FORGOTTEN)
+            recent = self._recent.setdefault(series_of(written), deque(maxlen=WINDOW))
+            could = (step - last) * update / norm if many and norm else 0.0
+            usual = max(WRITTEN, OWN_WAY * statistics.median(recent or [math.inf]), could)
+            yield Found("written", written, usual, left=update > 0 and written[6] > usual)
+            if recorded:
+                recent.append(written[6])
+        for row in rows:
+            if row[5] == "label_match":
+                past = self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
+                usual = statistics.median(past or [0.0])
+                yield Found("fall", row, usual, left=len(past) >= EVERY_STEP and usual > MATCH and row[6] < NO_MATCH)
+                past.append(row[6])
+            if row[5] == LOSS:
+                repeats = of.get((row[1:4], "batch_repeats"), (*row[:5], "batch_repeats", 0.0))
+                yield Found("repeated", repeats, 0.0, left=repeats[6] >= REPEATS)
 
     def _loss(self, row: Row) -> Iterator[Found]:
         """Judge the loss by two control charts (CUSUM) of its distance from its median, in units of its noise."""

@@ -29,7 +29,7 @@ from lamina.probes.structure.discovery import declared_structure, find_structure
 from lamina.probes.structure.hooks import Kwargs, Output, forward, undisturbed
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
-from lamina.training.checkpointing.sharding import reshard
+from lamina.training.checkpointing.sharding import local_part, reshard
 from lamina.training.monitor.parameter_measures import (
     Gain,
     GradientNorms,
@@ -37,7 +37,6 @@ from lamina.training.monitor.parameter_measures import (
     found_parameters,
     gains_of,
     largest_rate,
-    local_part,
     rows_of_gains,
 )
 from lamina.training.monitor.stream_measures import (
@@ -52,6 +51,7 @@ from lamina.training.monitor.writers import Row, WatchSettings
 
 Inputs = dict[str, torch.Tensor]
 _TOKENS = 8  # of the small pass
+_MARKED = 8192  # elements that tell one batch from another
 # What notes call by the command line's flag, by the setting of ``lamina.watch``.
 _FLAGS = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH of another list"}
 
@@ -177,6 +177,18 @@ def _small_inputs(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
 
 def _is_tokens(value: torch.Tensor) -> bool:
     return value.ndim == 2 and not value.is_floating_point()
+
+
+def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What tells a batch from another [1 + 3], and how many labels are the token there, the next one, and there are."""
+    tokens = next(filter(_is_tokens, inputs.values()), next(iter(inputs.values()), torch.empty(0))).detach()
+    some = tokens.flatten()[:: max(1, tokens.numel() // _MARKED)].double()
+    mark = (some * torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()).sum()
+    labels = next((value for name, value in inputs.items() if "label" in name or "target" in name), tokens[:0])
+    if labels.shape != tokens.shape or labels.ndim != 2 or labels is tokens:
+        return torch.stack([mark, *torch.zeros(3).to(mark)])
+    same, following = labels == tokens, labels[:, :-1] == tokens[:, 1:]
+    return torch.stack([mark, *(part.sum().double() for part in (same, following, labels >= 0))])
 
 
 def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
@@ -351,6 +363,8 @@ class Instruments:
     a step that is ``due`` until ``rows``. Nothing waits for the device before.
     """
 
+    resumed = False  # whether steps were done before
+
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], settings: WatchSettings):
         if not isinstance(model, nn.Module):
             raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
@@ -374,8 +388,11 @@ class Instruments:
         self._updates: UpdateRatios | None = None
         self._meter: ForwardMeter | None = None
         self._gains: list[Gain] = []
-        self._squares: list[tuple[int, torch.Tensor, bool]] = []  # step, sums, whether an optimizer took the step
+        self._squares: list[tuple[int, torch.Tensor, bool]] = []  # step, numbers, whether an optimizer took the step
         self._current: torch.Tensor | None = None
+        self._weights: torch.Tensor | None = None  # squares of this step's, where they say what is not finite
+        self._batch: torch.Tensor | None = None  # ``_numbers_of`` it
+        self._mark, self._repeats, self._varied = math.nan, 0, False  # of the last batch; whether any was another one
         self._inside: nn.Module | None = None
         self._measuring = ExitStack()
         self._looking = self._looked = self._measured = self._moved = False
@@ -423,6 +440,8 @@ class Instruments:
         if self.followed is None:
             self._follow(inner, inputs)
         self._inside, self._passed = module, True
+        numbers = _numbers_of(inputs)
+        self._batch = numbers if self._batch is None else self._batch + numbers
         self.tokens += items_of(inputs)
         self._summed = kwargs.get("num_items_in_batch") is not None
         if self.due and not self._measured and self._meter is not None:
@@ -446,6 +465,7 @@ class Instruments:
         structure = followed.structure
         self._norms = GradientNorms(self.model, found_parameters(self.model, structure), exact=True)
         self._updates = UpdateRatios(self.model, self._norms)
+        self._updates.samples.resumed = self.resumed
         if self.compiled or is_compiled(self.model):
             followed.notes.append("the stream is not recorded: hooks inside a compiled model are not called")
         elif structure is not None:
@@ -495,6 +515,9 @@ class Instruments:
             self._follow(self.model, {main: torch.arange(1, 9, device=device)[None]})
         assert self._norms is not None
         self._current = self._norms.squares()
+        if not self.on_cpu or not math.isfinite(float(self._current.sum())):
+            trained = [p if p.requires_grad else None for p in self._norms.parameters]
+            self._weights = self._norms.over_processes(self._norms.local_sums(trained))
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
@@ -519,9 +542,10 @@ class Instruments:
                 parameter.grad = None  # torch's optimizers leave such a parameter, and its state, as they are
             return
         rate = self._rate or 0.0
-        if first and self._updates is not None and (self.due or rate > GROWTH * self._measured_rate):
-            self._updates.before_step()
-            self._measured_rate, self._moved = rate, True
+        if first and self._updates is not None:
+            self._moved = self.due or rate > GROWTH * self._measured_rate
+            self._measured_rate = rate if self._moved else self._measured_rate
+            self._updates.before_step(self.optimizers, recorded=self._moved)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
         self._ended.add(id(optimizer))
@@ -561,7 +585,10 @@ class Instruments:
         self._moved = self._measured = False
         self._began, self._ended, self.losses, self._differentiated, self._passed = set(), set(), [], [], False
         if squares is not None:
-            self._squares.append((step, squares, stepped))
+            weights = torch.zeros_like(squares) if self._weights is None or taken.measured else self._weights
+            batch = torch.full((4,), math.nan) if self._batch is None else self._batch
+            self._squares.append((step, torch.cat([squares, weights, batch.to(squares)]), stepped))
+        self._weights = self._batch = None
         return taken
 
     def gradient_rows(self) -> list[Row]:
@@ -572,15 +599,32 @@ class Instruments:
         if not self._squares:
             return []
         assert self._norms is not None
-        squares = torch.stack([squares for _, squares, _ in self._squares]).cpu()
+        numbers = torch.stack([numbers for _, numbers, _ in self._squares]).cpu()
         steps, self._squares = [(step, stepped) for step, _, stepped in self._squares], []
-        trained = self._norms.trained()
-        rows: list[Row] = []
-        for (step, stepped), sums in zip(steps, squares, strict=True):
-            if math.isfinite(norm := float(sums.sum().sqrt())) or (stepped and not self.scales_losses):
+        trained, count, rows = self._norms.trained(), len(self._norms.keys), list[Row]()
+        for (step, stepped), sums in zip(steps, numbers, strict=True):
+            if math.isfinite(norm := float(sums[:count].sum().sqrt())) or (stepped and not self.scales_losses):
                 self.last_norm = norm
-                rows += [row for row in self._norms.rows(step, sums) if row[1:4] in trained]
+                rows += [row for row in self._norms.rows(step, sums[:count]) if row[1:4] in trained]
+            weights = dict(zip(self._norms.keys, sums[count:-4].tolist(), strict=True))
+            spoiled = [owner for owner, of in weights.items() if not math.isfinite(of)]
+            if len(spoiled) < len(weights):  # else nothing says where it began
+                rows += [(step, *owner, 0, "weight_norm", math.nan) for owner in spoiled]
+            rows += self._batch_rows(step, *sums[-4:].tolist())
         return rows
+
+    def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
+        """How many steps in a row had this batch before, once there were others; how many labels are its tokens."""
+        self._varied |= mark != self._mark and math.isfinite(self._mark)
+        self._repeats, self._mark = self._repeats + 1 if mark == self._mark else 0, mark
+        shares = (same / labels, following / labels) if labels > 0 else ()
+        rows = [(step, -1, "model", "all", offset, "label_match", share) for offset, share in enumerate(shares)]
+        again = [(step, -1, "model", "all", 0, "batch_repeats", float(self._repeats))]
+        return rows + (again if self._repeats and self._varied else [])
+
+    def written_rows(self, step: int) -> list[Row]:
+        """The tidy rows of what something else than the optimizers wrote, at a step that is not due."""
+        return [] if self._updates is None else self._updates.samples.rows(step, recorded=False)
 
     def rows(self, step: int, processes: Processes) -> list[Row]:
         """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights.
