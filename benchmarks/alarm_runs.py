@@ -655,14 +655,14 @@ KINDS: Mapping[str, Kind] = {
         fitted=False,
     ),
     "head": Kind(
-        cause=("attention logits", _WRITTEN),
+        cause=(_WRITTEN, "attention logits"),
         what="one head's queries grow at every step",
         runs={"llama-cosine": (1.1, 1.25), "gpt2-linear": (1.25,), "llama-code": (1.15,), "nano-batch1": (1.2,)},
         where="attention",
         before=grow_head,
     ),
     "queries": Kind(
-        cause=("attention logits", _WRITTEN),
+        cause=(_WRITTEN, "attention logits"),
         what="one layer's queries grow at every step",
         runs={"llama-cosine": (1.06,), "gpt2-linear": (1.1,), "llama-deep": (1.1,)},
         where="attention",
@@ -685,7 +685,7 @@ KINDS: Mapping[str, Kind] = {
         inside=grow_row,
     ),
     "row": Kind(
-        cause=("embedding rows",),
+        cause=(_WRITTEN, "embedding rows"),
         what="one embedding row grows at every step",
         runs={"llama-cosine": (1.08, 1.15), "gpt2-linear": (1.15,), "qwen3-wsd": (1.1,), "nano-batch1": (1.15,)},
         where="embedding",
@@ -828,14 +828,14 @@ KINDS: Mapping[str, Kind] = {
         fitted=False,
     ),
     "fp16-overflow": Kind(
-        cause=("number range",),
+        cause=("number range", _WRITTEN),
         what="a down projection grows under float16 autocast with a GradScaler",
         runs={"llama-fp16": (1.3, 1.8, 30), "gpt2-fp16": (1.3, 1.6)},
         where="feed_forward",
         before=multiply("down"),
     ),
     "experts": Kind(
-        cause=("experts",),
+        cause=("experts", _WRITTEN),
         what="routers grow toward one expert",
         runs={"mixtral-cosine": (0.1, 0.3), "mixtral-code": (0.15,)},
         where="feed_forward",

@@ -57,6 +57,7 @@ class Cause:
         changes: what to change, most promising first, each with its source.
         claims: studies of Lamina's own that tested one of these changes.
         unlike: signs that exclude it.
+        proofs: signs that leave no other: what was measured is the cause itself.
         in_half: the cause that looks the same in float16.
     """
 
@@ -66,6 +67,7 @@ class Cause:
     changes: tuple[str | Change, ...]
     claims: tuple[str, ...] = ()
     unlike: tuple[str, ...] = ()
+    proofs: tuple[str, ...] = ()
     in_half: str = ""
 
 
@@ -102,6 +104,7 @@ CAUSES = {
         ),
         Cause(
             name="weights changed",
+            proofs=("first: written size",),
             meaning="Between two steps something other than the optimizer wrote to the weights.",
             check="compare the layer's weights with the last checkpoint before it, tensor by tensor",
             changes=(
@@ -157,6 +160,7 @@ CAUSES = {
         Cause(
             name="labels or data",
             unlike=("telling: written",),
+            proofs=("then repeated batch_repeats: yes", "then fall label_match: yes"),
             meaning="The loss itself left its course at one step while the weights were as before: what is learned "
             "has changed.",
             check="print that step's inputs and labels as text, and compute the loss of an earlier batch with the "
@@ -188,12 +192,14 @@ CAUSES = {
         ),
         Cause(
             name="optimizer groups",
+            proofs=("then apart rate_ratio: yes",),
             meaning="One part moves much further for its size than its peers: its group has settings of its own.",
             check="print lr and weight_decay of each optimizer.param_groups with the names of its parameters",
             changes=("give that group the learning rate of the others, or scale it on purpose and say so",),
         ),
         Cause(
             name="optimizer state",
+            proofs=("then forgotten forgotten_share: yes",),
             meaning="The optimizer's moments were lost or changed between two steps: it has forgotten what it knew.",
             check="print the optimizer's step count and the norm of exp_avg_sq right before and after that step",
             changes=(
@@ -281,6 +287,7 @@ _FAMILIES = {
     "gain_mean": "size",
     "row_norm_mean": "size",
     "weight_norm": "size",
+    "written_ratio": "size",
 }
 
 
@@ -399,7 +406,12 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
     found = signature(signs)
     odds = (Learned.read() if learned is None else learned).odds(found)
     seen = {f"{name}: {value}" for name, value in found.items()}
-    possible = {cause: part for cause, part in odds.items() if cause == NOT_KNOWN or not seen & {*CAUSES[cause].unlike}}
+    proved = {cause for cause in odds if cause != NOT_KNOWN and seen & {*CAUSES[cause].proofs}}
+    possible = {
+        cause: part
+        for cause, part in odds.items()
+        if (cause in proved if proved else cause == NOT_KNOWN or not seen & {*CAUSES[cause].unlike})
+    }
     (best, share), *others = ((cause, part / sum(possible.values())) for cause, part in possible.items())
     if signs.half and best != NOT_KNOWN and (same := CAUSES[best].in_half):
         return [(same, share / 2), (best, share / 2)]

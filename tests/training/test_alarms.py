@@ -106,7 +106,9 @@ def steady(step, **one):
 LATER = 240  # the step of a record
 BREAKS = {
     "unmoved": (steady, {"update_norm": 0.0}, "weights do not move"),
-    "written": (steady, {"weight_norm": 11.0}, "from 10 to 11, more than its updates could"),
+    "written": (steady, {"written_ratio": 0.3}, "something else than the optimizer changed 30% of its weights' norm"),
+    "forgotten": (steady, {"forgotten_share": 1.0}, "100% of its optimizer's moments were changed between two steps"),
+    "apart": (steady, {"rate_ratio": 30.0}, "its learning rate is 30 times the other layers' median"),
     "fall": (steady, {"second_moment": 0.1}, "second moment is 0.1 times its recent median"),
     "rise": (steady, {"row_norm_abs_max": 9.0}, "the longest row is 9 times"),
 }
@@ -121,6 +123,48 @@ def test_what_moves_by_nothing_or_by_more_than_its_updates_is_named(rule):
     (first, *more) = alarms.see(make(LATER, **changed))
     assert (first.step, first.rule, first.layer, more) == (LATER, rule, 1, [])
     assert said in describe(first)
+
+
+def test_what_a_loop_writes_from_the_start_on_is_its_own_way_and_so_is_a_mean_of_all_weights():
+    alarms, found = Alarms(), []
+    for step in range(20, LATER, 20):  # each step's weights are scaled to a length
+        found += alarms.see(steady(step, written_ratio=0.05))
+    averaged = [row(LATER, 0.025, layer=layer, metric="written_ratio") for layer in (1, 2, 3, 4)]
+    assert found + alarms.see([*steady(LATER), *averaged]) == []
+    assert [alarm.layer for alarm in alarms.see(steady(LATER + 20, written_ratio=0.4))] == [1]
+
+
+@pytest.mark.parametrize(("began", "said"), [(0.0, []), (1.0, ["rewritten"])])
+def test_weights_that_began_at_zero_are_rewritten_by_their_first_updates(began, said):
+    alarms, found = Alarms(), []
+    for step in (1, 2):  # a gain about 1, or the second matrix of LoRA
+        ratio = [outside(step, 0.9, role="readout", metric="update_ratio")] if step > 1 else []
+        weights = began + 0.1 * (step - 1)
+        found += alarms.see([*ratio, outside(step, weights, role="readout", metric="weight_norm")])
+    assert [alarm.rule for alarm in found] == said
+
+
+def test_a_state_that_is_lost_everywhere_is_the_models():
+    alarms = Alarms()
+    alarms.see([*steady(20), *(row(20, 1.0, layer=layer, metric="weight_norm") for layer in (2, 3, 4))])
+    lost = [row(31, 1.0, layer=layer, metric="forgotten_share") for layer in (1, 2, 3, 4)]
+    assert [(alarm.rule, alarm.sublayer) for alarm in alarms.see(lost)] == [("forgotten", "model")]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "said"),
+    [
+        ("batch_repeats", range(9), ["repeated"]),
+        ("batch_repeats", [0, 1, 2, 3] * 5, []),  # each batch is taken four times
+        ("label_match", [1.0] * 20 + [0.02] * 9, ["fall"]),
+        ("label_match", [0.1, 0.3] * 10, []),
+    ],
+)
+def test_a_batch_that_comes_again_and_labels_of_something_else_are_told(metric, values, said):
+    alarms, found = Alarms(), []
+    for step, value in enumerate(values, 1):
+        found += alarms.see([outside(step, 3.0, metric="step_loss"), outside(step, float(value), metric=metric)])
+    assert [alarm.rule for alarm in found] == said
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.5])
@@ -236,7 +280,7 @@ def test_an_event_is_told_once_by_the_series_that_left_first():
     loss = replace(first, step=160, layer=-1, sublayer="model", metric="step_loss")
     assert len(events([first, loss])) == len(events([first, replace(first, step=120)])) == 1
     assert len(events([first, replace(first, step=160)])) == 2
-    weights = [replace(first, step=step, layer=3, rule="written", metric="weight_norm") for step in (120, 121)]
+    weights = [replace(first, step=step, layer=3, rule="written", metric="written_ratio") for step in (120, 121)]
     assert place_of([first, *weights, loss], first) == weights[0]
     assert place_of([first, weights[1], loss], first) == first
     assert place_of([loss, first], replace(loss, step=90)) == first

@@ -86,7 +86,7 @@ class Alarm:
         forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
         weights = self.metric == "weight_norm"  # they were so before the step
         arose = [not weights, self.layer < 0, self.sublayer == "block", not forward, place if forward else -place]
-        late = self.metric in (LOSS, "loss_noise")  # the loss shows a problem last
+        late = self.metric == LOSS  # the loss shows a problem last
         return self.step, late, ORDER.index(self.rule), *(arose if self.rule == "not_finite" else ()), -self.distance
 
 
@@ -246,7 +246,6 @@ _NAMES = {
     "attention_logit": "largest attention logit",
     NORM: "gradient norm",
     LOSS: "the loss",
-    "loss_noise": "the loss' noise",
     "update_ratio": "the update over the weights",
     "rate_ratio": "its learning rate",
     "label_match": "the share of labels that are the batch's tokens",

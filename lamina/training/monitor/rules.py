@@ -42,7 +42,6 @@ LAG, CALM_LOSSES = 8, 16  # the latest losses, which are judged, and how many be
 LARGEST = 8.0  # noises that a single loss may add: no single batch is a rise
 SLACK = {"rise": 1.0, "fall": 3.0}  # noises a step: a healthy loss falls
 LEAST_NOISE = 0.02  # nats
-BENDS = 16  # losses whose noise is judged, for itself
 STAYS = 3  # values in a row at which a gradient must stand out; of the first ones, those of the start
 GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
@@ -78,10 +77,9 @@ PASTS: Mapping[str, Past] = {
     "row_norm_mean": Past(rises=False, falls=True),
     "weight_norm": Past(falls=True),
     "experts_used": Past(rises=False, falls=True),
-    "loss_noise": Past(rises=False, falls=True, fewest=2 * EVERY_STEP),
 }
-_BATCH, _HANDS = {"batch_repeats", "label_match"}, {"written_ratio", "forgotten_share", "rate_ratio"}
-_KEPT = {"update_ratio", "expert_load", LOSS, *_BATCH, *_HANDS}
+_HANDS = {"written_ratio", "forgotten_share"}
+_KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", LOSS, *_HANDS}
 JUDGED = {*PASTS, *_KEPT}
 _UPDATES = ("update_norm", "update_ratio", "weight_norm")
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
@@ -112,16 +110,10 @@ def limits() -> Mapping[str, float]:
     return calibration()["limits"]
 
 
-def noise_of(losses: Sequence[float], differences: int = 1) -> float:
-    """Return the standard deviation of losses around their course, from their differences; 0 for too few.
-
-    Second differences leave out a straight course.
-    """
-    moved = list(losses)
-    for _ in range(differences):
-        moved = [later - earlier for earlier, later in pairwise(moved)]
-    size = math.sqrt(math.comb(2 * differences, differences))
-    return 1.4826 * statistics.median(map(abs, moved)) / size if moved else 0.0
+def noise_of(losses: Sequence[float]) -> float:
+    """Return the standard deviation of losses around their course, from their differences; 0 for too few."""
+    moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
+    return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
 
 
 def series_of(row: Row) -> Series:
@@ -164,6 +156,7 @@ class Rules:
                 yield from self._past(row, past, rate)
         yield from self._peers(rows)
         yield from self._written(step, rows)
+        yield from self._batch(rows)
         yield from self._updates(step, rows)
         for row in rows:
             if row[5] == LOSS and math.isfinite(row[6]):
@@ -260,7 +253,9 @@ class Rules:
         moving = sum(update > 0 for update in updates) > len(updates) / 2
         for place, of in places.items():
             before = self._weights.get(place)
-            if (ratio := of.get("update_ratio")) is not None and before is not None:  # Adam's first step is the largest
+            born = 0.0 not in self._recent.get((*place, "weight_norm"), ())  # else a gain about 1, or LoRA's B
+            ratio = of.get("update_ratio")
+            if ratio is not None and before is not None and born:  # Adam's first step is the largest
                 part = "" if ratio[1] >= 0 else "/outside"
                 limit = self.limits[f"rewritten/update_ratio{part}"]
                 yield self._fitted("rewritten", ratio, math.exp(limit), math.log(max(ratio[6], 1e-30)), part)
@@ -272,36 +267,40 @@ class Rules:
                 self._weights[place] = (step, weights[6], 0.0 if update is None else update[6])
 
     def _written(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge what something else than the optimizer did to weights and moments, and to batches.
+        """Judge what something else than the optimizer did to weights and moments.
 
         What is so from the first record on is the loop's own way. Many parts at once may be averaged with others': then
         it must be more than their own updates could have done.
         """
-        of = {(row[1:4], row[5]): row for row in rows if math.isfinite(row[6])}
+        of = {(row[1:4], row[5]): row for row in rows if row[5] in _HANDS and math.isfinite(row[6])}
         recorded = any(row[5] == "update_norm" for row in rows)
-        many = sum(row[5] == "written_ratio" and row[6] > WRITTEN for row in of.values()) > FEW * len(self._weights)
-        for place, (last, norm, update) in self._weights.items():
-            none = (step, *place, 0, "", 0.0)
-            written = of.get((place, "written_ratio"), (*none[:5], "written_ratio", 0.0))
-            lost = of.get((place, "forgotten_share"), (*none[:5], "forgotten_share", 0.0))
-            if not (recorded or written[6] or lost[6]):
-                continue
-            yield Found("forgotten", lost, 0.0, left=lost[6] > FORGOTTEN)
+        several = max(1, FEW * len(self._weights))
+        many = sum(row[5] == "written_ratio" and row[6] > WRITTEN for row in of.values()) > several
+        lost = sorted(row[6] for row in of.values() if row[5] == "forgotten_share" and row[6] > FORGOTTEN)
+        whole = (step, -1, "model", "all", 0, "forgotten_share", lost[-1] if lost else 0.0)
+        if recorded or lost:
+            yield Found("forgotten", whole, 0.0, left=len(lost) > several)
+        for place, (last, norm, update) in self._weights.items() if recorded or of else ():
+            written, share = (of.get((place, x), (step, *place, 0, x, 0.0)) for x in ("written_ratio", whole[5]))
+            yield Found("forgotten", share, 0.0, left=share[6] > FORGOTTEN and len(lost) <= several)
             recent = self._recent.setdefault(series_of(written), deque(maxlen=WINDOW))
             could = (step - last) * update / norm if many and norm else 0.0
             usual = max(WRITTEN, OWN_WAY * statistics.median(recent or [math.inf]), could)
             yield Found("written", written, usual, left=update > 0 and written[6] > usual)
             if recorded:
                 recent.append(written[6])
+
+    def _batch(self, rows: Sequence[Row]) -> Iterator[Found]:
+        """Judge how often a batch has come again, and labels that no longer are the batch's tokens."""
+        again = next((row[6] for row in rows if row[5] == "batch_repeats"), 0.0)
         for row in rows:
             if row[5] == "label_match":
                 past = self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
                 usual = statistics.median(past or [0.0])
                 yield Found("fall", row, usual, left=len(past) >= EVERY_STEP and usual > MATCH and row[6] < NO_MATCH)
                 past.append(row[6])
-            if row[5] == LOSS:
-                repeats = of.get((row[1:4], "batch_repeats"), (*row[:5], "batch_repeats", 0.0))
-                yield Found("repeated", repeats, 0.0, left=repeats[6] >= REPEATS)
+            elif row[5] == LOSS:
+                yield Found("repeated", (*row[:5], "batch_repeats", again), 0.0, left=again >= REPEATS)
 
     def _loss(self, row: Row) -> Iterator[Found]:
         """Judge the loss by two control charts (CUSUM) of its distance from its median, in units of its noise."""
@@ -320,9 +319,6 @@ class Rules:
                 self._sums[rule] = max(0.0, self._sums.get(rule, 0.0) + distance)
                 yield self._fitted(rule, row, usual, self._sums[rule])
         losses.append(value)
-        if len(losses) >= BENDS:
-            noise = max(noise_of(list(losses)[-BENDS:], 2), LEAST_NOISE / 4)
-            yield from self._past((*row[:5], "loss_noise", noise), PASTS["loss_noise"], None)
 
     def _scaler(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Count the steps in a row that have a loss and no gradient: a loss scaler left them out."""

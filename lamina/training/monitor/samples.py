@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SIZE, FEWEST = 256, 8  # elements of a sub-layer, and of each of its tensors at least
 _START = 7919  # of the sample: the same in every run
+Optimizers = Sequence[torch.optim.Optimizer]
 
 
 class Samples:
@@ -37,10 +38,9 @@ class Samples:
     resumed = False
 
     def __init__(self, groups: GradientNorms):
-        self.groups = groups
-        counts, places = Counter(groups.groups), range(len(groups.groups))
+        self.groups, counts = groups, Counter(groups.groups)
         self._sizes = [max(FEWEST, SIZE // counts[group]) for group in groups.groups]
-        by_size = sorted(places, key=lambda place: groups.parameters[place].numel())
+        by_size = sorted(range(len(self._sizes)), key=lambda place: groups.parameters[place].numel())
         self._seen = sorted({groups.groups[place]: place for place in by_size}.values())  # one of each, for moments
         self._keys: list[tuple[int, str]] = []  # of these moments: the parameter's place, and the key in its state
         self._tensors: list[torch.Tensor] = []
@@ -49,45 +49,41 @@ class Samples:
         self._drift: torch.Tensor | None = None
         self._begun = False
 
-    def before_step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def before_step(self, optimizers: Optimizers) -> None:
         """Compare with the end of the last step."""
         self._begun = True
         if self._last is None:
             self.resumed &= not any(len(optimizer.state) for optimizer in optimizers)
             return
-        states = {place: self._state(optimizers, place) for place in self._seen}
-        now = self._take([states[place].get(key) for place, key in self._keys])
-        if now is None or now.shape != self._last.shape or (not now.is_cuda and torch.equal(now, self._last)):
-            return
-        self._drift = now - self._last if self._drift is None else self._drift + (now - self._last)
+        now = self._take({(place, key): value for place, key, value in self._moments(optimizers)})
+        if now is not None and now.shape == self._last.shape and not _same(now, self._last):
+            self._drift = now - self._last if self._drift is None else self._drift + (now - self._last)
 
-    def after_step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def after_step(self, optimizers: Optimizers) -> None:
         """Keep what the optimizers have left, if they took the step."""
         if not self._begun:
             return
-        found = [
-            (place, key, value)
-            for place in self._seen
-            for key, value in self._state(optimizers, place).items()
-            if isinstance(value, torch.Tensor) and value.shape == self.groups.parameters[place].shape
-        ]
-        keys, self._begun = [(place, key) for place, key, _ in found], False
-        self._drift, self._keys = self._drift if keys == self._keys else None, keys
-        self._last = self._take([value for *_, value in found])
-        if self.resumed and keys and self._last is not None:
+        moments = {(place, key): value for place, key, value in self._moments(optimizers)}
+        self._drift = self._drift if [*moments] == self._keys else None
+        self._keys, self._begun = [*moments], False
+        self._last = self._take(moments)
+        if self.resumed and moments and self._last is not None:
             count = sum(map(len, self._views[: len(self._sizes)]))
             self._drift = torch.cat([torch.zeros_like(self._last[:count]), self._last[count:]])
-        self.resumed &= not keys
+        self.resumed &= not moments
 
-    def _state(self, optimizers: Sequence[torch.optim.Optimizer], place: int) -> Mapping[str, object]:
-        parameter = self.groups.parameters[place]
-        return next((optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state), {})
+    def _moments(self, optimizers: Optimizers) -> Iterator[tuple[int, str, torch.Tensor]]:
+        for place in self._seen:
+            parameter = self.groups.parameters[place]
+            state = next((one.state[parameter] for one in optimizers if parameter in one.state), {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    yield place, key, local_part(value)
 
-    def _take(self, moments: Sequence[object]) -> torch.Tensor | None:
-        """Return the sample of the weights and moments; None if some are on another device now."""
+    def _take(self, moments: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor | None:
+        """Return the sample of weights and moments, zeros for lost ones; None if some are on another device now."""
         weights = [local_part(parameter) for parameter in self.groups.parameters]
-        pairs = zip(self._keys, moments, strict=True)
-        kept = [local_part(m) if isinstance(m, torch.Tensor) else torch.zeros_like(weights[at]) for (at, _), m in pairs]
+        kept = [moments[key] if key in moments else torch.zeros_like(weights[key[0]]) for key in self._keys]
         tensors = [*weights, *kept]
         if any(tensor.device != tensors[0].device for tensor in tensors):
             return None
@@ -101,27 +97,26 @@ class Samples:
 
         Where the weights are sharded, all processes call it.
         """
-        drift, count = self._drift, len(self._sizes)
+        drift, count, last = self._drift, len(self._sizes), self._last
         self._drift = None if recorded else drift
-        if self._last is None or (drift is None and not self.groups.sharded):
+        if last is None or (drift is None and not self.groups.sharded):
             return []
-        both = [torch.zeros_like(self._last) if drift is None else drift, self._last]
+        both = [torch.zeros_like(last) if drift is None else drift, last]
         lengths = [len(view) for view in self._views]
         norms = torch.stack([part.double().norm() for one in both for part in one.split(lengths)]).view(2, -1)
-        taken = [tensor.numel() / max(1, length) for tensor, length in zip(self._tensors, lengths, strict=True)]
-        squares = norms**2 * torch.tensor(taken, dtype=norms.dtype, device=norms.device)
-        sums = torch.stack([self.groups.summed(part[:count]) for part in squares])
-        changed, whole = self.groups.over_processes(sums).sqrt().tolist()
-        rows = [
-            (step, *owner, 0, "written_ratio", part / weight)
-            for owner, part, weight in zip(self.groups.keys, changed, whole, strict=True)
-            if 0 < part < math.inf and 0 < weight < math.inf
+        scale = [tensor.numel() / max(1, length) for tensor, length in zip(self._tensors, lengths, strict=True)]
+        squares = (norms**2 * torch.tensor(scale, device=norms.device))[:, :count]
+        sums = self.groups.over_processes(torch.stack([self.groups.summed(part) for part in squares]))
+        lost = torch.zeros_like(sums[0])
+        owners = torch.tensor([self.groups.groups[place] for place, _ in self._keys], device=norms.device).long()
+        lost.scatter_reduce_(0, owners, norms[0, count:] / norms.amax(0)[count:].clamp(min=1e-30), "amax")
+        found = {"written_ratio": (sums[0] / sums[1]).sqrt().tolist(), "forgotten_share": lost.tolist()}
+        return [
+            (step, *owner, 0, metric, value)
+            for metric, values in found.items()
+            for owner, value in zip(self.groups.keys, values, strict=True)
+            if 0 < value < math.inf
         ]
-        lost: dict[int, float] = {}
-        for (place, _), part, left in zip(self._keys, *norms[:, count:].tolist(), strict=True):
-            group = self.groups.groups[place]
-            lost[group] = max(lost.get(group, 0.0), part / max(part, left) if part > 0 else 0.0)
-        return rows + [(step, *self.groups.keys[g], 0, "forgotten_share", of) for g, of in lost.items() if of > 0]
 
 
 def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -131,3 +126,8 @@ def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
     stride = max(1, tensor.numel() // size)
     stride -= stride > 2 and stride % 2 == 0  # else they could all be of few columns
     return tensor.view(-1)[_START % stride :: stride][:size]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two samples are the same, as far as that is known without waiting for a device."""
+    return one.device.type == "cpu" and torch.equal(one, other)

@@ -187,8 +187,9 @@ def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     labels = next((value for name, value in inputs.items() if "label" in name or "target" in name), tokens[:0])
     if labels.shape != tokens.shape or labels.ndim != 2 or labels is tokens:
         return torch.stack([mark, *torch.zeros(3).to(mark)])
-    same, following = labels == tokens, labels[:, :-1] == tokens[:, 1:]
-    return torch.stack([mark, *(part.sum().double() for part in (same, following, labels >= 0))])
+    there = labels >= 0
+    following = torch.cat([labels[:, :-1] == tokens[:, 1:], there[:, -1:]], 1)  # nobody knows the last one's
+    return torch.stack([mark, *(part.sum().double() for part in (labels == tokens, following, there))])
 
 
 def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
