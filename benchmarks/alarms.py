@@ -19,7 +19,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -243,7 +243,8 @@ def fit(runs: list[Recorded], twins: Mapping[tuple[str, int], Recorded], provena
     learned = Learned()
     for run in runs:
         if run.fitted and run.kind and (run.setup, run.about["seed"]) in twins:
-            signs = run.signs(run.replay(limits))
+            signs = run.signs(run.replay(limits))  # other bad batches have their own labels, or none
+            signs = replace(signs, alarms=tuple(each for each in signs.alarms if each.metric != "label_match"))
             if signs.first is not None and signs.first.step >= run.about["breaks"]:
                 learned.see(KINDS[run.kind].cause[0], signature(signs))
     write_record(LIMITS, {**record, "signatures": learned.to_dict()})
