@@ -226,8 +226,9 @@ class Parser(ArgumentParser):
         return None
 
     def _takes_list(self, action: Action | None) -> bool:
-        known = action is not None and self.record is not None and not self._get_positional_actions()
-        return known and self.record.check_of(action.dest) in (comma_separated, factors)
+        if action is None or self.record is None or self._get_positional_actions():
+            return False
+        return self.record.check_of(action.dest) in (comma_separated, factors)
 
     def format_help(self) -> str:
         """The help: the settings that matter or, after ``--help all``, all of them in groups."""
@@ -322,5 +323,5 @@ def _from_yaml(file: Path, record: type[Settings]) -> Json:
                 data[name] = reader(value)
             except ArgumentTypeError as error:
                 raise UserError(f"{str(file)!r}: {name}: {error}") from None
-    kept = {name: value for name, value in data.items() if name in names}
+    kept: Json = {name: value for name, value in data.items() if name in names}
     return kept | {name: {**options, **kept.get(name, {})} for name, options in passed.items()}

@@ -220,7 +220,7 @@ def _turn(name: str, number: int, turn: object) -> Message:
     role = {"human": "user", "gpt": "assistant"}.get(str(sender), sender)  # ShareGPT's names
     content = fields.get("content", fields.get("value", "" if fields.get("tool_calls") else None))
     if isinstance(content, list):  # the parts of OpenAI's form
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        parts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if role not in ROLES or not isinstance(content, str):
         raise ValueError(f"turn {number + 1} of {name!r} has no role (allowed: {', '.join(ROLES)}) with a text")
@@ -481,8 +481,8 @@ class ExampleEncoder:
         if rendered is None and (marked := _for_training(self.tokenizer, str(self.template))):
             turns, names = [dict(turn) for turn in example["messages"]], self.tokenizer.special_tokens_map
             how: Json = {**names, **options, "chat_template": marked, "return_assistant_tokens_mask": True}
-            (text,), (spans,) = render_jinja_template([turns], **how)
-            rendered = text, spans
+            marks: Any = render_jinja_template([turns], **how)  # by conversation the text, and its answers' spans
+            rendered = marks[0][0], marks[1][0]
         if rendered is None:
             raise ValueError(
                 "the template renders the turns before an answer differently without it (another --template)"

@@ -300,7 +300,8 @@ def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | No
 
     config = lora_of(settings)
     if settings.command_name == "reward":
-        config.task_type, config.modules_to_save = "SEQ_CLS", [*(config.modules_to_save or ()), "score"]
+        config.task_type = "SEQ_CLS"  # pyright: ignore[reportAttributeAccessIssue]
+        config.modules_to_save = [*(config.modules_to_save or ()), "score"]
     bits = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}.get(settings.weights, "")
     if bits:  # how peft knows bitsandbytes' layers; to others it would say that transformers has quantized the model
         setattr(model, bits, True)
