@@ -152,6 +152,10 @@ def test_the_tuning_seeds_trials_can_be_shorter(tmp_path, corpus):
     assert {(trial.seed >= 100, trial.settings.steps == 7) for trial in wanted} == {(True, True), (False, False)}
     assert {plan.arms[number].values["placement"]: rate for number, rate in plan.chosen.items()} == BEST
     settings = StudySettings(study=str(plan.scale.folder / "mine.yaml"))
+    assert {name.endswith(", sweep"): {one.steps for one in arm.values()} for name, arm in plan.dry().items()} == {
+        True: {7},
+        False: {plan.scale.settings["steps"]},
+    }
     assert "of their own (100, 101) at steps 7" in description(settings)
 
 

@@ -106,16 +106,18 @@ class StudyPlan:
     def dry(self) -> dict[str, dict[str, Settings]]:
         """Return the trials' settings by arm and name without reading the text.
 
-        A tuned arm has all rates at the tuning seeds, and its first rate at the others.
+        A tuned arm has all rates at the tuning seeds, and its first rate at the others. A sweep with other settings
+        is a row of its own.
         """
         scale, trials = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
         rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)
         for seed in dict.fromkeys((*sweep, *scale.seeds)):
+            row = ", sweep" if scale.tuning is not None and scale.tuning.settings and seed in sweep else ""
             for arm in self.arms:
                 for rate in rates if seed in sweep else rates[:1]:
                     words = [*arm.values.values(), *([] if rate is None else [f"lr {rate:g}"]), f"seed {seed}"]
-                    trials.setdefault(_label(arm, scale), {})[", ".join(words)] = arm.trial(scale, rate, seed)
+                    trials.setdefault(_label(arm, scale) + row, {})[", ".join(words)] = arm.trial(scale, rate, seed)
         return trials
 
     def wanted(self, result: Results) -> list[StudyTrial]:
