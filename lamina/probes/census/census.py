@@ -53,11 +53,15 @@ _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers that compute the same: their indices, a layer's sums, and the norms inside its sub-layers."""
+    """Layers that compute the same: their indices, a layer's sums, and the norms inside its sub-layers.
+
+    Of several streams the sums are in ``streams``.
+    """
 
     layers: tuple[int, ...]
-    sums: tuple[Sum, ...] | tuple[StreamSum, ...]
+    sums: tuple[Sum, ...]
     inner: tuple[InnerNorm, ...] = ()
+    streams: tuple[StreamSum, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +109,8 @@ class Census:
         lines = [", ".join([self.model_type, *layers]), f"placement: {self.verdict}"]
         for group in self.groups:
             lines.append(f"\nlayer {ranges(group.layers)}:")
-            lines += [f"  {total.text()}    (to {total.error:.1g} of the largest value)" for total in group.sums]
+            sums = (*group.sums, *group.streams)
+            lines += [f"  {total.text()}    (to {total.error:.1g} of the largest value)" for total in sums]
             lines += [f"  {n.path}: {n.kind} on {n.on or 'something inside'}, {n.scope}" for n in group.inner]
         if self.groups:
             known = {name: value for name, value in self.ends.items() if value is not None}
@@ -222,7 +227,7 @@ def _of_streams(
             groups[key] = replace(groups[key], layers=(*groups[key].layers, index))
         else:
             inner = tuple(norm for site in sites for norm in inner_norms(site, model, inputs))
-            groups[key] = LayerGroup(layers=(index,), sums=tuple(found), inner=inner)
+            groups[key] = LayerGroup(layers=(index,), sums=(), inner=inner, streams=tuple(found))
     usual = Counter(norm for found in sums for one in found for norm in one.norms.values()).most_common(1)
     norm = usual[0][0] if usual else "rms"
     ends = _ends(structure, [*groups.values()], model, inputs, notes)
