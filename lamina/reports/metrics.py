@@ -117,6 +117,16 @@ METRICS = {
             "Largest value that goes into attention's softmax, by layer, over the keys that a query may see. Above "
             "about 50 attention looks at single tokens and its gradient vanishes (Dehghani et al. 2023)."
         )),
+        Metric("rate_ratio", "Updates", "Learning rates of the groups", "rate / usual rate", folded=True, caption=(
+            "Largest learning rate of a sub-layer's parameters over that of most parameters."
+        )),
+        Metric("written_ratio", "Updates", "Written weights", "change / weights", folded=True, log=False, caption=(
+            "Norm of what changed in a sample of the weights between two steps, where nothing but an optimizer should "
+            "write, over the sample's norm."
+        )),
+        Metric("forgotten_share", "Updates", "Lost moments", "change / moments", folded=True, log=False, caption=(
+            "Largest change of a sample of the optimizer's moments between two steps, over their norm: 1 is lost."
+        )),
         Metric("gain_mean", "Norm gains", "Norms' gains by layer", "mean gain", log=False, caption=(
             "Mean gain of each norm and mean of each learned scale (skip scale, pre scale) against the depth, from "
             "the first record (light) to the last (dark), as in Peri-LN's Figure 9. A norm without a gain has no "

@@ -45,7 +45,8 @@ def recorded() -> pd.DataFrame:
         rows += [(step, -1, "model", role, 0, "row_norm_abs_max", 2.0) for role in ("embedding", "readout")]
         rows += [(step, 1, "feed_forward", "expert", expert, "expert_load", 0.1 + expert) for expert in range(8)]
         rows += [(step, -1, "model", "all", 0, name, 3.0 - step) for name in (LOSS, NORM, "learning_rate")]
-        for name in ("attention_logit", "stream_rms", "stream_cosine"):
+        outside = ("rate_ratio", "written_ratio", "forgotten_share")
+        for name in ("attention_logit", "stream_rms", "stream_cosine", *outside):
             rows += [(step, layer, "attention", "all", 0, name, 1.0 + step) for layer in range(2)]
     return pd.DataFrame(rows, columns=list(LAYER_COLUMNS))
 
