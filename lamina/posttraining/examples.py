@@ -375,11 +375,13 @@ def _for_training(tokenizer: PreTrainedTokenizerBase, template: str) -> str | No
     """Return TRL's form of a known template, in which the answers are marked; None without one."""
     from trl.chat_template_utils import get_training_chat_template
 
-    tokenizer.chat_template = template
+    before, tokenizer.chat_template = tokenizer.chat_template, template
     try:
         return get_training_chat_template(tokenizer)
     except ValueError:  # TRL has none
         return None
+    finally:
+        tokenizer.chat_template = before
 
 
 @dataclass(kw_only=True)

@@ -185,7 +185,7 @@ def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     some = tokens.flatten()[:: max(1, tokens.numel() // _MARKED)].double()
     mark = (some * torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()).sum()
     labels = next((value for name, value in inputs.items() if "label" in name or "target" in name), tokens[:0])
-    if labels.shape != tokens.shape or labels.ndim != 2 or labels is tokens:
+    if labels.shape != tokens.shape or labels.ndim != 2 or labels is tokens or labels.device != tokens.device:
         return torch.stack([mark, *torch.zeros(3).to(mark)])
     there = labels >= 0
     following = torch.cat([labels[:, :-1] == tokens[:, 1:], there[:, -1:]], 1)  # nobody knows the last one's

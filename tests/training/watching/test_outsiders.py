@@ -7,6 +7,7 @@ import torch
 from training.watching.loops import NanoGpt, Tokens, loop
 
 from lamina.training.monitor.alarms import read_alarms
+from lamina.training.monitor.training_hooks import _numbers_of
 
 AT, STEPS = 13, 18  # between two records
 
@@ -105,6 +106,12 @@ def test_labels_that_are_shifted_and_a_batch_that_stays_are_told(tmp_path):
     told = [alarm for alarm in watched(tmp_path / "stays", batches=stays) if alarm.rule == "repeated"]
     assert [alarm.step for alarm in told] == [AT + 1]  # the seventh time
     assert not watched(tmp_path / "whole", batches=[batches[0]] * STEPS)
+
+
+def test_labels_on_another_device_than_the_tokens_are_not_compared():
+    tokens = torch.arange(6).view(1, 6)
+    assert _numbers_of({"input_ids": tokens, "labels": tokens.to("meta")})[1:].tolist() == [0.0, 0.0, 0.0]
+    assert _numbers_of({"input_ids": tokens, "labels": tokens.clone()})[1:].tolist() == [6.0, 1.0, 6.0]
 
 
 @pytest.mark.parametrize("kept", [False, True])
