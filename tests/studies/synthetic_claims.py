@@ -63,19 +63,22 @@ def trials_of(
     given = described["axes"].get("learning_rate", [1e-3])
     sweep = given if isinstance(given, dict) else {"tune": given, "seeds": 99}
     rates, tuned = [float(rate) for rate in sweep["tune"]], None if sweep is not given else float(sweep["tune"][1])
-    seeds = max(6, described["axes"].get("seed", 1))  # of fewer, no exact test of a share says anything
+    of_test, of_sweep = described["axes"].get("seed", 1), sweep["seeds"]
+    # of fewer than 6, no exact test of a share says anything
+    seeds = of_test if isinstance(of_test, list) else [*range(max(6, of_test))]
+    sweeping = of_sweep if isinstance(of_sweep, list) else seeds[:of_sweep]
     draw = random.Random(0)
     rows, trained, frames = [], {}, {}
     for arm in arms_of(described):
-        for rate, seed in product(rates, range(seeds)):
-            if rate == tuned or seed < sweep["seeds"]:
+        for rate, seed in product(rates, dict.fromkeys((*seeds, *sweeping))):
+            if seed in (sweeping if rate != tuned else (*seeds, *sweeping)):
                 noise, key = draw.gauss(0, spread), str(len(rows))
                 ended = outcome({**arm, "place": rates.index(rate)})
                 status = ended if isinstance(ended, str) else "finished"
                 loss = (
                     7.2 if isinstance(ended, str) else ended + 0.01 * seed + noise + 0.1 * (tuned not in (None, rate))
                 )
-                own = {"status": status, "eval_loss": loss, "tuned": tuned in (None, rate)}
+                own = {"status": status, "eval_loss": loss, "tuned": tuned in (None, rate) and seed in seeds}
                 rows.append({**arm, "learning_rate": rate, "seed": seed, "key": key, **own})
                 trained[key] = (arm, noise)
     table = pd.DataFrame(rows)
