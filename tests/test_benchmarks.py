@@ -1,4 +1,4 @@
-"""The benchmarks run where little is installed, leave out what isn't there, and compare models of the same size."""
+"""The benchmarks and their texts: what runs where little is installed, and the rows that they make."""
 
 import dataclasses
 import importlib.util
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts import loaded
 
 from lamina.training.monitor.alarms import read_alarms
 
@@ -154,3 +155,99 @@ def test_a_recorded_run_gives_the_alarms_of_the_run_itself(common, tmp_path, mon
     forked = alarms.Recorded.read(tmp_path / "llama-restarts+creep+1.5+0.parquet")
     assert forked.calls == alone.calls
     assert forked.about["held"] == about["held"]
+
+
+@pytest.fixture(scope="module")
+def commonsense():
+    return loaded("benchmarks/commonsense_data.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "gold", "instruction", "answer"),
+    [
+        (
+            "piqa",
+            "Goal: When butter boils, you can\n A. Pour it onto a plate\n B. Pour it into a jar\nAnswer:",
+            1,
+            "Please choose the correct solution to the question: When butter boils, you can\n\n"
+            "Solution1: Pour it onto a plate\n\nSolution2: Pour it into a jar\n\nAnswer format: solution1/solution2",
+            "solution2",
+        ),
+        (
+            "winogrande",
+            "Fill in the blank: Ian ate Dennis's menudo because ___ despised eating intestine.\n A. Ian\n B. Dennis\n"
+            "Answer:",
+            1,
+            "Please choose the correct answer to fill in the blank to complete the given sentence: Ian ate Dennis's "
+            "menudo because _ despised eating intestine.\n\nOption1: Ian Option2: Dennis\n\nAnswer format: "
+            "option1/option2",
+            "option2",
+        ),
+        (
+            "openbookqa",
+            "Question: The sun is responsible for\n A. puppies\n B. children\n C. flowers\n D. plants\nAnswer:",
+            3,
+            "Please choose the correct answer to the question: The sun is responsible for\n\nAnswer1: puppies Answer2: "
+            "children Answer3: flowers Answer4: plants\n\nAnswer format: answer1/answer2/answer3/answer4",
+            "answer4",
+        ),
+        (
+            "hellaswag",
+            "Removing ice: Then, he writes. Then\nChoose the best continuation:\n A. , one.\n B. , two.\n C. , three."
+            "\n D. , four.\nAnswer:",
+            0,
+            "Please choose the correct ending to complete the given sentence: Removing ice: Then, he writes. Then\n\n"
+            "Ending1: , one. Ending2: , two. Ending3: , three. Ending4: , four.\n\nAnswer format: "
+            "ending1/ending2/ending3/ending4",
+            "ending1",
+        ),
+        (
+            "boolq",
+            "Persian -- Persian is a language.\nQuestion: do they speak the same language?\n A. yes\n B. no\nAnswer:",
+            0,
+            "Please answer the following question with true or false, question: do they speak the same language?\n\n"
+            "Answer format: true/false",
+            "true",
+        ),
+    ],
+)
+def test_a_question_is_worded_as_llm_adapters_words_it(commonsense, name, query, gold, instruction, answer):
+    row = commonsense.example(name, query, gold)
+    assert row == {
+        "instruction": instruction,
+        "input": "",
+        "output": f"the correct answer is {answer}",
+        "benchmark": name,
+    }
+
+
+SENTENCE = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want."
+
+
+@pytest.fixture(scope="module")
+def ladder():
+    return loaded("benchmarks/ladder_text.py")
+
+
+def test_hard_wrapped_lines_become_paragraphs(ladder):
+    assert list(ladder.paragraphs_of("one\n two\n\t\nthree\n\n\n")) == ["one two", "three"]
+
+
+def test_a_long_paragraph_stands_once_and_a_short_one_as_often_as_it_was_written(ladder):
+    assert list(ladder.distinct(["Enter.", SENTENCE, "Enter.", SENTENCE])) == ["Enter.", SENTENCE, "Enter."]
+
+
+@pytest.mark.parametrize(
+    ("paragraph", "prose"),
+    [(SENTENCE, True), ("Too short to be prose.", False), ("0x7f 12 34 " * 20, False), ("é" * 20 + SENTENCE, False)],
+)
+def test_tables_code_and_foreign_text_are_no_prose(ladder, paragraph, prose):
+    assert ladder.is_prose(paragraph) is prose
+
+
+def test_the_innermost_blocks_of_a_page_are_its_paragraphs(ladder, tmp_path):
+    pytest.importorskip("lxml")
+    (tmp_path / "deb-manual").mkdir()
+    body = "<nav><p>menu</p></nav><li><p>inner</p></li><pre>code</pre><div class='para'>own</div>"
+    (tmp_path / "deb-manual" / "page.html").write_text(f"<html><body>{body}</body></html>")
+    assert list(ladder.pages("manual", "", ladder.Packages(tmp_path))) == ["inner", "own"]

@@ -1,4 +1,4 @@
-"""What the README says is what the program does now."""
+"""README, the recipes and docs/architecture.md say what the program does now."""
 
 import os
 import re
@@ -12,7 +12,10 @@ import yaml
 from scripts import ROOT, loaded
 
 import lamina
+from lamina.commands.arguments import Parser
 from lamina.placements import names
+from lamina.studies.dry_run import dry_run
+from lamina.training.settings import PretrainSettings
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -114,3 +117,81 @@ def test_the_files_of_a_public_forge_are_read():
 
 def test_the_version_is_one():
     assert f'version = "{lamina.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+BASES = yaml.safe_load((ROOT / "studies" / "bases.yaml").read_text(encoding="utf-8"))
+
+
+def settings_of(path: Path) -> PretrainSettings:
+    """What the command line makes of the file."""
+    parser = Parser("pretrain", "", "")
+    parser.add_settings(PretrainSettings)
+    parser.add_output_modes("")
+    typed, _ = parser.settings_from(["--config", str(path)])
+    return PretrainSettings(**typed)
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) >= 3
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_a_whole_configuration(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# "), "a recipe says first whose it is"
+    assert f"--config recipes/{path.name}" in text
+    settings = settings_of(path)
+    assert settings.placement
+    cost = dry_run({path.stem: {path.stem: settings}}).iloc[0]
+    if settings.corpus == "mnist":  # for two cores; no paper's
+        assert cost["tokens"] < 1e7
+        return
+    assert settings.corpus.startswith("hf:")
+    assert cost["parameters"] > (5e6 if settings.image_size else 5e7)
+    assert cost["tokens"] > 1e9
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_trains_what_the_studies_train(path):
+    """Where studies/bases.yaml has a base of the same name, the recipe is that base with a placement."""
+    if path.stem not in BASES:
+        pytest.skip("the studies have no such base")
+    base = {name: value for name, value in BASES[path.stem].items() if name != "base"}
+    ours = settings_of(path)
+    assert {name: getattr(ours, name) for name in base} == {
+        name: getattr(PretrainSettings(**base), name) for name in base
+    }
+
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_rooms_is_up_to_date():
+    script = loaded("docs/rooms.py")
+    assert script.PICTURE.read_text(encoding="utf-8") == script.picture(), "run python docs/rooms.py"
+
+
+def test_the_picture_shows_a_new_import(tmp_path):
+    script = loaded("docs/rooms.py")
+    for room, imported in (("data", "errors"), ("modeling", "errors"), ("errors", "")):
+        (tmp_path / "lamina" / room).mkdir(parents=True)
+        line = f"from lamina.{imported} import UserError\n" if imported else ""
+        (tmp_path / "lamina" / room / "__init__.py").write_text(line)
+    before = script.picture(tmp_path / "lamina")
+    (tmp_path / "lamina" / "modeling" / "uses.py").write_text("def f():\n    from lamina import data\n")
+    assert script.picture(tmp_path / "lamina") != before
+    assert script.floors(script.imports(tmp_path / "lamina")) == [["errors"], ["data"], ["modeling"]]
+
+
+def test_every_room_is_described():
+    table = PAGE.split("## The rooms")[1].split("## Where")[0]
+    described = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
+    assert described == set(loaded("docs/rooms.py").imports(ROOT / "lamina"))
+
+
+def test_every_file_that_the_page_names_is_there():
+    package = ROOT / "lamina"
+    of_a_run = {"layers/", "model/"}
+    for name in set(re.findall(r"`([\w/]+(?:/|\.py))`", PAGE)) - of_a_run:
+        assert any(package.rglob(name.rstrip("/"))) or (ROOT / name).exists(), name

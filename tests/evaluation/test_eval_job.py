@@ -1,4 +1,4 @@
-"""`lamina eval` as users run it: a folder with scores, tables and a page; resumed, refused, interrupted."""
+"""`lamina eval`, and `--eval-tasks` of a training: scores, tables, pages; resumed, refused, interrupted."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import yaml
 from evaluation.conftest import saved_model
 from safetensors.torch import load_file, save_file
 from training.test_distributed import torchrun
+from training.tiny_runs import records, result, settings, write_corpus
 from transformers import GenerationMixin
 
 import lamina
@@ -21,13 +22,12 @@ from lamina.evaluation.candidates import candidates_of
 from lamina.jobs.environment import environment
 from lamina.jobs.folder import has_result
 from lamina.jobs.kinds import Kind, kind_of
+from lamina.papers.trials import trial
+from lamina.reports import report
 from lamina.studies.evaluated import runs_of
+from lamina.training.pretrain import pretrain
 
 pytest.importorskip("lm_eval")
-
-
-def result(folder):
-    return json.loads((folder / "result.json").read_text())
 
 
 @pytest.fixture
@@ -399,3 +399,53 @@ def test_two_processes_score_as_one_does_and_one_of_them_writes(model, written, 
     failed = torchrun("-m", "lamina", *given[:2], "--tasks", "written", *given[4:8], "--output", tmp_path / "three")
     assert failed.returncode != 0
     assert failed.stderr.count("lamina: tasks: written: ") == 1
+
+
+def test_the_scores_are_the_saved_model_s_and_the_training_is_undisturbed(tmp_path, data_dir):
+    corpus = write_corpus(tmp_path / "words.txt")
+    given = {"steps": 4, "eval_steps": 2, "precision": "fp32", "compile": "off", "sequence_length": 128}
+    tasks = {"eval_tasks": "quiz,quiz@1", "eval_data_dir": str(data_dir), "eval_task_limit": 12}
+    pretrain(settings(corpus, tmp_path / "plain", **given), bar=False)
+    pretrain(settings(corpus, tmp_path / "scored", **given, **tasks), bar=False)
+    plain, scored = result(tmp_path / "plain"), result(tmp_path / "scored")
+    assert scored["eval_loss"] == plain["eval_loss"]
+    assert "tasks" not in plain
+    assert set(scored["tasks"]) == {"quiz", "quiz@1"}
+    evaluated = [record for record in records(tmp_path / "scored") if "eval_loss" in record]
+    assert [set(record["tasks"]) for record in evaluated] == [{"quiz", "quiz@1"}] * 2
+    assert evaluated[-1]["tasks"] == scored["tasks"]
+    assert "On tasks" in report(tmp_path / "scored").read_text()
+    assert "On tasks" not in report(tmp_path / "plain").read_text()
+    found = lamina.evaluate(
+        models=str(tmp_path / "scored"), tasks="quiz,quiz@1", data_dir=str(data_dir), limit=12,
+        output=str(tmp_path / "out"), bar=False,
+    )  # fmt: skip
+    values = {unit["unit"]: unit["scores"][0]["value"] for unit in found["units"]}
+    assert scored["tasks"] == pytest.approx(values)
+
+
+def test_an_unknown_task_is_refused_before_the_folder_is_touched(tmp_path, data_dir):
+    run = settings(
+        write_corpus(tmp_path / "words.txt"), tmp_path / "run", eval_tasks="quizz", eval_data_dir=str(data_dir)
+    )
+    with pytest.raises(UserError, match=r"eval_tasks: unknown task 'quizz'; did you mean 'quiz'"):
+        pretrain(run, bar=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tasks_change_a_trial_s_key_and_their_absence_does_not(tmp_path):
+    from lamina.training.settings import PretrainSettings
+
+    plain = trial.identity("pretrain", PretrainSettings())
+    assert "eval_tasks" not in plain["settings"]
+    assert "eval_task_limit" not in plain["settings"]
+    other = trial.identity("pretrain", PretrainSettings(eval_tasks="quiz"))
+    assert trial.key(plain) != trial.key(other)
+
+
+def test_an_objective_that_writes_no_text_has_no_tasks(tmp_path):
+    with pytest.raises(UserError, match=r"eval_tasks: 'quiz' has no effect on the objective 'image_classification'"):
+        pretrain(
+            settings(tmp_path, tmp_path / "run", backbone="vit-tiny", num_heads=None, eval_tasks="quiz"), bar=False
+        )
+    assert not (tmp_path / "run").exists()

@@ -1,14 +1,22 @@
-"""The page of a study with claims."""
+"""The page of a study with claims, and docs/results."""
 
+import json
+import math
 import re
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from readable import readable
-from synthetic_claims import write_claims_study
+from scipy import stats
+from scripts import loaded
+from synthetic_claims import CLAIMS, write_claims_study
 
 from lamina.commands import report as command
 from lamina.errors import UserError
+from lamina.papers.pages.folder import StudyFolder
 from lamina.papers.pages.matplotlib_figures import write_all
 from lamina.reports import report
 
@@ -75,3 +83,134 @@ def test_report_writes_the_figures_for_a_paper(tmp_path, capsys):
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match="no study with claims"):
         write_all(tmp_path / "other")
+
+
+pages = loaded("docs/results_pages.py")
+plain = pages.plain
+
+
+def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = ""):
+    return SimpleNamespace(
+        name=name,
+        paper=paper,
+        source="Mix-LN <Table> 1",
+        title=f"Title of {name}",
+        scales={scale: SimpleNamespace(needs=needs) for scale in scales},
+    )
+
+
+def not_run(name: str, scale: str = "cpu") -> dict:
+    return {
+        "claim": name, "says": "It is so", "study": name, "scale": scale, "verdict": "not run yet", "ours": "",
+        "paper": "1 < 2", "seeds": 0, "date": None, "note": f"lamina study run {name}",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp("results")
+    record = write_claims_study(root / "records" / "mix-ppl-cpu", tables=("gradients",))
+    verdicts = [*json.loads((record / "claims.json").read_text("utf-8")), not_run("keel-lr")]
+    verdicts.append({**not_run("peri-lr"), "verdict": "needs scale", "note": "gpu: too small"})
+    studies = [
+        study("mix-ppl", scales=("cpu", "gpu")),
+        study("keel-lr", "keel"),
+        study("peri-lr", "peri_ln", needs="gpu: too small"),
+    ]
+    (root / "docs").mkdir()
+    (root / "docs" / "old.md").write_text("of a study that is gone")
+    pages.write_results(verdicts, studies, root / "records", root / "docs")
+    return root
+
+
+def page_of(results, name: str) -> str:
+    return (results / "docs" / f"{name}.md").read_text("utf-8")
+
+
+def test_texts_of_claims_show_as_they_are(results):
+    text = page_of(results, "mix-ppl")
+    assert "Post-LN &lt;b&gt;does not&lt;/b&gt; train &#124; at all" in text
+    assert "&#91;a&#93;(b) \\*c\\*" in text
+    assert all(line.count("|") in (0, 6, 7, 9) for line in text.splitlines())
+    markdown = pytest.importorskip("markdown")
+    for words in ("a_b *c* _d_ `e` [f](g) <h> & | i", "# x", "1. y", "- z", "2 * 3 < 4"):
+        shown = markdown.markdown(plain(words), extensions=["tables", "sane_lists"])
+        assert shown.count("<") == 2
+        assert shown.startswith("<p>")
+
+
+def test_every_figure_is_there_for_the_page_and_for_a_paper(results):
+    files = {path.name for path in (results / "docs" / "figures").iterdir()}
+    names = {path.removesuffix(".svg") for path in files if path.endswith(".svg")}
+    assert len(names) == 3
+    assert files == {f"{name}{ending}" for name in names for ending in (".svg", ".json")}
+    figure = json.loads((results / "docs" / "figures" / "mix-ppl-cpu-sweep.json").read_text("utf-8"))
+    line = next(trace for trace in figure["data"] if trace["name"] == "mix_ln")
+    assert line["y"] == pytest.approx([2.4447, 2.41, 2.4447], abs=1e-4)
+
+
+def test_the_pages_are_the_same_again_and_what_is_gone_goes(results):
+    before = {path: path.read_bytes() for path in (results / "docs").rglob("*") if path.is_file()}
+    assert results / "docs" / "old.md" not in before
+    verdicts = json.loads((results / "records" / "mix-ppl-cpu" / "claims.json").read_text("utf-8"))
+    again = [*verdicts, not_run("keel-lr"), {**not_run("peri-lr"), "verdict": "needs scale", "note": "gpu: too small"}]
+    studies = [
+        study("mix-ppl", scales=("cpu", "gpu")),
+        study("keel-lr", "keel"),
+        study("peri-lr", "peri_ln", needs="gpu: too small"),
+    ]
+    pages.write_results(again, studies, results / "records", results / "docs")
+    assert {path: path.read_bytes() for path in (results / "docs").rglob("*") if path.is_file()} == before
+    assert len(CLAIMS) == 2
+
+
+def test_an_arms_tolerance_is_of_the_seeds_that_all_its_rates_have(tmp_path):
+    losses = {"keel": {1e-3: 2.40, 2e-3: 2.31, 4e-3: 2.30, 8e-3: 2.32}, "pre_ln": {1e-3: 2.5, 2e-3: 2.6, 4e-3: None}}
+    rows = [
+        {"placement": arm, "learning_rate": rate, "seed": seed, "status": "finished" if loss else "diverged"}
+        | {"eval_loss": loss, "tuned": False}
+        for arm, sweep in losses.items()
+        for rate, loss in sweep.items()
+        for seed in (100, 101)
+    ]
+    rows.append({**rows[2], "seed": 7, "eval_loss": 9.0, "tuned": True})  # a test seed, at one rate alone
+    header = {"definition": {"scales": {"cpu": {"axes": {"placement": {}, "learning_rate": {}, "seed": {}}}}}}
+    folder = StudyFolder(folder=tmp_path, header=header, results=pd.DataFrame(rows), claims=[])
+    # Keel: from a ninth of a factor below 2e-3 to the edge at 8e-3, whose 2.32 is exactly within 0.02.
+    assert pages.tolerances(folder) == {"keel": "≥ 2.1", "pre_ln": "≥ 0.2"}
+
+
+resolution = loaded("docs/results_pages.py").resolution
+
+LOSSES = {"pre_ln": {1e-3: 2.7, 2e-3: 2.6, 4e-3: 2.7}, "keel": {1e-3: 2.6, 2e-3: 2.5, 4e-3: 2.45}}
+NOISE = {"pre_ln": (-0.02, 0.0, 0.02), "keel": (-0.01, 0.02, -0.01)}
+
+
+def sweep() -> StudyFolder:
+    rows = []
+    for placement in ("pre_ln", "keel", "post_ln"):
+        for rate in (1e-3, 2e-3, 4e-3):
+            for seed in range(3):
+                loss = LOSSES.get(placement, {}).get(rate, 3.0) + NOISE.get(placement, (0, 0, 0))[seed]
+                status = "stuck" if placement == "post_ln" and seed == 2 else "finished"
+                rows.append({"placement": placement, "depth": 8, "learning_rate": rate, "seed": seed, "tuned": False})
+                rows[-1] |= {"status": status, "eval_loss": loss}
+    definition = {"study": "sweep", "scales": {"cpu": {"axes": dict.fromkeys(("placement", "learning_rate", "seed"))}}}
+    header = {"definition": definition, "settings": {"scale": "cpu"}}
+    return StudyFolder(folder=Path(), header=header, results=pd.DataFrame(rows), claims=[])
+
+
+def test_the_table_has_optima_spreads_and_what_five_pairs_show():
+    heading, table, sentence = resolution(sweep())
+    assert heading == "### What this size can decide"
+    keel, pre = table.splitlines()[2:]  # the lowest loss first
+    differences = [(2.45 + k) - (2.6 + p) for k, p in zip(NOISE["keel"], NOISE["pre_ln"], strict=True)]
+    std = statistics.stdev(differences)
+    shown = (stats.t.ppf(0.975, 4) + stats.t.ppf(0.9, 4)) * std / math.sqrt(5)
+    assert keel.startswith("| keel | 0.004 |")
+    assert "(at the edge)" in keel
+    assert f"| 2.450 ± {statistics.stdev(NOISE['keel']):.3f} | 3 | −0.150 | {std:.3f} | {shown:.3f} |" in keel
+    assert pre.startswith("| pre_ln | 0.002 | 0.002 |")
+    assert pre.endswith("| 3 | – | – | – |")
+    assert "post_ln" in sentence
+    assert f"{shown:.3f} nats" in sentence
