@@ -44,8 +44,7 @@ _HOW = (
 )
 _SCALE = (
     "**A verdict is about its scale and no more.** The papers train models hundreds to thousands of times larger than "
-    "those of scale cpu, on more than a hundred thousand times more text: what fails here may hold there, and what "
-    "holds here may not."
+    "those of scale cpu, on more than a hundred thousand times more text."
 )
 WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
 _SWEPT = 3  # rates from which on their interval says something
