@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
+import logging
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ from torch import distributed
 from lamina.errors import UserError, mark_reported
 from lamina.jobs.files import disk_full
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GONE = "another process of the run is gone"
 PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus or to write a large checkpoint
@@ -226,6 +228,10 @@ def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
             "processes, with --parallel fsdp2)"
         )
     if size == 1:
+        if {"MASTER_PORT", "ACCELERATE_USE_CPU"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+            logger.warning(
+                "accelerate launch --cpu has started one process (several: torchrun, docs/accelerate/ddp.yaml)"
+            )
         yield ALONE
         return
     if device == "mps":

@@ -1,6 +1,7 @@
 """Every job after pretraining in two processes, DDP and FSDP2 on gloo, takes the steps of one."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pandas as pd
@@ -10,7 +11,10 @@ from posttraining.test_any_model import layers, write_foreign
 from posttraining.tiny import common, preferences, same_weights, sorting, write_rows
 from posttraining.two_stages import JOBS
 from safetensors.torch import load_file
-from training.test_distributed import torchrun
+from training.test_distributed import DOCS, free_port, scripts, torchrun
+from training.tiny_runs import SMALL, TIMING, flags
+
+from lamina import pretrain
 
 pytestmark = pytest.mark.slow
 FSDP2, LORA = {"parallel": "fsdp2"}, {"lora_rank": 2, "best_by": "loss"}
@@ -114,3 +118,45 @@ def test_a_paused_run_takes_the_steps_of_one_never_stopped(runs):
     ours, theirs = (records(folder / run) for run in ("paused", "sft-fsdp2"))
     assert [one.get("loss") for one in ours] == [two.get("loss") for two in theirs]
     assert same_weights(folder / "paused", folder / "sft-fsdp2")
+
+
+@pytest.mark.parametrize("job", ["pretrain", "sft"])
+def test_accelerate_launch_divides_the_batches_writes_each_record_once_and_resumes(job, base, tmp_path):
+    usual = {"steps": 4, "batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "eval_steps": 2, "device": "cpu"}
+    if job == "pretrain":
+        (tmp_path / "text.txt").write_text("where the norm of a layer sits " * 60)
+        usual = {**SMALL, "corpus": tmp_path / "text.txt", "placement": "keel", **usual}
+    else:
+        data = write_rows(
+            tmp_path / "rows.jsonl", [{"prompt": r["instruction"], "completion": r["output"]} for r in sorting(24)]
+        )
+        usual = {"from": base, "data": data, **usual}
+
+    environment = scripts(tmp_path / "bin")
+
+    def launch(*words):
+        command = ["accelerate", "launch", "--config_file", DOCS / "accelerate" / "ddp.yaml", "--no_python"]
+        command += ["--main_process_port", str(free_port()), "lamina", job, *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode in (0, 130), done.stderr[-3000:]
+        return done.stdout
+
+    assert launch(*flags(**usual, output=tmp_path / "whole")).count("the model:") == 1
+    launch(*flags(**usual, output=tmp_path / "part", pause_step=2))
+    launch("--resume", *flags(output=tmp_path / "part", pause_step="none"))
+    assert len(list((tmp_path / "whole").glob("checkpoints/*/rng_state_*.pth"))) in (0, 2)
+    whole, part = (
+        [{k: v for k, v in line.items() if k not in TIMING} for line in records(tmp_path / run)]
+        for run in ("whole", "part")
+    )
+    assert whole == part
+    given = {
+        ("from_model" if name == "from" else name): v if isinstance(v, int | float) else str(v)
+        for name, v in usual.items()
+    }
+    {"pretrain": pretrain, **JOBS}[job]({**given, "output": str(tmp_path / "one")}, bar=False)
+    one = records(tmp_path / "one")
+    assert [line["step"] for line in whole] == [line["step"] for line in one]
+    for name in ("loss", "grad_norm", "eval_loss", "tokens"):
+        ours, theirs = ([line[name] for line in lines if name in line] for lines in (whole, one))
+        assert ours == pytest.approx(theirs, rel=1e-4)
