@@ -36,7 +36,7 @@ weights: load_in_4bit load_in_8bit dtype torch_dtype; precision: bf16 fp16 torch
 compile: torch_compile torch_compile_backend torch_compile_mode; device: use_cpu no_cuda; seed: data_seed;
 data: corpus dataset_name; parallel: fsdp fsdp_config deepspeed parallelism_config; backbone: model model_name_or_path;
 resume: resume_from_checkpoint; loss_on: completion_only_loss assistant_only_loss; template: chat_template_path;
-overwrite: overwrite_output_dir; reward_function: reward_funcs
+overwrite: overwrite_output_dir; reward_function: reward_funcs; reward_clip: reward_clip_range
 """)
 
 

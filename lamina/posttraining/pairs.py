@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -184,9 +184,35 @@ class DpoTrainer(PairTrainer):
     """A mixin for TRL's DPOTrainer."""
 
     def __init__(self, *args: Passed, **kwargs: Passed):
+        options = kwargs["args"]
+        # TRL would take the numbers from a cache by a hash of the reference, which LoRA's and a sharded one do not have
+        precomputed, options.precompute_ref_log_probs = options.precompute_ref_log_probs, False
         super().__init__(*args, **kwargs)
-        if isinstance(self.ref_model, NoReference):
+        alone = isinstance(self.ref_model, NoReference)
+        if alone:
             self.ref_model = self.without_adapters
+        if precomputed:
+            self.precompute_ref_logps, data = True, (self.train_dataset, self.eval_dataset)
+            self.train_dataset, self.eval_dataset = map(self._with_reference, cast("tuple[Dataset, Dataset]", data))
+            if not alone:  # it is not needed any more
+                self.accelerator._models.remove(self.ref_model)
+            self.ref_model = None
+
+    def _with_reference(self, dataset: Dataset) -> Dataset:
+        """Add the reference's log-probabilities of the answers, in nats."""
+
+        def measure(chosen: list[int]) -> list[tuple[int, float, float]]:
+            inputs: Passed = self._prepare_inputs(self.data_collator([dataset[i] for i in chosen]))
+            both = self.compute_ref_log_probs(self.ref_model, inputs)
+            return list(zip(chosen, *(part.tolist() for part in both), strict=True))
+
+        options: Passed = self.args
+        batches = self.held_out_batches(measure, len(dataset), options.precompute_ref_batch_size)
+        everyones = self.processes.everyones([row for batch in batches for row in batch])
+        rows = sorted(row for part in everyones for row in part)
+        for place, column in enumerate(("ref_chosen_logps", "ref_rejected_logps"), start=1):
+            dataset = dataset.add_column(column, [row[place] for row in rows])
+        return dataset
 
     def _prepare_dataset(self, dataset: Passed, *args: object, **kwargs: object) -> Passed:
         return dataset  # it is encoded, which TRL does not look for here

@@ -12,6 +12,7 @@ the mask of the sampled answer's tokens:
 
 from __future__ import annotations
 
+import base64
 import copy
 import importlib.util
 import json
@@ -22,6 +23,7 @@ from typing import cast
 
 import pandas as pd
 import torch
+from safetensors.torch import load, save
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -30,18 +32,22 @@ from lamina.errors import UserError
 from lamina.jobs.files import write_text
 from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.settings import at_least
 from lamina.modeling.processes import Processes
 from lamina.posttraining.examples import Fields, prompt_of
 from lamina.posttraining.rewards import Rewards, check_rewards, make_rewards, padded
 from lamina.posttraining.settings import RlhfSettings
 from lamina.posttraining.trainer import NoReference, Passed, TunedTrainer
 from lamina.posttraining.tuning import Row, TuningStage, tune
+from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.run import TrainingRun
 
 _Online: Passed = object  # one of TRL's online trainers, in the classes below
 
+REUSE = {"steps_per_generation", "num_iterations"}  # TRL's: the steps that train on the same answers
 SAMPLING = {"top_p", "top_k", "min_p", "repetition_penalty"}  # TRL's arguments for sampled answers
+_ENTROPY = ("entropy_coef", "_last_world_entropy")  # what TRL's GRPOTrainer adapts
 HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-out prompt, by evaluation
 
 
@@ -90,6 +96,29 @@ class PolicyTrainer(TunedTrainer, _Online):
     def tokens_seen(self) -> int:
         """The tokens of all prompts and answers so far."""
         return int(self.state.num_input_tokens_seen)
+
+    def state_dict(self) -> Json:
+        """The same as for other stages, the answers that later steps train on, and the weight of GRPO's entropy."""
+        state = {**super().state_dict(), "entropy": [getattr(self, name) for name in _ENTROPY if hasattr(self, name)]}
+        if self._step % (self.args.steps_per_generation * self.num_iterations):
+            tensors = {
+                f"{part}.{name}": value.detach().cpu().clone().contiguous()
+                for part, batch in enumerate(self._buffered_inputs)
+                for name, value in batch.items()
+            }
+            state["answers"] = self.processes.everyones(base64.b64encode(save(tensors)).decode())
+        return state
+
+    def load_state_dict(self, state: RunState) -> None:
+        super().load_state_dict(state)
+        self._step = max(0, int(state.get("step", 0))) * self.args.gradient_accumulation_steps
+        for name, value in zip(_ENTROPY, state.get("entropy", ()), strict=False):
+            setattr(self, name, value)
+        if len(answers := state.get("answers", ())) == self.processes.size:  # else they are sampled anew
+            self._buffered_inputs = [{} for _ in range(self.args.steps_per_generation)]
+            for name, value in load(base64.b64decode(answers[self.processes.rank])).items():
+                part, _, field = name.partition(".")
+                self._buffered_inputs[int(part)][field] = value.to(self.args.device)
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, Json]:
         return [self._ids[prompt] for prompt in prompts], None, {}
@@ -313,7 +342,8 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
     def rewards(self) -> str:
         settings, longest = self.settings, self.start.longest
-        self.ordered = partial(PromptOrder, copies=settings.num_generations)
+        together = {name: settings.trl[name] for name in REUSE if name in settings.trl}
+        self.ordered = partial(PromptOrder, copies=settings.num_generations, **together)
         digest = check_rewards(settings, self.start)
         if settings.max_answer >= longest:
             raise UserError(
@@ -335,6 +365,8 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
             self.part, self.theirs = PolicyTrainer, job.settings.algorithm.upper()
         elif others := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers are transformers'
             raise UserError(f"trl.{min(others)}: no effect on remax (allowed: {', '.join(sorted(SAMPLING))})")
+        for name in REUSE & job.settings.trl.keys():
+            at_least(1)(f"trl.{name}", job.settings.trl[name])
         if job.settings.trl.get("use_vllm") and importlib.util.find_spec("vllm") is None:
             raise UserError("trl.use_vllm: vllm is not installed (to install it: pip install vllm)")
         super().check(job, processes)
@@ -367,19 +399,24 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 class PromptOrder(TrainOrder):
     """The training order of prompts for TRL's online trainers, each prompt ``copies`` times in a row.
 
-    TRL answers all prompts of a step at its first micro-batch and ignores what it is given at the others.
+    TRL answers the prompts of ``steps_per_generation`` micro-batches, by default a step's, at the first of them, trains
+    on all of them ``num_iterations`` times, and ignores what it is given at the others.
     """
 
-    def __init__(self, prompts: int, *, copies: int, **options: Passed):
+    def __init__(
+        self, prompts: int, *, copies: int, steps_per_generation: int = 0, num_iterations: int = 1, **options: Passed
+    ):
         super().__init__(prompts, **options)
-        self.copies = copies
+        self.copies, self.iterations = copies, num_iterations
+        self.together = steps_per_generation or self.gradient_accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
-        parts = range(self.gradient_accumulation)
-        for step in range(self.done + 1, self.steps + 1):
-            mine = [index for part in parts for index in self.micro_batch(step, part)[self.share]]
-            for _ in parts:
-                yield [index for index in mine for _ in range(self.copies)]
+        accumulated = self.gradient_accumulation
+        for done in range(self.done * accumulated, self.steps * accumulated):
+            first = done // (self.together * self.iterations) * self.together
+            places = (divmod(place, accumulated) for place in range(first, first + self.together))
+            mine = [index for step, part in places for index in self.micro_batch(step + 1, part)[self.share]]
+            yield [index for index in mine for _ in range(self.copies)]
 
 
 rlhf = partial(tune, PolicyOptimization)

@@ -350,9 +350,9 @@ class RlhfSettings(TuningSettings):
             )
         if not self.reward_functions():
             self.refuse_unused("reward_timeout", allowed="with --reward-function")
-        if self.epsilon > 0.01:
+        if self.epsilon > 1e-5:
             raise UserError(
-                f"epsilon: {self.epsilon:g} would be Adam's (allowed: at most 0.01; the clip is trl.epsilon)"
+                f"epsilon: {self.epsilon:g} would be Adam's (allowed: at most 1e-05; the clip is trl.epsilon)"
             )
         if self.algorithm == "remax" and self.num_generations != 2:
             raise UserError(

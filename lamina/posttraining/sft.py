@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
+from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
+from lamina.modeling.processes import Processes
 from lamina.posttraining.examples import IGNORED, Fields, as_turns, example_of, read_template
 from lamina.posttraining.settings import SftSettings
 from lamina.posttraining.trainer import Passed, TunedTrainer, trl
@@ -47,6 +49,11 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
     record = SftSettings
     part, theirs = SftTrainer, "SFT"
     columns = (("input_ids", "input_ids"), ("labels", "labels"))
+
+    def check(self, job: Job[SftSettings], processes: Processes) -> None:
+        if job.settings.packing and "padding_free" in job.settings.trl:
+            raise UserError("trl.padding_free: set by --packing (allowed: without it)")
+        super().check(job, processes)
 
     def template(self) -> str | None:
         return None  # with ``auto``, the first conversation decides

@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig, Trainer, TrainingArguments
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.aliases import meaning
-from lamina.training.arguments import OPTIONS
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.writers import StepSeries
@@ -26,12 +25,21 @@ from lamina.training.run import TrainingRun
 from lamina.training.trainer import CheckpointedTrainer, OrderedTrainer
 
 T = TypeVar("T")
-# Of TRL's arguments: what Lamina has flags for, makes itself, or could not resume to the byte.
-_DECIDED = re.compile(
-    r"(model_init|trust_remote|chat_template|dataset|shuffle|packing|eval_packing|precompute|sync_ref|ref_model)\w*|"
-    r"(reward|log|num_generations|num_iterations|generation_batch|steps_per)\w*|pad_token|truncation_mode|"
-    r"max_(completion_)?length|padding_free|(completion|assistant)_only_loss|temperature|beta"
+# Of TRL's arguments: those that a flag of Lamina's sets, and why others are refused.
+_FLAGGED = re.compile(
+    r"num_generations|temperature|beta|max_(completion_)?length|packing|(completion|assistant)_only_loss|"
+    r"chat_template_path|reward_(weights|clip_range)"
 )
+_REFUSED = {
+    r"model_init_kwargs|trust_remote_code|pad_token": "the model and its tokenizer are those of --from",
+    r"(dataset|chat_template)_\w+|shuffle_dataset|truncation_mode|packing_strategy|eval_packing": (
+        "rows are read, encoded and ordered by Lamina, so that a run resumes exactly"
+    ),
+    r"sync_ref_model|ref_model_\w+": "records and checkpoints hold a policy to the model that it starts from",
+    r"num_generations_eval": "an evaluation has one answer per held-out prompt",
+    r"generation_batch_size": "set by trl.steps_per_generation",
+    r"log_\w+": "held_out.jsonl and metrics.jsonl have the records",
+}
 _Trainer = Trainer if TYPE_CHECKING else object
 Passed: TypeAlias = Any
 """An argument that goes to TRL's trainer, or comes from it, unchanged."""
@@ -50,16 +58,17 @@ def check_trl(options: Json, theirs: str, offered: Collection[str]) -> None:
     ``offered``: the job's own settings.
     """
     kind, own = trl(f"{theirs}Config"), {entry.name for entry in fields(TrainingArguments)}
-    free = {name for entry in fields(kind) if not _DECIDED.fullmatch(name := entry.name)} - own
+    names = {entry.name for entry in fields(kind)}
+    refused = {name: why for pattern, why in _REFUSED.items() for name in names if re.fullmatch(pattern, name)}
     for name in options:
         flag = name if name in offered else meaning(name, offered, near=True)
-        if name in own or _DECIDED.fullmatch(name):
-            if flag is not None or name in OPTIONS:
-                flag = f"trainer.{name}" if flag in (None, "trainer") else flag.replace("_", "-")
-                raise UserError(f"trl.{name}: set by --{flag} (allowed: that flag)")
-            raise UserError(f"trl.{name}: Lamina decides it (allowed: {', '.join(sorted(free))})")
-        if name not in free:
-            raise unknown("trl argument", name, free)
+        if name in own or (_FLAGGED.fullmatch(name) and flag is not None):
+            flag = f"trainer.{name}" if flag in (None, "trainer") else flag.replace("_", "-")
+            raise UserError(f"trl.{name}: set by --{flag} (allowed: that flag)")
+        if name in refused:
+            raise UserError(f"trl.{name}: {refused[name]} (allowed: leave it out)")
+        if name not in names:
+            raise unknown("trl argument", name, names - own - refused.keys())
     try:
         checkpointing = "activation" if "activation_checkpointing" in own else "gradient"  # before transformers 5.23
         fixed = {"output_dir": "none", "use_cpu": True, "bf16": False, "report_to": "none"}
@@ -146,12 +155,17 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
     def held_out(self) -> dict[str, float]:
         """Return the metrics of the held-out examples, by ``eval_NAME``."""
 
-    def held_out_batches(self, measure: Callable[[list[int]], T], count: int | None = None) -> list[T]:
-        """Measure this process's share of ``count`` items, by default the held-out examples, given their places."""
+    def held_out_batches(
+        self, measure: Callable[[list[int]], T], count: int | None = None, size: int | None = None
+    ) -> list[T]:
+        """Measure this process's share of ``count`` items, by default the held-out examples, given their places.
+
+        ``size``: of a batch; by default that of an evaluation.
+        """
         data: Passed = self.eval_dataset
         number, processes = len(data) if count is None else count, self.processes
         mine = range(processes.rank, number, processes.size)
-        size = max(1, self.args.per_device_eval_batch_size)
+        size = size or max(1, self.args.per_device_eval_batch_size)
         # a process without a batch measures another's: a sharded model needs every process
         starts = range(0, math.ceil(number / processes.size) if self.sharded else len(mine), size)
         with torch.no_grad():

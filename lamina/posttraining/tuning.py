@@ -355,7 +355,7 @@ class TuningStage(TrainingStage[S]):
     def read(self, processes: Processes, *, bar: bool) -> None:
         processes.first_per_host(self.read_examples)
         settings = decided(self.settings)
-        per_step = settings.batch_size * settings.gradient_accumulation
+        per_step = settings.batch_size * settings.gradient_accumulation / settings.trl.get("num_iterations", 1)
         steps = settings.steps or max(1, math.ceil(settings.epochs * len(self.train) / per_step))
         self.settings = replace(settings, steps=steps, sequence_length=self.start.longest)
         self.plan, self.processor = self.start.plan, self.start.tokenizer

@@ -6,11 +6,18 @@ import shlex
 import pytest
 import torch
 from posttraining.tiny import write_rows
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainerCallback,
+)
 
 from lamina.cli import main
 from lamina.data.tokenizers import load_tokenizer
 from lamina.posttraining.examples import TEMPLATES
+from lamina.posttraining.rlhf import PromptOrder
 from lamina.training.optimization.order import TrainOrder
 
 datasets = pytest.importorskip("datasets")
@@ -25,6 +32,7 @@ USUAL = (
     "--logging_steps 1 --lr_scheduler_kwargs '{\"min_lr_rate\": 0.0}' --warmup_steps 0.03 --optim adamw_torch_fused "
     "--lora_dropout 0 --seed 0"
 )
+POLICY = "--num_generations 2 --max_completion_length 8 --beta 0.1"
 # By job and form of the rows: what is typed at both, at TRL alone, and at Lamina alone.
 TABLE = [
     ("sft", "messages", "", "", "--loss-on all"),
@@ -33,6 +41,9 @@ TABLE = [
     ("sft", "turns", "--loss_type dft --warmup_steps 2", "", ""),
     ("sft", "text", "--max_length 20 --optim adafactor", "", ""),
     ("sft", "text", "--packing --max_length 64", "--eval_packing false", ""),
+    ("sft", "text", "--padding_free", "", ""),
+    ("sft", "text", "--eos_token !", "", ""),
+    ("sft", "messages", "", "--chat_template_path {marked} --assistant_only_loss", "--template {marked}"),
     ("sft", "turns", LORA, "", ""),
     ("sft", "turns", f"{LORA} --use_dora", "", ""),
     ("sft", "turns", f"{LORA} --use_rslora", "", ""),
@@ -40,11 +51,25 @@ TABLE = [
     ("sft", "turns", LORA, "--dtype bfloat16", "--weights bf16"),
     ("dpo", "pairs", "--beta 0.3 --loss_type ipo", "", "--template none"),
     ("dpo", "pairs", f"{MPO} --label_smoothing 0.1", "", "--template none"),
+    ("dpo", "pairs", "--precompute_ref_log_probs --precompute_ref_batch_size 5 --ld_alpha 0.3", "", "--template none"),
+    ("dpo", "pairs", f"{LORA} --precompute_ref_log_probs", "", "--template none"),
     ("dpo", "turns of pairs", "--f_divergence_type js_divergence --ld_alpha 0.5 --use_weighting", "", ""),
     ("dpo", "pairs", f"{LORA} --use_dora", "", "--template none"),
     ("dpo", "pairs", f"{LORA} --lora_modules_to_save lm_head", "", "--template none"),
+    ("reward", "pairs", "--center_rewards_coefficient 0.01", "", "--template none"),
+    ("reward", "margins", "--gradient_checkpointing True --max_length 30", "", "--template none"),
+    ("reward", "turns of pairs", f"{LORA} --gradient_accumulation_steps 2", "--lora_task_type SEQ_CLS", ""),
+    ("grpo", "prompts", f"{POLICY} --gradient_accumulation_steps 2", "", ""),
+    ("grpo", "prompts", f"{POLICY} --loss_type dr_grpo --scale_rewards none --num_iterations 2", "", ""),
+    ("grpo", "prompts", f"{POLICY} --loss_type bnpo --scale_rewards batch --mask_truncated_completions", "", ""),
+    ("grpo", "prompts", f"{POLICY} {LORA} --epsilon_high 4e-4 --importance_sampling_level sequence --loss_type grpo "
+     "--gradient_accumulation_steps 2 --steps_per_generation 4", "--epsilon 3e-4", "--trl.epsilon 3e-4"),
+    ("grpo", "prompts", f"{POLICY} --use_adaptive_entropy --entropy_target 5 --top_p 0.9", "", ""),
+    ("rloo", "prompts", f"{POLICY} --gradient_accumulation_steps 2", "", ""),
+    ("rloo", "prompts", f"{POLICY} {LORA} --normalize_advantages --steps_per_generation 3", "", ""),
+    ("rloo", "prompts", f"{POLICY} --num_iterations 3 --top_k 40", "--epsilon 0.1", "--trl.epsilon 0.1"),
 ]  # fmt: skip
-FAST = (1, 7, 12)
+FAST = ("--no_remove", "--use_dora", "--epsilon_high", "--num_iterations 3")  # one row per kind of trainer
 
 
 def turn(role, text):
@@ -57,11 +82,14 @@ def rows_of(form):
     for word in words:
         asked, answer = [turn("user", f"{word}?")], [turn("assistant", f"{word} it is")]
         worse = [turn("assistant", "no")]
+        pair = {"prompt": f"the {word}", "chosen": " is level", "rejected": " grows on"}
         made.append({
             "text": {"text": f"the {word} is level"},
             "messages": {"messages": [*asked, *answer, turn("user", "sure"), turn("assistant", word)]},
             "turns": {"prompt": [*asked, *answer, turn("user", "sure")], "completion": [turn("assistant", word)]},
-            "pairs": {"prompt": f"the {word}", "chosen": " is level", "rejected": " grows on"},
+            "prompts": {"prompt": f"the {word} is"},
+            "margins": {**pair, "margin": len(word) / 5},
+            "pairs": pair,
             "turns of pairs": {"chosen": [*asked, *answer], "rejected": [*asked, *worse]},
         }[form])  # fmt: skip
     return made
@@ -79,42 +107,92 @@ def start(tmp_path_factory):
         LlamaConfig(**sizes, **ends, vocab_size=len(tokenizer), max_position_embeddings=256)
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    answer = "{{ ' ' + message.content + eos_token }}"
+    template = tokenizer.chat_template.replace(answer, "{% generation %}" + answer + "{% endgeneration %}")
+    (folder / "marked.jinja").write_text(template)
     return folder
 
 
+REWARD = """
+def low(prompt, answer, row):
+    return sum(ord(letter) % 7 for letter in answer) / 10
+"""
+
+
+def rewarded(prompts, completions, **rest):
+    names = {}
+    exec(REWARD, names)
+    return [names["low"](prompt, answer, {}) for prompt, answer in zip(prompts, completions, strict=True)]
+
+
+class Reseeded(TrainerCallback):
+    """Undoes that TRL's data loader has drawn one number; Lamina's draws none."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            torch.manual_seed(args.seed)
+
+
 def by_trl(job, start, rows, flags):
-    """The losses of the trainer that TRL's script of the job makes from its flags."""
-    parser = trl.TrlParser((getattr(trl, f"{job.upper()}Config"), trl.ModelConfig))
+    """What the trainer logs that TRL's script of the job makes from its flags."""
+    name = {"reward": "Reward"}.get(job, job.upper())
+    policy, more = job in ("grpo", "rloo"), {}
+    parser = trl.TrlParser((getattr(trl, f"{name}Config"), trl.ModelConfig))
     arguments, model = parser.parse_args_and_config(args=[*shlex.split(USUAL), *shlex.split(flags)])
     torch.manual_seed(0)
-    trainer = getattr(trl, f"{job.upper()}Trainer")(
-        model=AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, model.dtype)),
+    made = AutoModelForSequenceClassification if job == "reward" else AutoModelForCausalLM
+    labels = {"num_labels": 1} if job == "reward" else {}
+    whole = made.from_pretrained(start, dtype=getattr(torch, model.dtype), **labels)
+    if job == "reward":
+        torch.manual_seed(0)
+        torch.nn.init.normal_(whole.score.weight, std=0.02)
+    trainer = getattr(trl, f"{name}Trainer")(
+        model=whole,
         processing_class=load_tokenizer(str(start)),
         args=arguments,
         train_dataset=datasets.Dataset.from_list(rows),
         eval_dataset=datasets.Dataset.from_list(rows),
         peft_config=trl.get_peft_config(model),
+        **({"reward_funcs": rewarded, "callbacks": [Reseeded()]} if policy else {}),
     )
-    accumulated = arguments.gradient_accumulation_steps
-    options = {"steps": STEPS, "batch_size": BATCH, "gradient_accumulation": accumulated, "seed": 0}
-    order = [place for batch in TrainOrder(len(trainer.train_dataset), **options) for place in batch]
-    trainer._get_train_sampler = lambda data: order
+    accumulated, size = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
+    options = {"steps": STEPS, "batch_size": size, "gradient_accumulation": accumulated, "seed": 0}
+    order = TrainOrder(len(trainer.train_dataset), **options)
+    if policy:
+        options["batch_size"] = size // 2
+        more = {name: getattr(arguments, name) for name in ("steps_per_generation", "num_iterations")}
+        order = PromptOrder(len(trainer.train_dataset), copies=2, **more, **options)
+    places = [place for batch in order for place in batch]
+    trainer._get_train_sampler = lambda data: places
     trainer.train()
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return [line for line in trainer.state.log_history if "loss" in line]
 
 
 @pytest.mark.parametrize(
     ("job", "form", "both", "theirs", "ours"),
-    [pytest.param(*row, marks=() if n in FAST else pytest.mark.slow) for n, row in enumerate(TABLE)],
+    [pytest.param(*row, marks=() if any(word in row[2] for word in FAST) else pytest.mark.slow) for row in TABLE],
 )
 def test_trls_flags_train_as_trl_does(job, form, both, theirs, ours, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    theirs, ours = (flags.format(marked=start / "marked.jinja") for flags in (theirs, ours))
     data, output = write_rows(tmp_path / "rows.jsonl", rows_of(form)), tmp_path / "run"
+    (tmp_path / "rewards.py").write_text(REWARD)
     flags = f"--model_name_or_path {start} --data {data} --eval-data {data} --output_dir {output} --precision fp32 "
+    policy = job in ("grpo", "rloo")
+    size = BATCH // 2 if policy else BATCH
     flags += (
-        f"--max_steps {STEPS} --logging_steps 1 --learning_rate 1e-2 --batch-size {BATCH} --device cpu {both} {ours}"
+        f"--max_steps {STEPS} --logging_steps 1 --learning_rate 1e-2 --batch-size {size} --device cpu {both} {ours}"
     )
-    assert main([job, *shlex.split(flags)]) == 0, capsys.readouterr().err
-    records = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    losses = [record["loss"] for record in records if "loss" in record]
-    assert losses == pytest.approx(by_trl(job, start, rows_of(form), f"{both} {theirs}"), rel=1e-6)
+    if policy:
+        flags += f" --algorithm {job} --reward-function rewards.py:low --reward-clip 0 --template none"
+    assert main(["rlhf" if policy else job, *shlex.split(flags)]) == 0, capsys.readouterr().err
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if "loss" in record]
+    logged = by_trl(job, start, rows_of(form), f"{both} {theirs}")
+    assert len(records) == len(logged) == STEPS
+    for number, (record, line) in enumerate(zip(records, logged, strict=True)):
+        line = {name.replace("/", "_"): value for name, value in line.items()}
+        shared = (record.keys() & line.keys()) - {"epoch", "learning_rate", "step_time"}
+        sampled = {"reward", "kl", "completions_mean_length"} if policy and number == 0 else set()
+        assert {"loss", "grad_norm"} | sampled <= shared
+        assert {k: record[k] for k in shared} == pytest.approx({k: float(line[k]) for k in shared}, rel=1e-5, abs=1e-7)

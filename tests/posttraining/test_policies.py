@@ -271,7 +271,10 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
             {"trl": {"epsilon": 0.1}},
             "trl.epsilon: no effect on remax (allowed: min_p, repetition_penalty,",
         ),
-        ({"algorithm": "rloo", "trl": {"num_iterations": 2}}, "trl.num_iterations: Lamina decides it"),
+        (
+            {"algorithm": "rloo", "trl": {"num_generations_eval": 2}},
+            "trl.num_generations_eval: an evaluation has one answer per",
+        ),
         ({"num_generations": 4}, "num_generations: 4 (allowed with remax: 2"),
         ({"algorithm": "grpo", "kl_per": "sequence"}, "kl_per: 'sequence' has no effect here"),
         ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in the context of 128"),

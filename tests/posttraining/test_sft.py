@@ -208,7 +208,7 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"trainer": {"eval_strategy": "epoch"}}, "fixed, since Lamina's records depend on it (allowed: steps)"),
         ({"lora": {"use_dora": True}}, "lora: {'use_dora': True} has no effect without LoRA"),
         ({"lora_rank": 2, "lora": {"use_dorra": True}}, "unknown lora argument 'use_dorra'; did you mean 'use_dora'"),
-        ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: Lamina decides it (allowed: "),
+        ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: rows are read, encoded and ordered by Lamina"),
         ({"trl": {"eos_token": "<|im_end|>"}}, "trl.eos_token: '<|im_end|>' is no token of the tokenizer"),
     ],
 )
