@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from expected_numbers import CHECKS, UNCHECKED, Facts
-from record import RIGHT, TRACEBACK, WRONG, Case, main
-from tiny_families import buildable, count_of, inputs, layer_calls, tiny_model
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from reliability.expected_numbers import CHECKS, UNCHECKED, Facts
+from reliability.record import RIGHT, TRACEBACK, WRONG, Case, main
+from reliability.tiny_families import buildable, count_of, inputs, layer_calls, tiny_model
 
 from lamina.errors import UserError
 from lamina.probes.engine.measure import make_context, run

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import LOST, SILENT, TRACEBACK, WRONG, Case, called, main
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from reliability.record import LOST, SILENT, TRACEBACK, WRONG, Case, called, main
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

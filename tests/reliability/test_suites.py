@@ -1,0 +1,119 @@
+"""The reliability suites: of each some cases in every run of the tests, and with --slow markers the whole of it."""
+
+import random
+
+import pytest
+from reliability import bad_calls, bad_files, bad_values, command_lines, damaged_files, families, kills, models, stages
+from reliability.record import RIGHT
+
+WHOLE = {  # of each suite its cases, how many there are at least, and their groups
+    "command_lines": (lambda: command_lines.suite(700, 11), 500, None),
+    "damaged_files": (lambda: damaged_files.suite(230, 1), 230, {kind for _, kind, _ in damaged_files.SHARES}),
+    "families": (lambda: families.suite(0, 0), 100, None),
+    "kills": (lambda: kills.suite(104, 1), 100, set(kills.CONFIGURATIONS)),
+    "models": (lambda: models.suite(240, 1), 240, None),
+}
+
+
+def faults(cases):
+    return [f"{case.outcome}: {case.group}: {case.name}: {case.detail}" for case in cases if case.outcome != RIGHT]
+
+
+@pytest.mark.parametrize("name", list(bad_values.BASE))
+def test_every_commands_flags_are_read_off_its_own_parser(name):
+    found = bad_values.actions(name)
+    assert name == "backbones" or len(found) > 1
+    kinds = {bad_values.kind_of(action) for action in found}
+    assert kinds <= {int, float, str, bool}
+
+
+def test_the_judge_sees_each_kind_of_fault(tmp_path):
+    bad = command_lines.Bad("values", ["pretrain", "--steps=x"], ("steps",))
+    before = command_lines.snapshot(tmp_path)
+
+    def outcome(code, out, err):
+        return command_lines.judge(bad, code, out, err, tmp_path, before, 0.0).outcome
+
+    good = "lamina: --steps: 'x' (allowed: a whole number)\n"
+    assert outcome(2, "", good) == "right"
+    assert outcome(0, "done", "") == "silent difference"
+    assert outcome(1, "", "Traceback (most recent call last)\n") == "traceback"
+    assert outcome(None, "", "") == "hung"
+    wrong = [(1, "", good), (2, "", ""), (2, "", good * 2), (2, "", "lamina: no\n"), (2, "\x1b[1m", good)]
+    wrong.append((2, "", good.replace("x", "\u202e")))
+    assert {outcome(*case) for case in wrong} == {"wrong number"}
+    (tmp_path / "out").write_text("")
+    assert outcome(2, "", good) == "lost"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad").resolve()
+    bad_files.prepare(folder)
+    return folder
+
+
+def test_a_sample_of_bad_command_lines(prepared):
+    drawn = random.Random(5)
+    bads = list(command_lines.cases(prepared, drawn))
+    assert len(bads) > 1500
+    drawn.shuffle(bads)
+    with command_lines._inside(prepared):
+        before = command_lines.snapshot(prepared)
+        sample = [bad for bad in bads if not bad.process and "generate" not in bad.argv][:40]
+        assert not faults(command_lines.within(bad, prepared, before) for bad in sample)
+        assert not faults(bad_calls.suite(prepared, drawn, 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_case_of_a_suite_is_right(name):
+    suite, count, groups = WHOLE[name]
+    cases = list(suite())
+    assert len(cases) >= count
+    assert groups is None or {case.group for case in cases} == groups
+    assert not faults(cases)
+
+
+class Texts:
+    """The part of a bench that the cache's cases need."""
+
+    number = 0
+
+    def __init__(self, root):
+        self.root, self.corpus = root, damaged_files.write_corpus(root / "words.txt")
+
+
+@pytest.mark.parametrize("harm", damaged_files.HARMS)
+def test_damage_to_the_cache(tmp_path, harm):
+    assert not faults([damaged_files.damaged_cache(Texts(tmp_path), harm, random.Random(0))])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "deberta-v2"])
+def test_probes_of_a_family_equal_plain_formulas(family):
+    cases = families.cases_of(family)
+    assert not faults(cases)
+    assert len(cases) >= 11
+
+
+@pytest.mark.parametrize("family", ["xlnet", "squeezebert", "hiera", "swin", "t5"])
+def test_what_is_no_stream_of_tokens_is_refused_as_a_whole(family):
+    (case,) = families.cases_of(family)
+    assert case.group == "refused as a whole"
+    assert not faults([case])
+
+
+def test_two_kills_change_nothing():
+    cases = list(kills.suite(2, 0, ("plain",)))
+    assert len(cases) == 2
+    assert not faults(cases)
+
+
+def test_the_job_of_every_configuration_is_there():
+    assert all(callable(stages.job_named(how["job"])) for how, _ in kills.CONFIGURATIONS.values() if "job" in how)
+
+
+def test_a_broken_model_is_one_line_or_the_model_as_it_is():
+    cases = list(models.suite(25, 1))
+    assert len(cases) == 25
+    assert not faults(cases)
