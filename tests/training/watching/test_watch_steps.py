@@ -1,4 +1,4 @@
-"""What belongs to which step: learning rates, closures, accumulation, and divergences that last."""
+"""What belongs to which step, with several optimizers and loss scalers, and what something else than they does."""
 
 import json
 import logging
@@ -6,12 +6,15 @@ import math
 
 import pytest
 import torch
-from training.watching.loops import NanoGpt, Tokens, lines, loop, norm_of, result, rows_of
+from training.watching.loops import Naive, NanoGpt, Tokens, found, lines, loop, nano_parts, norm_of, result, rows_of
+from transformers.optimization import Adafactor
 
 import lamina
 from lamina.errors import UserError
 from lamina.reports.causes import causes_of
 from lamina.reports.diagnosis import gather
+from lamina.training.monitor.alarms import read_alarms
+from lamina.training.monitor.training_hooks import _numbers_of
 
 
 def batches(steps):
@@ -143,3 +146,216 @@ def test_a_loss_that_is_not_one_number_is_one_line(tmp_path, loss, says):
     watched = lamina.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), output=str(tmp_path / "run"))
     with pytest.raises(UserError, match=says), watched as monitor:
         monitor.step(loss)
+
+
+EXACT = {"rel": 1e-6, "abs": 1e-12}
+
+
+def loss_of(model, step):
+    ids = Tokens(items=40).ids[2 * step : 2 * step + 2]
+    return model(ids[:, :-1], ids[:, 1:])[1]
+
+
+def two(model):
+    """Matrices and vectors, each with its own optimizer."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    return torch.optim.AdamW(matrices, lr=1e-2), torch.optim.SGD(vectors, lr=0.1)
+
+
+@pytest.mark.parametrize("turns", [[(1, 0)] * 4, [(0,), (1,), (0,), (1,)]], ids=["other order", "in turns"])
+def test_an_update_is_that_of_all_optimizers_in_any_order(tmp_path, turns):
+    model = NanoGpt()
+    optimizers, naive, expected = two(model), Naive(model, nano_parts()), {}
+    with lamina.watch(model, optimizers, output=str(tmp_path / "run"), every=2) as monitor:
+        for step, chosen in enumerate(turns, 1):
+            loss = loss_of(model, step)
+            loss.backward()
+            naive.keep()
+            for index in chosen:
+                optimizers[index].step()
+            expected[step] = naive.updates()
+            model.zero_grad()
+            monitor.step(loss)
+    for step in (1, 2, 4):
+        assert found(tmp_path / "run", "update_norm", step) == pytest.approx(expected[step], **EXACT), step
+
+
+def test_another_models_clipping_says_nothing_of_this_ones_gradient(tmp_path):
+    model, other = NanoGpt(), NanoGpt()
+    optimizer, naive, expected = torch.optim.AdamW(model.parameters(), lr=1e-3), Naive(model, nano_parts()), {}
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
+        for step in (1, 2, 3):
+            optimizer.zero_grad()  # the last step's gradients are there while the other model is clipped
+            (loss_of(model, step) / 2).backward()
+            loss_of(other, step).backward()
+            torch.nn.utils.clip_grad_norm_((p for p in other.parameters()), 0.1)
+            loss = loss_of(model, step + 3)
+            (loss / 2).backward()
+            naive.keep()
+            expected[step] = naive.norms(naive.gradients)
+            torch.nn.utils.clip_grad_norm_((p for p in model.parameters()), 0.1)
+            assert math.sqrt(sum(float(p.grad.pow(2).sum()) for p in model.parameters())) == pytest.approx(
+                0.1, rel=1e-3
+            )
+            optimizer.step()
+            monitor.step(loss)
+            loss_of(other, step).backward()
+            torch.nn.utils.clip_grad_value_(other.parameters(), 0.1)
+    for step in (1, 2, 3):
+        assert found(tmp_path / "run", "gradient_norm", step) == pytest.approx(expected[step], **EXACT), step
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_scaled_loss_is_measured_unscaled_and_its_overflow_is_no_divergence(tmp_path, fused, clips):
+    model = NanoGpt()
+    optimizer, naive = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), Naive(model, nano_parts())
+    scaler, expected = torch.amp.GradScaler("cpu", init_scale=1024.0), {}
+    watched = lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1, on_divergence="stop")
+    with watched as monitor:
+        for step in (1, 2, 3, 4):
+            loss = loss_of(model, step)
+            scaler.scale(loss).backward()
+            if step in (1, 3):
+                model.lm_head.weight.grad[0, 0] = math.inf
+            naive.keep()
+            norms = naive.norms(naive.gradients)
+            expected[step] = {place: norm / scaler.get_scale() for place, norm in norms.items()}
+            if clips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    assert (result(tmp_path / "run")["steps"], watched.diverged) == (4, None)
+    assert not (tmp_path / "run" / "alarms.jsonl").exists()
+    rows = rows_of(tmp_path / "run")
+    assert set(rows[rows["metric"].str.endswith("gradient_norm")]["step"]) == {2, 4}
+    assert rows[rows["metric"] == "step_loss"]["step"].tolist() == [1, 2, 3, 4]
+    for step in (2, 4):
+        assert found(tmp_path / "run", "gradient_norm", step) == pytest.approx(expected[step], **EXACT), step
+
+
+def test_an_optimizer_that_chooses_its_rate_itself_is_watched(tmp_path):
+    model = NanoGpt()
+    loop(model, tmp_path / "run", steps=2, optimizer=Adafactor(model.parameters()), every=1)  # its rate is None
+    assert found(tmp_path / "run", "update_norm", 2)[1, "block", "all"] > 0
+    assert not found(tmp_path / "run", "second_moment", 2)  # of vectors alone, and no average of fixed length
+
+
+AT, STEPS = 13, 18  # between two records
+
+
+def swap(model, optimizer, step):
+    if step == AT:
+        for one, other in zip(model.h[0].parameters(), model.h[1].parameters(), strict=True):
+            one.data, other.data = other.data.clone(), one.data.clone()
+
+
+def redraw(model, optimizer, step):
+    if step == AT:
+        model.h[1].mlp.c_fc.weight.normal_(0.0, 0.15)
+
+
+def shrink(model, optimizer, step):
+    if step >= AT:
+        model.h[1].attn.c_proj.weight.mul_(0.9)
+
+
+def lose(model, optimizer, step):
+    if step == AT:
+        optimizer.state.clear()
+
+
+def lose_second(model, optimizer, step):
+    if step == AT:
+        optimizer.state[model.lm_head.weight]["exp_avg_sq"].zero_()
+
+
+def spoil(model, optimizer, step):
+    if step == AT:
+        model.h[1].attn.c_proj.weight[0, 0] = math.nan
+
+
+def swap_and_back(model, optimizer, step):
+    kept = [p.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.mul_(0.5)
+    for p, old in zip(model.parameters(), kept, strict=True):
+        p.copy_(old)
+
+
+def normalize(model, optimizer, step):
+    for layer in model.h:
+        for linear in (layer.attn.c_attn, layer.mlp.c_fc):
+            linear.weight.div_(linear.weight.norm(dim=-1, keepdim=True))
+
+
+BOTH = {("written", layer, part) for layer in (0, 1) for part in ("attention", "feed_forward")}
+CASES = [
+    (swap, BOTH),
+    (redraw, {("written", 1, "feed_forward")}),
+    (shrink, {("written", 1, "attention")}),
+    (lose, {("forgotten", -1, "model")}),
+    (lose_second, {("forgotten", -1, "block")}),
+    (spoil, {("not_finite", 1, "attention")}),
+    (swap_and_back, set()),
+    (normalize, set()),
+]
+
+
+def watched(folder, act=None, **options):
+    model = NanoGpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def hand(step, model):
+        with torch.no_grad():
+            act(model, optimizer, step)
+
+    loop(model, folder, STEPS, optimizer, spoil=hand if act else None, every=5, on_divergence="note", **options)
+    return read_alarms(folder)
+
+
+@pytest.mark.parametrize(("act", "said"), CASES, ids=[act.__name__ for act, _ in CASES])
+def test_what_somebody_else_writes_is_told_at_its_step_and_where(tmp_path, act, said):
+    told = sorted(watched(tmp_path / "run", act), key=lambda alarm: alarm.order)
+    if act is spoil:
+        told = told[:1]
+    found = {(a.rule, a.layer, a.sublayer) for a in told if a.rule in ("written", "forgotten", "not_finite")}
+    assert found == said
+    assert not said or told[0].step == AT + (act is spoil)  # in the next pass
+
+
+def test_labels_that_are_shifted_and_a_batch_that_stays_are_told(tmp_path):
+    batches = list(Tokens(items=2 * STEPS).ids.split(2))
+    step = iter(range(1, STEPS + 1))
+
+    def shifted(model, batch):
+        labels = batch[:, 1:].roll(-1 if next(step) >= AT else 0, 1)
+        return model(batch[:, :-1], labels)[1]
+
+    told = watched(tmp_path / "shifted", loss_of=shifted, batches=batches)
+    assert (told[0].step, told[0].rule, told[0].metric) == (AT, "fall", "label_match")
+    stays = batches[: AT - 6] + [batches[0]] * (STEPS - AT + 6)
+    told = [alarm for alarm in watched(tmp_path / "stays", batches=stays) if alarm.rule == "repeated"]
+    assert [alarm.step for alarm in told] == [AT + 1]  # the seventh time
+    assert not watched(tmp_path / "whole", batches=[batches[0]] * STEPS)
+
+
+def test_labels_on_another_device_than_the_tokens_are_not_compared():
+    tokens = torch.arange(6).view(1, 6)
+    assert _numbers_of({"input_ids": tokens, "labels": tokens.to("meta")})[1:].tolist() == [0.0, 0.0, 0.0]
+    assert _numbers_of({"input_ids": tokens, "labels": tokens.clone()})[1:].tolist() == [6.0, 1.0, 6.0]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_resumed_training_whose_optimizers_state_was_not_loaded_is_told(tmp_path, kept):
+    model = NanoGpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loop(model, tmp_path / "run", 5, optimizer, every=5)
+    optimizer = optimizer if kept else torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loop(model, tmp_path / "run", 5, optimizer, every=5, resume=True, step=5)
+    told = [(alarm.step, alarm.rule) for alarm in read_alarms(tmp_path / "run") if alarm.rule == "forgotten"]
+    assert told == ([] if kept else [(6, "forgotten")])
