@@ -1,21 +1,28 @@
-"""Checkpoints are whole or not there: what a kill, a full disk or a flipped bit leaves is never gone on from."""
+"""Checkpoints are whole or not there; what a kill, a full disk, a flipped bit or --overwrite leaves."""
 
 import errno
 import json
 import os
+import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
-from training.test_damage import cut
-from training.tiny_runs import layers, records, settings
+from safetensors.torch import load_file, save_file
+from training.tiny_runs import SMALL, assert_same_weights, cut_at, flags, layers, records, result, settings
 
 from lamina.cli import main
+from lamina.errors import UserError
+from lamina.jobs.folder import REPLACES, hold, lock
+from lamina.jobs.manifest import refuse_damaged
 from lamina.training import pretrain as pretraining
 from lamina.training.checkpointing import checkpoints, sharding
 from lamina.training.checkpointing import state as saving
 from lamina.training.checkpointing.checkpoints import Checkpoints, what_is_broken
+from lamina.training.pretrain import Pretraining
+from lamina.training.trainer import LaminaTrainer
 
 LONG = {"steps": 12, "logging_steps": 2, "save_steps": 2, "eval_steps": 4}
 
@@ -39,6 +46,10 @@ FILES = (
     "config.json", "model.safetensors", "optimizer/states.safetensors", "optimizer.pt", "scheduler.pt",
     "rng_state.pth", "trainer_state.json", "run_state.json", "manifest.json",
 )  # fmt: skip
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def flip(path):
@@ -160,3 +171,439 @@ def test_a_device_that_is_not_there_is_refused(tmp_path, capsys):
     assert main(["pretrain", "--device", "cuda", "--output", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "lamina: device: 'cuda' is not on this machine (allowed here: auto, cpu)"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("model.safetensors", "stray.safetensors"),
+        ("model.safetensors", "model/model.safetensors"),
+        ("optimizer/states.safetensors", "optimizer/another.safetensors"),
+        ("rng_state.pth", "rng_state_1.pth"),
+    ],
+)
+def test_a_file_that_the_manifest_does_not_list_is_not_read(run, runs, source, name, caplog):
+    source, target = (run / "checkpoints" / "checkpoint-6" / path for path in (source, name))
+    target.parent.mkdir(exist_ok=True)
+    if source.suffix == ".safetensors":  # a copy with other numbers in it
+        save_file({key: torch.full_like(value, 0.5) for key, value in load_file(source).items()}, target)
+    else:
+        shutil.copyfile(source, target)
+    assert go_on(run) == 0
+    assert f"not read: {name}" in caplog.text
+    assert records(run) == records(runs / "whole")
+    assert layers(run).equals(layers(runs / "whole"))
+    assert_same_weights(runs / "whole", run)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-99", "checkpoint-4"])
+def test_a_checkpoint_under_another_steps_name_is_said_and_left_alone(run, runs, name, caplog):
+    (run / "checkpoints" / "checkpoint-6").rename(run / "checkpoints" / name)
+    assert go_on(run) == 0
+    assert f"{name}: it was taken at step 6" in caplog.text
+    assert records(run) == records(runs / "whole")
+    assert (run / "checkpoints" / name / "model.safetensors").is_file()
+
+
+OPTIONS = {"steps": 10, "logging_steps": 1, "save_steps": 3, "eval_steps": 3, "learning_rate": 2e-3, "keep": 2}
+
+
+@pytest.fixture(scope="module")
+def runs(corpus, session_cache, tmp_path_factory):
+    """A whole run, and the same one stopped at step 8; tests copy it."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAMINA_CACHE", str(session_cache))
+        pretraining.pretrain(settings(corpus, folder / "whole", **OPTIONS), bar=False)
+        with cut_at(8):
+            pretraining.pretrain(settings(corpus, folder / "stopped", **OPTIONS), bar=False)
+    return folder
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+    return shutil.copytree(runs / "stopped", tmp_path / "run")
+
+
+def spoil(path):
+    """A byte in the middle that no UTF-8 text has."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] = 0xFF
+    path.write_bytes(bytes(content))
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def gone(path):
+    path.unlink()
+
+
+def digit(path):
+    """Put another digit in the place of the last one."""
+    content = bytearray(path.read_bytes())
+    at = max(i for i, byte in enumerate(content) if chr(byte).isdecimal())
+    content[at] = ord("0") + (content[at] - ord("0") + 1) % 10
+    path.write_bytes(bytes(content))
+
+
+HARMS = pytest.mark.parametrize("harm", [cut, spoil, empty, gone])
+
+
+def go_on(run):
+    return main(["pretrain", "--output", str(run), "--resume"])
+
+
+def refused(run, capsys):
+    """The one line of a refusal, which changes no checkpoint and no record."""
+
+    def there():
+        return {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file() and "config.yaml" not in p.name}
+
+    kept = {p: t for p, t in there().items() if "checkpoints" in p.parts or p.name.startswith(("metrics", "part-"))}
+    capsys.readouterr()
+    assert go_on(run) == 2
+    assert kept.items() <= there().items()
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("lamina:")]
+    return line
+
+
+def test_with_no_whole_checkpoint_left_the_run_is_not_begun_again(run, capsys, caplog):
+    spoil(run / "checkpoints" / "checkpoint-3" / "optimizer.pt")
+    cut(run / "checkpoints" / "checkpoint-6" / "model.safetensors")
+    line = refused(run, capsys)
+    assert "checkpoint-3, checkpoint-6" in line
+    assert "--overwrite" in line
+    assert "optimizer.pt" in caplog.text
+    assert "model.safetensors" in caplog.text
+
+
+def test_checkpoints_that_may_not_be_read_are_not_taken_for_none(run, capsys, monkeypatch):
+    """Root may read everything, so the system's refusal is made up here."""
+    original = Path.iterdir
+
+    def iterdir(path):
+        if path.name == "checkpoints":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", iterdir)
+        assert "Permission denied" in refused(run, capsys)
+
+
+def test_a_manifest_that_cannot_be_read_says_why(run, runs, caplog):
+    path = run / "checkpoints" / "checkpoint-6" / "manifest.json"
+    path.unlink()
+    path.mkdir()
+    assert go_on(run) == 0
+    assert "checkpoint-6: manifest.json: Is a directory; resuming from the one before" in caplog.text
+    assert records(run) == records(runs / "whole")
+
+
+def one_line_less(path):
+    path.write_text(path.read_text().replace("\nlearning_rate: 0.002\n", "\n"))
+
+
+@pytest.mark.parametrize("harm", [cut, gone, one_line_less])
+def test_settings_that_are_lost_are_those_of_the_checkpoint(run, runs, harm):
+    harm(run / "config.yaml")
+    assert go_on(run) == 0
+    assert records(run) == records(runs / "whole")
+    whole, ours = [(folder / "config.yaml").read_text() for folder in (runs / "whole", run)]
+    assert [x for x in whole.splitlines() if "output" not in x] == [x for x in ours.splitlines() if "output" not in x]
+
+
+@pytest.mark.parametrize("harm", [cut, spoil, empty])
+def test_settings_that_are_not_whole_without_a_checkpoint_are_one_line(run, capsys, harm):
+    shutil.rmtree(run / "checkpoints")
+    harm(run / "config.yaml")
+    assert "config.yaml" in refused(run, capsys)
+
+
+def test_edited_settings_are_refused_by_name(run, capsys):
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("\nsteps: 10\n", "\nsteps: 90\n"))
+    line = refused(run, capsys)
+    assert line.startswith("lamina: steps: 90")
+    assert "checkpoint-6 was trained with 10" in line
+
+
+@HARMS
+def test_what_the_checkpoint_knows_too_is_written_again(run, runs, harm):
+    for name in ("data.json", "plan.json", "result.json", "environment.json"):
+        harm(run / name)
+    assert go_on(run) == 0
+    assert records(run) == records(runs / "whole")
+    assert result(run)["eval_loss"] == result(runs / "whole")["eval_loss"]
+    for name in ("data.json", "plan.json"):
+        assert (run / name).read_bytes() == (runs / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("harm", [cut, gone, Path.exists])
+def test_a_changed_text_is_refused_even_if_the_note_of_the_old_one_is_damaged(corpus, tmp_path, capsys, harm):
+    text = tmp_path / "text.txt"
+    text.write_text(corpus.read_text())
+    with cut_at(4):
+        pretraining.pretrain(settings(text, tmp_path / "run", **OPTIONS), bar=False)
+    harm(tmp_path / "run" / "data.json")
+    text.write_text(corpus.read_text() + "one line more\n")
+    line = refused(tmp_path / "run", capsys)
+    assert line.startswith("lamina: corpus:")
+    assert "when the run" in line
+
+
+@pytest.mark.parametrize("harm", [cut, empty, gone])
+def test_records_that_were_lost_are_said_and_the_rest_goes_on(run, runs, harm, caplog):
+    harm(run / "metrics.jsonl")
+    assert go_on(run) == 0
+    whole, ours = records(runs / "whole"), records(run)
+    assert all(record in whole for record in ours)
+    assert [r for r in ours if r["step"] > 6] == [r for r in whole if r["step"] > 6]
+    assert len(ours) < len(whole)
+    assert "to 6 are gone" in caplog.text
+
+
+def doubled(path):
+    path.write_text(path.read_text() * 2)
+
+
+def not_an_object(path):
+    path.write_text("17\n" + path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("harm", "fault"),
+    [
+        (spoil, r"line \d+ of metrics\.jsonl is not a record"),
+        (not_an_object, r"line 1 of metrics\.jsonl is not a record"),
+        (doubled, r"line \d+ of metrics\.jsonl goes back from step 7 to step 1"),
+    ],
+)
+def test_records_that_are_damaged_within_are_named(run, capsys, harm, fault):
+    harm(run / "metrics.jsonl")
+    assert re.search(fault, refused(run, capsys))
+    assert main(["report", str(run)]) == 0
+    assert re.search(fault, (run / "report.html").read_text())
+
+
+def test_the_best_evaluation_is_known_without_its_record(run, monkeypatch):
+    (run / "metrics.jsonl").unlink()
+    path = run / "checkpoints" / "checkpoint-6" / "run_state.json"
+    step, last, best = json.loads(path.read_text())["evaluations"]
+    assert (step, last) == (6, best)
+    seen = []
+
+    original = Pretraining.verdict
+
+    def verdict(stage, run, complete):
+        seen.append((run.recorder.evaluation.step, run.recorder.best_eval))
+        return original(stage, run, complete)
+
+    monkeypatch.setattr(Pretraining, "verdict", verdict)
+    monkeypatch.setattr(LaminaTrainer, "evaluate", lambda self, **ignored: {})
+    go_on(run)
+    assert seen == [(6, best)]
+
+
+def test_a_damaged_part_of_the_layers_is_named(run, runs, capsys, caplog):
+    part = run / "layers" / "part-00000.parquet"
+    cut(part)
+    assert "part-00000.parquet" in refused(run, capsys)
+    assert main(["report", str(run)]) == 0
+    assert "part-00000.parquet is not readable" in (run / "report.html").read_text()
+    part.unlink()
+    assert go_on(run) == 0
+    assert "1 of its parts are missing" in caplog.text
+    whole, ours = layers(runs / "whole"), layers(run)
+    assert len(ours) < len(whole)
+    assert len(ours.merge(whole)) == len(ours)
+
+
+def test_a_part_of_the_layers_that_the_checkpoint_does_not_know_is_recorded_again(run, runs):
+    shutil.copyfile(run / "layers" / "part-00000.parquet", run / "layers" / "part-00077.parquet")
+    assert go_on(run) == 0
+    assert layers(run).equals(layers(runs / "whole"))
+
+
+@pytest.mark.parametrize("harm", [cut, gone, empty])
+def test_a_result_that_is_lost_is_made_again(runs, tmp_path, harm):
+    ended = shutil.copytree(runs / "whole", tmp_path / "ended")
+    harm(ended / "result.json")
+    assert go_on(ended) == 0
+    timing = ("seconds", "tokens_per_second")
+    whole, ours = ({k: v for k, v in result(f).items() if k not in timing} for f in (runs / "whole", ended))
+    assert ours == whole
+    assert records(ended) == records(runs / "whole")
+    assert layers(ended).equals(layers(runs / "whole"))
+
+
+@pytest.mark.parametrize("harm", [cut, digit, gone])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
+def test_a_damaged_model_is_refused_and_written_again(runs, tmp_path, name, harm, capsys):
+    ended = shutil.copytree(runs / "whole", tmp_path / "ended")
+    harm(ended / "model" / name)
+    for argv in (["generate", ended], ["probe", ended, "--output", tmp_path / "probed"]):
+        assert main([str(word) for word in argv]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert name in line
+    assert go_on(ended) == 0
+    refuse_damaged(ended / "model")
+    weights, ours = ((folder / "model" / "model.safetensors").read_bytes() for folder in (runs / "whole", ended))
+    assert ours == weights
+
+
+ROLLED_BACK = {**OPTIONS, "rollback": 1}
+
+
+@pytest.mark.parametrize("harm", [cut, gone])
+def test_damaged_rollbacks_are_refused(trained, tmp_path, monkeypatch, capsys, harm):
+    original, left = LaminaTrainer.training_step, [RuntimeError("pulled the plug")]
+
+    def training_step(self, *args, **kwargs):
+        step = self.state.global_step + 1
+        if self.order.data_step(step) == 5:
+            self.guard.see_loss(step, float("nan"))
+        if step == 8 and self.order.data_step(step) > step and left:
+            raise left.pop()
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
+    with pytest.raises(RuntimeError, match="plug"):
+        trained(**ROLLED_BACK)
+    path = tmp_path / "run" / "rollbacks.json"
+    whole = path.read_bytes()
+    harm(path)
+    assert "rollbacks.json" in refused(tmp_path / "run", capsys)
+    path.write_bytes(whole)
+    assert go_on(tmp_path / "run") == 0
+
+
+def test_a_kill_while_the_first_file_is_written_leaves_a_folder_to_begin_in(corpus, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".environment.json.1234").write_text('{"versions": {')
+    assert main(["pretrain", *flags(**SMALL, corpus=corpus, output=tmp_path / "run")]) == 0
+
+
+@pytest.fixture
+def old(runs, tmp_path):
+    return shutil.copytree(runs / "whole", tmp_path / "run")
+
+
+@pytest.fixture
+def aside(old):
+    return old.with_name("run.old")
+
+
+def there(folder):
+    return {
+        p.relative_to(folder): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and p.name not in (".lock", "report.html")
+    }
+
+
+def overwrite(corpus, old, **changed):
+    return main(["pretrain", *flags(**{**SMALL, **changed}, corpus=corpus, output=old), "--overwrite"])
+
+
+def failing(error):
+    def build(*args, **kwargs):
+        raise error
+
+    return build
+
+
+def in_a_child(work):
+    """Do work in a child process that kills itself."""
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no"), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")]
+)
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_the_old_one(
+    old, aside, corpus, monkeypatch, error, caplog
+):
+    before = there(old)
+    for _ in range(2):  # a second try keeps the same old content
+        with monkeypatch.context() as patch:
+            patch.setattr(pretraining, "initial_model", failing(error))
+            if isinstance(error, RuntimeError):
+                with pytest.raises(RuntimeError):
+                    pretraining.pretrain(settings(corpus, old), overwrite=True, bar=False)
+            else:
+                assert overwrite(corpus, old) in (2, 130)
+        assert there(aside) == before
+        assert f"what --overwrite replaced is in {aside}" in caplog.text
+    assert overwrite(corpus, old) == 0
+    assert not aside.exists()
+
+
+def test_a_killed_run_leaves_the_old_one_until_a_resumed_one_has_a_result(old, aside, corpus, monkeypatch):
+    before = there(old)
+    with monkeypatch.context() as patch:
+        patch.setattr(pretraining, "initial_model", die)
+        in_a_child(lambda: overwrite(corpus, old))
+    assert there(aside) == before
+    assert main(["pretrain", "--output", str(old), "--resume"]) == 0
+    assert not aside.exists()
+    assert not (old / REPLACES).exists()
+
+
+def test_the_old_run_goes_with_the_first_checkpoint(old, aside, corpus, monkeypatch):
+    seen = []
+    drop = checkpoints.drop_old
+
+    def look(folder):
+        seen.append([aside.exists(), *(p.name for p in folder.glob("checkpoints/*"))])
+        drop(folder)
+
+    monkeypatch.setattr(checkpoints, "drop_old", look)
+    assert overwrite(corpus, old, save_steps=2, placement="keel") == 0
+    assert seen[:2] == [[True, "checkpoint-2"], [False, "checkpoint-2", "checkpoint-4"]]
+    assert not aside.exists()
+    assert "placement: keel" in (old / "config.yaml").read_text()
+
+
+def test_a_kill_after_the_first_checkpoint_leaves_the_new_run(old, aside, corpus, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "drop_old", die)
+        in_a_child(lambda: overwrite(corpus, old, save_steps=2, placement="keel"))
+    assert aside.exists()
+    assert overwrite(corpus, old) == 0  # the run with a checkpoint is now what is replaced
+    assert not aside.exists()
+
+
+def test_somebodys_folder_in_the_way_is_left_alone(old, aside):
+    aside.mkdir()
+    (aside / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"run\.old' is in the way"), hold(old, overwrite=True):
+        pass
+    assert (aside / "thesis.tex").exists()
+    assert (old / "result.json").exists()
+
+
+def test_the_current_folder_is_not_renamed(old, aside, monkeypatch):
+    monkeypatch.chdir(old / "model")
+    with pytest.raises(UserError, match="holds the current folder"), hold(old, overwrite=True):
+        pass
+    assert not aside.exists()
+
+
+def test_a_process_that_waited_holds_the_new_folder(old, aside):
+    with hold(old, overwrite=True), pytest.raises(UserError, match="another process"), lock(old):
+        pass
+    with hold(old, resume="auto"):
+        assert not (aside / ".lock").exists()

@@ -1,21 +1,25 @@
 """What the layer monitor records, against the same numbers computed in the plainest way."""
 
 import math
+from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from torch.nn.utils import get_total_norm
-from training.tiny_runs import layers, records, values
+from training.tiny_runs import layers, records, result, settings, values
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, ViTConfig
 
-import lamina.modeling  # noqa: F401
 from lamina import build
 from lamina.data.packed import prepare_blocks
 from lamina.errors import UserError
+from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.wiring_lamina import LaminaNorm
+from lamina.probes.engine.spikes import surges
 from lamina.training import pretrain as pretraining
-from lamina.training.monitor.parameter_measures import GradientNorms, gain_rows
+from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows
 from lamina.training.monitor.stream_measures import hidden_state_rows, largest_magnitudes
+from lamina.training.monitor.writers import LOSS, NORM, LayersWriter, StepSeries, spike_columns
 from lamina.training.resolve import backbone_config
 from lamina.training.trainer import LaminaTrainer
 
@@ -207,3 +211,198 @@ def test_the_monitor_changes_nothing_of_the_training(trained, tmp_path):
     trained("often", logging_steps=1, steps=6)
     trained("never", logging_steps=6, steps=6)
     assert records(tmp_path / "often")[-1]["eval_loss"] == records(tmp_path / "never")[-1]["eval_loss"]
+
+
+@pytest.fixture
+def small(corpus, tmp_path):
+    given = {"steps": 6, "logging_steps": 3, "precision": "fp32", "compile": "off"}
+    return lambda name="run", **changed: settings(corpus, tmp_path / name, **{**given, **changed})
+
+
+def naive(before, after, sublayers):
+    """The ratio of each sub-layer and block by the parameters' names."""
+    ratios = {}
+    for place, names in sublayers.items():
+        update = sum(((after[n].double() - before[n].double()) ** 2).sum() for n in names)
+        weight = sum((before[n].double() ** 2).sum() for n in names)
+        ratios[place] = (update / weight).sqrt().item()
+    return ratios
+
+
+def sublayers_of(names, num_layers):
+    places = {}
+    for layer in range(num_layers):
+        for sublayer in ("attention", "feed_forward"):
+            inside = [n for n in names if f"layers.{layer}.{sublayer}." in n]
+            assert inside
+            places[layer, sublayer] = inside
+        places[layer, "block"] = places[layer, "attention"] + places[layer, "feed_forward"]
+    return places
+
+
+@pytest.mark.parametrize(
+    "changed", [{"placement": "pre_ln"}, {"placement": "keel"}, {"trainer": {"optim": "adafactor"}}], ids=str
+)
+def test_the_ratios_are_those_of_cloned_weights(small, tmp_path, monkeypatch, changed):
+    seen, create = {}, LaminaTrainer.create_optimizer
+
+    def watched(self, model=None):
+        optimizer = create(self, model)
+        inner = optimizer.step
+
+        def step(*args, **kwargs):
+            whole = self.bare_model()
+            before = {n: p.detach().clone() for n, p in whole.named_parameters()}
+            result = inner(*args, **kwargs)
+            seen[self.state.global_step + 1] = before, {n: p.detach().clone() for n, p in whole.named_parameters()}
+            return result
+
+        optimizer.step = step
+        return optimizer
+
+    monkeypatch.setattr(LaminaTrainer, "create_optimizer", watched)
+    chosen = small(**changed)
+    pretraining.pretrain(chosen, bar=False)
+    rows = layers(tmp_path / "run")
+    rows = rows[rows["metric"] == "update_ratio"]
+    assert sorted(rows["step"].unique()) == [3, 6]  # the first step's rate is 0: it moves nothing
+    for step in (3, 6):
+        before, after = seen[step]
+        expected = naive(before, after, sublayers_of(before, chosen.num_layers))
+        at = rows[(rows["step"] == step) & rows["layer"].ge(0)]
+        found = {(row.layer, row.sublayer): row.value for row in at.itertuples()}
+        assert found == pytest.approx(expected, rel=1e-4)
+        assert {"embedding"} <= set(rows[(rows["step"] == step) & rows["layer"].lt(0)]["role"])
+
+
+def test_measuring_leaves_no_trace_in_training(small, tmp_path, monkeypatch):
+    pretraining.pretrain(small("with"), bar=False)
+    monkeypatch.setattr(UpdateRatios, "on_pre_optimizer_step", lambda self, *args, **kwargs: None)
+    pretraining.pretrain(small("without"), bar=False)
+    both = [layers(tmp_path / name) for name in ("with", "without")]
+    measured = ["update_ratio", "update_norm", "weight_norm", "first_moment", "second_moment"]
+    kept = [rows[~rows["metric"].isin(measured)].reset_index(drop=True) for rows in both]
+    pd.testing.assert_frame_equal(*kept)
+    assert len(both[0]) > len(both[1])
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("with", "without")]
+    assert weights[0] == weights[1]
+
+
+def test_a_step_that_the_scaler_skipped_has_no_ratio():
+    backbone = resolve_backbone("llama-nano", num_layers=1, hidden_size=16, num_heads=2, vocab_size=61)
+    ratios = UpdateRatios(build(backbone, "pre_ln", head="causal_lm"))
+    ratios.before_step()
+    ratios.after_step()
+    assert ratios.rows(1) == []
+
+
+def test_the_cost_is_paid_at_recorded_steps_only(small, monkeypatch):
+    kept = []
+    before = UpdateRatios.before_step
+
+    def counted(self, optimizers=(), *, recorded=True):
+        before(self, optimizers, recorded=recorded)
+        kept.append(bool(self._before))
+
+    monkeypatch.setattr(UpdateRatios, "before_step", counted)
+    pretraining.pretrain(replace(small(), logging_steps=5), bar=False)
+    assert sum(kept) == 2 < len(kept)
+
+
+def series(folder, metric) -> dict[int, float]:
+    table = layers(folder)
+    rows = table[table.metric == metric]
+    assert rows.step.is_unique
+    return dict(zip(rows.step, rows.value, strict=True))
+
+
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, 1.0), (2, 0.0)])
+def test_each_step_has_its_own_loss_and_norm_before_clipping(trained, tmp_path, monkeypatch, accumulation, clip):
+    norms, name = {}, "_clip_grad_norm" if clip else "_get_grad_norm"
+    original = getattr(Trainer, name)
+
+    def method(self, model, *args, **kwargs):
+        norms[self.state.global_step + 1] = get_total_norm([p.grad for p in model.parameters()]).item()
+        return original(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, name, method)
+    trained(steps=7, logging_steps=3, gradient_accumulation=accumulation, max_grad_norm=clip)
+    assert series(tmp_path / "run", NORM) == pytest.approx(norms, rel=1e-6)
+    losses, before = series(tmp_path / "run", LOSS), 0
+    assert sorted(losses) == sorted(norms) == [*range(1, 8)]
+    for record in records(tmp_path / "run"):
+        if "loss" in record:  # a record's loss is the mean since the one before
+            steps = range(before + 1, record["step"] + 1)
+            assert sum(losses[s] for s in steps) / len(steps) == pytest.approx(record["loss"], rel=1e-6)
+            before = record["step"]
+    assert before >= 6
+
+
+def test_a_step_that_the_scaler_skipped_has_a_loss_and_no_norm():
+    found = StepSeries()
+    for step in (1, 2, 3):
+        found.add_loss(torch.tensor(float(step)))
+        found.add_norm(torch.tensor(math.inf if step == 2 else 1.0))
+        found.end_step(step, skipped=step == 2)
+    rows = found.rows()
+    assert [(row[0], row[6]) for row in rows if row[5] == LOSS] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert [row[0] for row in rows if row[5] == NORM] == [1, 3]
+    assert found.rows() == []
+
+
+def test_a_rare_record_keeps_its_steps_in_order(monkeypatch):
+    monkeypatch.setattr("lamina.training.monitor.writers._CHUNK", 4)
+    found = StepSeries()
+    for step in range(1, 12):
+        found.add_loss(torch.tensor(float(step)))
+        found.end_step(step)
+    assert [(row[0], row[6]) for row in found.rows()] == [(step, float(step)) for step in range(1, 12)]
+
+
+def test_spikes_are_counted_over_all_steps(tmp_path):
+    writer = LayersWriter(tmp_path)
+    values = [1.0 + 0.01 * (step % 3) for step in range(1, 101)]
+    values[49], values[79] = 5.0, math.nan
+    writer.add((step, -1, "model", "all", 0, LOSS, value) for step, value in enumerate(values[:60], start=1))
+    writer.flush()
+    writer.add((step, -1, "model", "all", 0, LOSS, value) for step, value in enumerate(values[60:], start=61))
+    writer.add((step, -1, "model", "all", 0, NORM, 1.0) for step in range(1, 101))
+    writer.add([(1, 0, "attention", "all", 0, "hidden_abs_max", 1e9)])
+    writer.flush()
+    found = {"loss_spikes": 2, "loss_spike_score": 0.02, "gradient_spikes": 0, "gradient_spike_score": 0.0}
+    assert spike_columns(tmp_path) == {**found, "loss_surges": 2, "gradient_surges": 0}
+
+
+def test_a_surge_is_measured_by_the_twenty_steps_before():
+    falling = [100.0 * 0.8**step for step in range(40)]
+    falling[15] *= 4
+    assert surges(falling).nonzero()[0].tolist() == []  # the median lies ten steps back, where the series was higher
+    level = [1.0] * 10 + [3.1, 1.0, 2.9, math.inf]
+    assert surges(level).nonzero()[0].tolist() == [10, 13]
+    assert not surges([1.0] * 9 + [50.0]).any()  # too few before it
+
+
+def test_a_run_says_how_often_it_spiked_once_it_is_long_enough(trained, tmp_path, before_step):
+    assert trained("short")["loss_spikes"] is None
+
+    def shake(trainer, model):
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(200.0)
+
+    before_step(38, shake)
+    found = trained("long", steps=40, logging_steps=20, divergence_margin=1e6)
+    assert found["loss_spikes"] >= 1
+    assert found["gradient_spikes"] >= 1
+    assert found["loss_spike_score"] == found["loss_spikes"] / 40
+    assert result(tmp_path / "long")["gradient_spike_score"] == found["gradient_spikes"] / 40
+
+
+def test_the_loss_that_ended_a_run_is_among_them(trained, tmp_path, before_step):
+    def spoil(trainer, model):
+        with torch.no_grad():
+            model.get_output_embeddings().weight.fill_(math.nan)
+
+    before_step(36, spoil)
+    found = trained(steps=40, logging_steps=40)
+    assert (found["status"], found["loss_spikes"]) == ("diverged", 1)
+    assert math.isnan(series(tmp_path / "run", LOSS)[36])

@@ -1,26 +1,41 @@
-"""A run that was cut short goes on as if it had not been."""
+"""A run that was cut short goes on as if it had not been; branches of one, and runs from a model."""
 
 import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
+import torch
+from posttraining.tiny import write_model
+from safetensors.torch import load_file
 from training.tiny_runs import (
     SMALL,
+    alive,
     assert_same_weights,
     at_step,
+    cut_at,
+    cut_back,
     flags,
+    last_step,
     layers,
     pull_the_plug,
     records,
     result,
-)  # fmt: skip
+    start,
+    wait_for,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lamina.cli import main
+from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
+from lamina.training import source
+from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 LONG = {"steps": 12, "logging_steps": 2, "save_steps": 2, "eval_steps": 4}
@@ -175,3 +190,244 @@ def test_a_pause_between_evaluations_changes_no_random_number(trained, tmp_path)
     assert trained("paused", **LONG, drop_path=0.5, pause_step=6)["status"] == "interrupted"
     pretraining.pretrain({"output": str(tmp_path / "paused")}, resume=True, bar=False)
     assert_same_run(tmp_path / "whole", tmp_path / "paused")
+
+
+WSD = {"schedule": "wsd", "warmup": 2, "decay": 0.25, "steps": 16, "init": "small_scaled"}
+
+
+def without_branches(folder):
+    return [record for record in records(folder) if "branch_steps" not in record]
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation": 2, "max_grad_norm": 0.1, "placement": "fusenorm"}])
+def test_a_branch_is_the_shorter_run_and_the_trunk_does_not_notice(trained, tmp_path, more):
+    trunk = trained("trunk", branches="0.25,8,12", logging_steps=1, eval_steps=5, **WSD, **more)
+    assert [row["branch_steps"] for row in trunk["branches"]] == [4, 8, 12]
+    for row in trunk["branches"]:
+        shorter = trained(f"short-{row['branch_steps']}", **{**WSD, "steps": row["branch_steps"]}, **more)
+        assert row["branch_loss"] == shorter["eval_loss"]
+        assert row["tokens"] == shorter["tokens"]
+        assert row["branch_bigram_entropy"] == shorter["bigram_entropy"]
+    plain = trained("plain", logging_steps=1, eval_steps=5, **WSD, **more)
+    assert plain["eval_loss"] == trunk["eval_loss"]
+    assert "branches" not in plain
+    assert without_branches(tmp_path / "plain") == without_branches(tmp_path / "trunk")
+    assert_same_weights(tmp_path / "plain", tmp_path / "trunk")
+
+
+def test_a_resumed_trunk_keeps_its_branches(trained, tmp_path):
+    chosen = {"branches": "4,12", "save_steps": 6, **WSD}
+    whole = trained("whole", **chosen)
+    with cut_at(8):
+        trained("cut", **chosen)
+    cut = trained("cut", resume=True, **chosen)
+    assert cut["branches"] == whole["branches"]
+    assert without_branches(tmp_path / "cut") == without_branches(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"branches": "0.5", "schedule": "cosine", "decay": 0.2}, "with schedule = 'cosine'"),
+        ({"branches": "0.5", "rollback": 1, "save_steps": 2}, "with rollback = 1"),
+        ({"branches": "2"}, "a run of 2 steps would begin to decay after 1"),
+        ({"branches": "16"}, "a run of 16 steps"),
+        ({"branches": "0.5,-1"}, "branches: "),
+        ({"branches": "half"}, "not a comma-separated list of different numbers"),
+    ],
+    ids=str,
+)
+def test_a_branch_that_can_not_be_is_refused(changed, words):
+    with pytest.raises(UserError, match=words):
+        PretrainSettings(**{**WSD, **changed}).check()
+
+
+def test_a_branch_of_a_model_with_experts_is_refused(trained):
+    with pytest.raises(UserError, match="branches: '8' with experts"):
+        trained(backbone="deepseek-nano", branches="8", **WSD)
+
+
+NEW = {"steps": 3, "sequence_length": 16, "batch_size": 2, "eval_blocks": 4, "threads": 1}
+
+
+@pytest.fixture
+def first(corpus, tmp_path):
+    argv = flags(**SMALL, corpus=corpus, output=tmp_path / "first", learning_rate=1e-2)
+    assert main(["pretrain", *argv, "--placement", "mix_ln(alpha=0.5)"]) == 0
+    return tmp_path / "first"
+
+
+def going_on(corpus, source, output, *more, **changed):
+    return main(["pretrain", "--from", str(source), *flags(**{**NEW, **changed}, corpus=corpus, output=output), *more])
+
+
+def test_it_starts_with_the_checkpoints_weights_and_keeps_its_plan(first, corpus, tmp_path, before_step):
+    seen = {}
+    before_step(1, lambda _, model: seen.update({n: p.detach().clone() for n, p in model.named_parameters()}))
+    assert going_on(corpus, first, tmp_path / "second", steps=2, learning_rate=1e-3) == 0
+    saved = load_file(first / "model" / "model.safetensors")
+    assert saved.keys() == seen.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, seen[name]), name
+    plans = [json.loads((folder / "plan.json").read_text()) for folder in (first, tmp_path / "second")]
+    assert plans[0] == plans[1]
+    result = json.loads((tmp_path / "second" / "result.json").read_text())
+    assert (result["init"], result["from"]) == ("checkpoint", str(first))
+    steps = [r["step"] for r in records(tmp_path / "second") if "loss" in r]
+    assert steps[-1] == 2  # a schedule of its own
+    moved = load_file(tmp_path / "second" / "model" / "model.safetensors")
+    assert any(not torch.equal(moved[name], saved[name]) for name in saved)
+
+
+def test_a_folder_that_is_written_anew_is_read_anew(tmp_path):
+    for placement in ("pre_ln", "keel"):
+        write_model(tmp_path / "model", placement)
+        assert source.stored_plan(str(tmp_path / "model")).placement == placement
+
+
+def test_a_source_on_the_hub_is_not_asked_for_again_and_again(tmp_path, corpus, capsys, monkeypatch):
+    monkeypatch.setattr("lamina.core.hub_access.hub_resolves", lambda: False)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("the hub's client waits to ask again"))
+    assert going_on(corpus, "no-such-model", tmp_path / "run") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_transformers_checkpoint_is_taken_as_convert_does(corpus, tmp_path, before_step):
+    torch.manual_seed(5)
+    sizes = {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=257, hidden_size=16, **sizes)).eval()
+    theirs.save_pretrained(tmp_path / "llama")
+    load_tokenizer("bytes").save_pretrained(tmp_path / "llama")
+    ids = torch.arange(12)[None]
+    logits = {}
+    before_step(1, lambda _, model: logits.update(ours=model(input_ids=ids).logits.detach()))
+    assert going_on(corpus, tmp_path / "llama", tmp_path / "run") == 0
+    torch.testing.assert_close(logits["ours"], theirs(ids).logits, atol=1e-5, rtol=1e-5)
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert "placement: pre_ln" in config
+    assert "hidden_size: 16" in config
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--placement", "pre_ln"], "placement: 'pre_ln', but the checkpoint"),  # the default, but given
+        (["--placement", "mix_ln(alpha=0.25)"], "placement: 'mix_ln(alpha=0.25)'"),
+        (["--num-layers", "3"], "num_layers: 3, but the checkpoint"),
+        (["--hidden-size", "32"], "hidden_size: 32"),
+        (["--num-heads", "4"], "num_heads: 4"),
+        (["--backbone", "llama-1.5b"], "backbone: 'llama-1.5b'"),
+        (["--init", "small"], "init: 'small'"),
+        (["--tokenizer", "bpe:300"], "tokenizer: 'bpe:300'"),
+    ],
+)
+def test_what_the_checkpoint_decides_is_refused_if_given_and_different(first, corpus, tmp_path, capsys, more, message):
+    capsys.readouterr()
+    assert going_on(corpus, first, tmp_path / "second", *more) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
+
+
+def test_the_same_given_again_is_fine_and_so_is_a_mix(first, corpus, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("few words, other ones\n" * 200)
+    same = ["--placement", "mix_ln(alpha=0.5)", "--num-layers", "2", "--hidden-size", "16", "--tokenizer", "bytes"]
+    assert going_on(f"{corpus}:1,{other}:3", first, tmp_path / "second", *same, batch_size=4) == 0
+    result = json.loads((tmp_path / "second" / "result.json").read_text())
+    assert result["mix"][str(other)]["share"] == 0.75
+
+
+def test_it_can_be_resumed(first, corpus, tmp_path):
+    given = {"steps": 4, "save_steps": 2, "logging_steps": 1}
+    assert going_on(corpus, first, tmp_path / "whole", **given) == 0
+    assert going_on(corpus, first, tmp_path / "cut", **given) == 0
+    cut_back(tmp_path / "cut", 2)
+    assert main(["pretrain", "--output", str(tmp_path / "cut"), "--resume"]) == 0
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("output", ["first", "first/model", "."])
+def test_the_folder_that_holds_the_source_is_no_output(first, corpus, tmp_path, capsys, output):
+    capsys.readouterr()
+    assert going_on(corpus, first, tmp_path / output, "--overwrite") == 2
+    assert "holds the model to read" in capsys.readouterr().err
+    assert (first / "model" / "model.safetensors").is_file()
+
+
+LASTING = {**SMALL, "steps": 240, "logging_steps": 10, "save_steps": 40, "eval_steps": 80}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, session_cache, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAMINA_CACHE", str(session_cache))
+        assert main(["pretrain", *flags(**LASTING, corpus=corpus, output=folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def argv(corpus, tmp_path):
+    return ["pretrain", *flags(**LASTING, corpus=corpus, output=tmp_path / "run")]
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_resumes_to_the_same_end(argv, tmp_path, uninterrupted, capsys):
+    folder = tmp_path / "run"
+    process = start(*argv)
+    wait_for(lambda: last_step(folder) >= 20)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert result(folder)["status"] == "interrupted"
+    assert "SIGINT" in result(folder)["reason"]
+    assert sum("interrupted" in line for line in (out + err).splitlines()) == 1
+    assert "--resume" in out + err
+    assert len(list((folder / "checkpoints").glob(f"checkpoint-{result(folder)['steps']}"))) == 1
+    assert main(["pretrain", "--output", str(folder), "--resume"]) == 0
+    assert result(folder)["eval_loss"] == result(uninterrupted)["eval_loss"]
+    assert len(records(folder)) == len(records(uninterrupted))
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once(argv, tmp_path):
+    process = start(*argv)
+    wait_for(lambda: last_step(tmp_path / "run") >= 10)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert result(tmp_path / "run")["status"] == "interrupted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.3, 1.5, 3.0])
+def test_ctrl_c_while_it_starts_is_one_line(argv, delay):
+    process = start(*argv)
+    try:
+        process.wait(delay)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    # A KeyboardInterrupt that passed through C code on its way makes Python end by SIGINT: 130 in a shell, too.
+    assert process.returncode in (130, -signal.SIGINT), err
+    assert "Traceback" not in err
+    assert sum("interrupted" in line for line in (out + err).splitlines()) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
+def test_a_run_goes_on_when_the_shell_that_started_it_is_gone(argv, tmp_path):
+    """`nohup lamina pretrain &`, then the terminal is closed."""
+    folder = tmp_path / "run"
+    script = '"$@" >/dev/null 2>&1 & echo $!; read wait_for_a_line'
+    shell = subprocess.Popen(
+        ["sh", "-c", script, "sh", sys.executable, "-m", "lamina", *argv],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    run = int(shell.stdout.readline())
+    wait_for(lambda: last_step(folder) >= 10)
+    shell.communicate("\n", timeout=10)
+    wait_for(lambda: not alive(run))
+    assert result(folder)["status"] in ("finished", "short", "stuck"), result(folder)["reason"]
+    assert result(folder)["steps"] == LASTING["steps"]
