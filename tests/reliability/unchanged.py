@@ -78,7 +78,7 @@ TIMES = {
 # Words, dates and copies of the code; a study's and a probe's definitions are words.
 WORDS = {"created", "digest", "command", "caption", "definition", "summary", "title", "sentences", "version"}
 YOUNGER = {"bigram_entropy"}  # columns that the revision before does not have
-SKIPPED = {"environment.json", "digests.jsonl", "manifest.json", "speed.json", "worker.log", "lock", "events.jsonl"}
+SKIPPED = {"environment.json", "manifest.json"}
 
 OTHER_MODELS = """
 import lamina, torch, hashlib, json, pathlib
@@ -169,7 +169,7 @@ def _killed(folder: Path) -> None:
     line = f"pretrain {TRAIN} --placement mix_ln --steps 60 --output killed"
     started = [sys.executable, "-m", "lamina", *line.split()]
     process = subprocess.Popen(started, cwd=folder, stderr=subprocess.DEVNULL)
-    while not (folder / "killed" / "checkpoint-12").exists() and process.poll() is None:
+    while not (folder / "killed" / "checkpoints" / "checkpoint-12").exists() and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()

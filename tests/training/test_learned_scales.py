@@ -1,4 +1,4 @@
-"""Learned scales on skips and branches: one process, DDP and FSDP2 train them alike, and each reads the other's."""
+"""Learned scales, and norms of one's own: one process, DDP and FSDP2 train them alike, and read each other's."""
 
 import json
 from pathlib import Path
@@ -147,3 +147,32 @@ def test_a_learned_scale_leaves_the_rest_of_its_block_gathered_in_bf16(tmp_path)
         assert matrices == {name for name in in_blocks if name.endswith("_proj.weight")}, placement
         scales = {name for name in in_blocks if is_of_the_wiring(name)}
         assert bool(scales) == (placement != "keel")
+
+
+OWN = """
+from lamina.modeling import LaminaNorm
+from lamina.modeling.building import norm
+from lamina.placements import Layer, Norm, Plan, Sublayer, placement
+
+
+@norm("halved")
+class Halved(LaminaNorm):
+    def forward(self, x):
+        return self.apply_gain(x / 2)
+
+
+@placement("own", title="Own", equation=("x",), source="unpublished", initialization="scaled")
+def own(num_layers: int) -> Plan:
+    layer = Layer.of(Sublayer(pre_norm=Norm(kind="halved")))
+    return Plan(placement="own", layers=(layer,) * num_layers, final_norm=Norm())
+"""
+
+
+def test_two_processes_train_a_model_with_it(corpus, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    given = settings(corpus, tmp_path / "run", **{**SMALL, "placement": str(tmp_path / "own.py"), "steps": 2})
+    config = tmp_path / "settings.json"
+    config.write_text(json.dumps(given.to_dict()))
+    done = torchrun("-m", "lamina", "pretrain", "--config", config)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "run" / "result.json").is_file()
