@@ -61,8 +61,8 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
     lines = ["| layout | count | model types |", "|---|---|---|"]
     for layout, names in sorted(layouts.items(), key=lambda one: -len(one[1])):
         told = sorted(names, key=lambda name: not name.startswith("**"))  # first those that convert takes
-        more = f", and {len(told) - 20} more" if len(told) > 20 else ""
-        lines.append(f"| {layout} | {len(names)} | {', '.join(told[:20])}{more} |")
+        more = f", and {len(told) - 6} more" if len(told) > 6 else ""
+        lines.append(f"| {layout} | {len(names)} | {', '.join(told[:6])}{more} |")
     untold = "; ".join(f"{reason}: {len(names)}" for reason, names in reasons.items())
     return "\n".join([*lines, "", f"Not known: {untold}.", "", where])
 

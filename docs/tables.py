@@ -73,7 +73,7 @@ def conversions_table() -> str:
     rows = {}
     for model_type, conversion in conversions().items():
         note = f": {conversion.note}" if conversion.note else ""
-        half = "differs by rounding" if conversion.gain_in_float32 else "the same logits"
+        half = "differs by rounding" if conversion.rounds else "the same logits"
         rows.setdefault(f"`{conversion.placement}`{note} | {half} |", []).append(f"`{model_type}`")
     lines = ["| model type | placement in Lamina | in half precision |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {', '.join(types)} | {row}" for row, types in rows.items())])

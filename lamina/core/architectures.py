@@ -9,7 +9,7 @@ rows of ``ADAPTERS`` in modeling/modeling_lamina.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Target = Literal["lamina", "transformers"]  # what a checkpoint is converted to
@@ -22,18 +22,20 @@ class Conversion:
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
         norms: transformers' name of each norm of a layer, and its position in Lamina's block.
-        options: the placement's options that are fields of the checkpoint's configuration.
+        options: the placement's options that are fields of the checkpoint's configuration. ``wiring`` is "parallel"
+            where its field is true.
+        one_norm: whether branches side by side read the stream by one norm, the attention's.
         gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
-        gain_in_float32: its norms multiply by the gain before they round to the model's dtype; Lamina's round first, as
-            Llama's do. In float32 the two agree, in half precision they do not.
+        rounds: what it rounds elsewhere than Lamina, in words. In float32 the two agree but for the last bits.
         note: one line for the table of docs/convert.md.
     """
 
     placement: str
     norms: Mapping[str, str]
     options: Mapping[str, str] = field(default_factory=dict)
+    one_norm: bool = False
     gain_offset: float = 0.0
-    gain_in_float32: bool = False
+    rounds: str = ""
     note: str = ""
 
 
@@ -57,10 +59,11 @@ _PRE_LN = Conversion(
     placement="pre_ln",
     norms={"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "feed_forward.pre_norm"},
 )
+_GAIN = "multiplies by its norms' gains in float32 and rounds afterwards, Lamina rounds first"
 _OLMO2 = Conversion(
     placement="olmo2(qk_norm=off)",
     norms={"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"},
-    gain_in_float32=True,
+    rounds=_GAIN,
     note="its norms on queries and keys are part of its attention",
 )
 # Gemma has no norm on its embedding; the factor sqrt(hidden_size) is part of its embed_tokens, which stays as it is.
@@ -73,7 +76,7 @@ _GEMMA = Conversion(
         "post_feedforward_layernorm": "feed_forward.out_norm",
     },
     gain_offset=1.0,
-    gain_in_float32=True,
+    rounds=_GAIN,
     note="the stored gain w means 1 + w",
 )
 _GRANITE = Conversion(placement="granite", norms=_PRE_LN.norms, options={"multiplier": "residual_multiplier"})
@@ -83,6 +86,26 @@ _HYPERCLOVA = Conversion(
     options={"multiplier": "residual_multiplier", "out_norm": "use_post_norm"},
 )
 _MINICPM = Conversion(placement="minicpm", norms=_PRE_LN.norms, options={"scale_depth": "scale_depth"})
+_PARALLEL = {"wiring": "use_parallel_residual"}
+_ADDS = "adds both branches before it adds them to the stream, Lamina adds one after the other"
+_NEOX = Conversion(
+    placement="pre_ln", norms=_PRE_LN.norms, options=_PARALLEL, rounds=_ADDS, note="`wiring=parallel` where it says so"
+)
+_STABLELM = Conversion(
+    placement="pre_ln", norms=_PRE_LN.norms, options=_PARALLEL, one_norm=True, note="`wiring=parallel` where it says so"
+)
+_COHERE = Conversion(
+    placement="pre_ln(wiring=parallel)",
+    norms=_PRE_LN.norms,
+    one_norm=True,
+    rounds="computes its LayerNorms step by step, Lamina at once",
+    note="its norm for both branches twice",
+)
+_PHI = replace(_COHERE, rounds=_ADDS)
+# Why the checkpoints of other types with branches side by side are not converted.
+UNCONVERTED = dict.fromkeys(
+    ("codegen", "falcon", "gptj"), "its layers return more than the stream, so no other can stand in their place"
+)
 # The usual names in decoders, in those that are not in the table, too.
 _DECODER = {
     "q_proj": "query",
@@ -103,11 +126,23 @@ _LATENT = {  # DeepSeek's multi-head latent attention and its mixture of experts
     "kv_b_proj": "key_value",
     "gate": "router",
 }
+_NEOX_ROLES = {
+    "query_key_value": "query_key_value_by_head",
+    "attention.dense": "attention_out",
+    "dense_h_to_4h": "feed_forward_in",
+    "dense_4h_to_h": "feed_forward_out",
+}
 _MODERNBERT = {
     "Wqkv": "query_key_value",
     "attention.Wo": "attention_out",
     "Wi": "gate_and_in",
     "feed_forward.Wo": "feed_forward_out",
+}
+_PHI_ROLES = {
+    **{name: _DECODER[name] for name in ("q_proj", "k_proj", "v_proj")},
+    "attention.dense": "attention_out",
+    "fc1": "feed_forward_in",
+    "fc2": "feed_forward_out",
 }
 _VIT = {
     "q_proj": "query",
@@ -133,6 +168,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(title="Granite", roles=_DECODER, conversion=_GRANITE),
     "hyperclovax": Architecture(title="HyperCLOVA X", roles=_DECODER, conversion=_HYPERCLOVA),
     "minicpm3": Architecture(title="MiniCPM 3", roles=_LATENT, conversion=_MINICPM),
+    "gpt_neox": Architecture(title="GPT-NeoX", roles=_NEOX_ROLES, conversion=_NEOX),
+    "stablelm": Architecture(title="StableLM", roles=_DECODER, conversion=_STABLELM),
+    "cohere": Architecture(title="Cohere", roles=_DECODER, conversion=_COHERE),
+    "cohere2": Architecture(title="Cohere 2", roles=_DECODER, conversion=_COHERE),
+    "phi": Architecture(title="Phi", roles=_PHI_ROLES, conversion=_PHI),
     "modernbert": Architecture(title="ModernBERT", roles=_MODERNBERT),
     "vit": Architecture(title="ViT", roles=_VIT),
 }

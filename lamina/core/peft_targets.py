@@ -17,6 +17,7 @@ from lamina.core.late_imports import when_imported
 # One projection may have several roles.
 _STACKED = {
     "query_key_value": ("query", "key", "value"),
+    "query_key_value_by_head": ("query", "key", "value"),
     "key_value": ("key", "value"),
     "gate_and_in": ("gate", "feed_forward_in"),
 }

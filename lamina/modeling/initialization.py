@@ -106,6 +106,13 @@ def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         key = weight.fan_out * key_heads // (heads + 2 * key_heads)
         roles, sizes = ("query", "key", "value"), [weight.fan_out - 2 * key, key, key]
+    elif weight.role == "query_key_value_by_head":  # GPT-NeoX's: a head's query, its key and its value
+        heads = backbone_of(model.config).num_attention_heads
+        by_head = weight.parameter.unflatten(-2, (heads, 3, -1)).unbind(-3)
+        return [
+            replace(weight, role=role, parameter=part, rows=weight.fan_out // 3)
+            for role, part in zip(("query", "key", "value"), by_head, strict=True)
+        ]
     elif weight.role == "key_value":  # DeepSeek's: by head, its key's rows and then its value's
         config = backbone_of(model.config)
         width = config.qk_nope_head_dim + config.v_head_dim
@@ -136,13 +143,14 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
     }
     depth = len(next(iter(wirings)).split("."))
     modules = dict(model.named_modules())
+    gains = {name for name, one in modules.items() if type(one).__name__.endswith("Norm")}  # Cohere's are matrices
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
         holder = owner.rpartition(".")[2] if last in ("weight", "bias") else last
         place = wirings.get(".".join(name.split(".")[:depth]))
         if isinstance(modules[owner], Residual | LaminaWiring):
             role = "wiring"
-        elif isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2:
+        elif isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2 or owner in gains:
             role = "bias" if last == "bias" and isinstance(modules[owner], nn.Linear | nn.Conv2d) else "vector"
         elif place is not None:
             role = roles.get(f"{place[1]}.{holder}") or roles.get(holder, HIDDEN)

@@ -47,6 +47,7 @@ class Adapter:
         layers: the backbone's list of layers; ``attention`` and ``feed_forward``: a layer's two modules; ``norm``: the
             backbone's final norm.
         dropout: the configuration's field for the dropout that the layer (not its modules) applies to its branches.
+        head_bias: whether the readout has a bias.
         stacked: the attention's one projection to queries, keys and values, where it has one.
         embedding_norm: a norm at the end of the backbone's embeddings. The plan's norm, or none, takes its place.
         input: the name of the model's input.
@@ -62,6 +63,7 @@ class Adapter:
     feed_forward: str = "mlp"
     norm: str = "norm"
     dropout: str | None = None
+    head_bias: bool = False
     stacked: str | None = None
     embedding_norm: str | None = None
     input: str = "input_ids"
@@ -86,7 +88,7 @@ class Adapter:
             elif name == "roles":
                 fits = isinstance(value, Mapping) and all(isinstance(role, str) for role in value.values())
                 allowed = "a mapping from a module's name to its weight's role"
-            elif name == "is_decoder":
+            elif name in ("is_decoder", "head_bias"):
                 fits, allowed = isinstance(value, bool), "true or false"
             else:
                 fits = (isinstance(value, str) and value != "") or (value is None and own[name] is None)
@@ -103,6 +105,9 @@ ADAPTERS: dict[str, Adapter] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text"), DECODER),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DECODER),
     **dict.fromkeys(("olmo3", "smollm3", "granite", "hyperclovax", "minicpm3"), DECODER),
+    "gpt_neox": Adapter(attention="attention", norm="final_layer_norm", dropout="hidden_dropout"),
+    **dict.fromkeys(("stablelm", "cohere", "cohere2"), DECODER),
+    "phi": Adapter(norm="final_layernorm", dropout="resid_pdrop", head_bias=True),
     "modernbert": Adapter(
         attention="attn",
         norm="final_norm",
@@ -465,7 +470,8 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
         name = next(name for name, module in self.named_modules() if module is embedding)
         self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
         text_config = backbone_of(config)
-        self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
+        bias = adapter_of(text_config).head_bias
+        self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=bias)
         self.post_init()
         peer = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)  # it says how to shard its head
         self.tp_plan.update(getattr(peer, "_tp_plan", None) or {})

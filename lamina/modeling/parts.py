@@ -70,7 +70,7 @@ def decaying(model: nn.Module) -> list[str]:
     kept = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, Residual | LaminaWiring | LaminaNorm)
+        if isinstance(module, Residual | LaminaWiring | LaminaNorm) or type(module).__name__.endswith("Norm")
         for parameter in module.parameters(recurse=False)
     }
     return [name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in kept]

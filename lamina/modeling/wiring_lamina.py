@@ -276,7 +276,8 @@ def normed_class(base: type[nn.Module], normed: tuple[str, ...], stacked: str | 
 
 
 _PARTS = {"q": "queries", "k": "keys", "v": "values"}
-LAST_PROJECTIONS = ("o_proj", "down_proj", "Wo", "fc2", "c_proj")  # of attentions and feed-forwards
+# Of attentions and feed-forwards.
+LAST_PROJECTIONS = ("o_proj", "down_proj", "Wo", "fc2", "c_proj", "dense", "dense_4h_to_h")
 _NORMED_CLASSES: dict[tuple, type[NormedProjections]] = {}
 
 

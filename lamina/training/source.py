@@ -159,5 +159,4 @@ def _read_once(folder: str, changed: int | None) -> _Read:
         if config.plan is None:
             raise UserError(f"from: {folder!r} has no plan in its config.json (allowed: a whole Lamina checkpoint)")
         return Plan.from_dict(config.plan), backbone_of(config)
-    placement = conversion.conversion_of(config.model_type).placement
-    return make_plan(placement, config.num_hidden_layers), config
+    return conversion.own_plan(config), config

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from transformers import initialization as init
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from lamina.core.architectures import Conversion, Target, conversions
+from lamina.core.architectures import ROLES, UNCONVERTED, Conversion, Target, conversions
 from lamina.errors import UserError, unknown
 from lamina.jobs import folder as job_folder
 from lamina.jobs.environment import environment
@@ -43,13 +43,13 @@ from lamina.modeling.backbones import loading
 from lamina.modeling.backbones.loading import TOKENIZER_FILES, load_weights, refuse_tensors, stored_shapes
 from lamina.modeling.backbones.presets import head_dim_of
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
-from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM, LogitsStyle
+from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM, LogitsStyle, adapter_of
 from lamina.modeling.wiring_lamina import LaminaNorm, Residual
 from lamina.placements import Norm, Plan, Sublayer, resolve
 from lamina.placements.resolution import map_norms
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(\w+)\.(.+)")
-_MODULES = {"self_attn": "attention.module", "mlp": "feed_forward.module"}
+# The roles of the projections that read the stream.
+_READING = ("query", "key", "value", "query_key_value_by_head", "gate", "feed_forward_in")
 _BRANCH_END = re.compile(r"(.+\.(?:attention|feed_forward))\.(?:module\.)?(out_norm|o_proj|down_proj)")
 # Backbones with the attention of Llama, but for biases and norms on queries and keys, and its feed-forward.
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
@@ -65,6 +65,7 @@ class Equivalent:
 
     Args:
         placement: its placement, as ``lamina.placements.resolve`` reads it.
+        one_norm: whether it reads the stream for both branches by the attention's norm.
         norms: the position in Lamina's block of each of a layer's norms, by transformers' name.
         qk_norm: its norms on queries and keys: "off", "head" or "full" (the full width).
         bias: whether queries, keys and values have biases.
@@ -81,6 +82,7 @@ class Equivalent:
     bias: bool = False
     pairs: bool = False
     gate_and_up: bool = False
+    one_norm: bool = False
     gain_offset: float = 0.0
     scales_branches: bool = False
     fields: Mapping[str, object] = field(default_factory=dict)
@@ -113,17 +115,24 @@ _FIELDS = (
 def conversion_of(model_type: str) -> Conversion:
     """Return the conversion of a model type. Raises UserError for a type that has none."""
     rows = conversions()
+    if model_type in UNCONVERTED:
+        raise UserError(f"model_type: {model_type!r} is not converted: {UNCONVERTED[model_type]}")
     if model_type not in rows:
         raise unknown("model_type", model_type, rows)
     return rows[model_type]
 
 
-def lamina_name(key: str, norms: Mapping[str, str]) -> str:
+def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> str:
     """Return the name in Lamina's model of a tensor of transformers' model; ``norms`` are a row's."""
-    if match := _LAYER.fullmatch(key):
-        index, part, rest = match.groups()
-        return f"model.backbone.layers.{index}.{norms.get(part) or _MODULES.get(part, part)}.{rest}"
-    return re.sub(r"^model\.", "model.backbone.", key)
+    adapter, prefix = adapter_of(theirs.config), f"{theirs.base_model_prefix}."
+    if not key.startswith(prefix):
+        return key
+    inner = key.removeprefix(prefix)
+    if match := re.fullmatch(rf"({re.escape(adapter.layers)}\.\d+)\.(\w+)\.(.+)", inner):
+        layer, part, rest = match.groups()
+        modules = {adapter.attention: "attention.module", adapter.feed_forward: "feed_forward.module"}
+        inner = f"{layer}.{norms.get(part) or modules.get(part, part)}.{rest}"
+    return f"model.backbone.{inner}"
 
 
 def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: PreTrainedModel) -> None:
@@ -169,8 +178,8 @@ def from_transformers(
         dtype: of the weights that are read from a path; "auto" keeps the checkpoint's.
 
     Returns:
-        A LaminaForCausalLM in evaluation mode that shares no weights with the source. Its logits are equal; in half
-        precision those of Gemma and OLMo 2 differ by rounding (``Conversion.gain_in_float32``).
+        A LaminaForCausalLM in evaluation mode that shares no weights with the source. Its logits are equal, but for
+        rounding where ``Conversion.rounds`` says so.
 
     Raises:
         UserError: for a model type whose placement is unknown, weights that are not safetensors, or a tensor that is
@@ -183,24 +192,27 @@ def from_transformers(
     conversion = conversion_of(config.model_type)
     _check_class(model)
     dtype = _dtype_of(model)
-    if conversion.gain_in_float32 and dtype.itemsize < 4:
+    if conversion.rounds and dtype.itemsize < 4:
         logger.warning(
-            f"dtype: {config.model_type!r} multiplies by its norms' gains in float32 and rounds afterwards, Lamina "
-            f"rounds first: in {_short(dtype)} the logits differ by rounding (dtype float32 converts without a "
-            "difference)"
+            f"dtype: {config.model_type!r} {conversion.rounds}: in {_short(dtype)} the logits differ by rounding "
+            "(dtype float32 has the same but for the last bits)"
         )
-    plan = _own_plan(conversion, config)
+    plan = own_plan(config)
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
     outer._attn_implementation = config._attn_implementation  # the outer one decides for both
     with init.no_init_weights():
         converted = LaminaForCausalLM._from_config(outer, dtype=dtype)
+    gains = {f"{name}.weight" for name, one in converted.named_modules() if isinstance(one, LaminaNorm)}
     tensors = {}
-    for key, value in model.state_dict().items():
-        match = _LAYER.fullmatch(key)  # norms inside an attention module belong to the module, and stay as they are
-        is_norm = key == "model.norm.weight" or (match is not None and match[2] in conversion.norms)
-        tensors[lamina_name(key, conversion.norms)] = _shifted(value, conversion.gain_offset if is_norm else 0.0)
+    for key, value in model.state_dict().items():  # norms inside an attention belong to it, and stay as they are
+        name = lamina_name(key, model, conversion.norms)
+        tensors[name] = _shifted(value, conversion.gain_offset if name in gains else 0.0)
+    for name in converted.state_dict() if _has_one_norm(conversion, plan) else ():
+        if _SECOND in name:
+            tensors[name] = tensors[name.replace(_SECOND, _FIRST)]
     fill(converted, tensors, model)
-    copy_buffers({lamina_name(name, conversion.norms): name for name, _ in model.named_buffers()}, model, converted)
+    buffers = [name for name, _ in model.named_buffers()]
+    copy_buffers({lamina_name(name, model, conversion.norms): name for name in buffers}, model, converted)
     nn.Module.to(converted, model.device)
     return converted.eval()
 
@@ -225,23 +237,69 @@ def to_transformers(
     config, row = _theirs(model)
     with init.no_init_weights():
         converted: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=_dtype_of(model))
-    fill(converted, _as_stored(model, row, converted.state_dict()), model)
-    copy_buffers({name: lamina_name(name, row.norms) for name, _ in converted.named_buffers()}, model, converted)
+    fill(converted, _as_stored(model, row, converted), model)
+    buffers = [name for name, _ in converted.named_buffers()]
+    copy_buffers({name: lamina_name(name, converted, row.norms) for name in buffers}, model, converted)
     nn.Module.to(converted, model.device)
     return converted.eval()
 
 
-def _own_plan(conversion: Conversion, config: PreTrainedConfig) -> Plan:
-    """Return the placement of a model type at its configuration's depth, with the options that it has fields for."""
+def own_plan(config: PreTrainedConfig) -> Plan:
+    """Return the placement of a convertible model at its depth, with the options that its configuration has fields for.
+
+    Raises UserError for a model type that has no conversion.
+    """
+    conversion = conversion_of(config.model_type)
     options = {option: getattr(config, name) for option, name in conversion.options.items()}
+    if "wiring" in options:
+        options["wiring"] = "parallel" if options["wiring"] else None
     return resolve(conversion.placement, config.num_hidden_layers, **options)
+
+
+_FIRST, _SECOND = ".attention.pre_norm.", ".feed_forward.pre_norm."
+
+
+def _has_one_norm(conversion: Conversion, plan: Plan) -> bool:
+    return conversion.one_norm and plan.layers[0].feed_forward.read == "block_input"
+
+
+def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> None:
+    """Give both branches of each layer the same norm, in ``ours``; what differs goes into the projections behind it.
+
+    W (g n + b) + c is (W g) n + (W b + c): a norm's gain g [width] scales columns, its bias b [width] moves the bias c.
+    """
+    for index, block in enumerate(model.model.layers):
+        place = f"model.backbone.{adapter_of(backbone_of(model.config)).layers}.{index}"
+        first, second = (
+            {name: ours[f"{place}{half}{name}"] for name in ("weight", "bias") if f"{place}{half}{name}" in ours}
+            for half in (_FIRST, _SECOND)
+        )
+        if all(torch.equal(first[name], second[name]) for name in first):
+            continue
+        for half, norm in (("attention", first), ("feed_forward", second)):
+            for name, module in getattr(block, half).module.named_modules():
+                role = ROLES.get(f"{half}.{name}") or ROLES.get(name)
+                if role in _READING and isinstance(module, nn.Linear):
+                    weight, bias = (f"{place}.{half}.module.{name}.{kind}" for kind in ("weight", "bias"))
+                    if "bias" in norm and bias not in ours:
+                        raise UserError(
+                            f"plan: the norms of layer {index}'s branches have biases of their own, and {name!r} none "
+                            "that could take one (allowed: the same norm on both, as the architecture has)"
+                        )
+                    if "bias" in norm:
+                        ours[bias] = ours[bias] + ours[weight] @ norm["bias"]
+                    ours[weight] = ours[weight] * norm["weight"]
+        for half in (_FIRST, _SECOND):
+            ours[f"{place}{half}weight"] = torch.ones_like(first["weight"])
+            if "bias" in first:
+                ours[f"{place}{half}bias"] = torch.zeros_like(first["bias"])
 
 
 def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
     """Return the configuration of transformers' model, and how its tensors are stored."""
     backbone, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     own = conversions().get(backbone.model_type)
-    if own is not None and computed(plan) == computed(_own_plan(own, backbone)):
+    if own is not None and computed(plan) == computed(own_plan(backbone)):
         fields = backbone.to_dict()
         for name in ("transformers_version", "tie_last_hidden_states"):  # the second is Lamina's own switch
             fields.pop(name, None)
@@ -249,7 +307,7 @@ def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
         # The backbone's own: Gemma 2 runs on the eager kernel only, whatever the outer model was asked for.
         config._attn_implementation = model.model.backbone.config._attn_implementation
         row = Equivalent(placement=own.placement, norms=own.norms, gain_offset=own.gain_offset, scales_branches=True)
-        return config, row
+        return config, replace(row, one_norm=_has_one_norm(own, plan))
     model_type = _find(model, plan, backbone)
     row = EQUIVALENTS[model_type]
     changed = plan.embedding_norm is not None or plan.embedding_scale != 1.0  # the table's rows, not the readout's
@@ -261,7 +319,7 @@ def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
     return AutoConfig.for_model(model_type, **fields), row
 
 
-def _as_stored(model: LaminaForCausalLM, row: Equivalent, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+def _as_stored(model: LaminaForCausalLM, row: Equivalent, theirs: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the tensors of the row's model by their names there, its constants in the gains and embeddings."""
     norms = {name: module for name, module in model.named_modules() if isinstance(module, LaminaNorm)}
     ours = model.state_dict()
@@ -270,11 +328,14 @@ def _as_stored(model: LaminaForCausalLM, row: Equivalent, keys: Iterable[str]) -
             ours[f"{name}.weight"] = torch.full((norm.hidden_size,), norm.initial_gain, device=model.device)
         elif norm.zero_centered:
             ours[f"{name}.weight"] = _shifted(norm.weight, 1.0)
-    embedding = "model.backbone.embed_tokens.weight"
+    embedding = next(f"{name}.weight" for name, one in model.named_modules() if one is model.get_input_embeddings())
     ours[embedding] = model.model._scaled_and_normed(ours[embedding])
     used, tensors = {"model.embedding_norm.weight"}, {}
-    for key in keys:
-        owner, _, last = lamina_name(key, row.norms).rpartition(".")
+    if row.one_norm:
+        _with_one_norm(ours, model)
+        used |= {name for name in ours if _SECOND in name}
+    for key in theirs.state_dict():
+        owner, _, last = lamina_name(key, theirs, row.norms).rpartition(".")
         stacked = row.gate_and_up and owner.endswith(".gate_up_proj")
         owners = [owner.replace("gate_up", part) for part in ("gate", "up")] if stacked else [owner]
         names = [f"{name}.{last}" for name in owners]
@@ -574,7 +635,7 @@ def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbon
         raise UserError(
             "verify: the logits are not finite, so they cannot be compared (--no-verify converts unchecked)"
         )
-    half = model.dtype.itemsize < 4 and (again.dtype != model.dtype or conversions()[backbone].gain_in_float32)
+    half = model.dtype.itemsize < 4 and (again.dtype != model.dtype or conversions()[backbone].rounds != "")
     if difference > largest * (HALF_TOLERANCE if half else TOLERANCE):
         raise UserError(
             f"verify: the logits differ by up to {difference:.3g} (the largest is {largest:.3g}); nothing was written "
