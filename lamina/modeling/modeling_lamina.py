@@ -158,10 +158,11 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
         part: [name for name in SCALES if any(w[part].get(name, 1.0) != 1.0 for w in plan["layers"])]
         for part in ("attention", "feed_forward")
     }
-    state = StatePlan(plan, width)
+    state = StatePlan(plan, width, style.eps)
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
         attention, feed_forward = layer.get_submodule(adapter.attention), layer.get_submodule(adapter.feed_forward)
-        norm_projections(attention, plan, style, adapter.stacked, wiring["attention"].get("inner_norm"))
+        ways = bool((wiring.get("sources") or {}).get("multiway"))
+        norm_projections(attention, plan, style, adapter.stacked, wiring["attention"].get("inner_norm"), ways)
         norm_projections(feed_forward, NO_QKV, style, inner=wiring["feed_forward"].get("inner_norm"))
         block = Block(
             Residual(attention, wiring["attention"], width, style, dropout, scaled["attention"]),
@@ -172,7 +173,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
             block.attention_type = layer.attention_type
         layers[index] = block
     norm = make_norm(plan["final_norm"], width, style) or nn.Identity()
-    backbone.set_submodule(adapter.norm, state.end(norm, style.eps) if state.is_more else norm)
+    backbone.set_submodule(adapter.norm, state.end(norm) if state.is_more else norm)
     if adapter.embedding_norm:
         backbone.set_submodule(adapter.embedding_norm, nn.Identity())
     _rename_parallel_plans(backbone, adapter, plan)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -188,26 +188,49 @@ class DepthAttention(LaminaWiring):
 
 
 class StateSources(LaminaWiring):
-    """stream * x + the weighted sum of earlier states; ``slots`` says which of the memory's they are."""
+    """stream * x + the weighted sum of earlier states; ``slots`` says which of the memory's they are.
 
-    def __init__(self, spec: dict, width: int, slots: Sequence[int]):
+    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6); of four ways the last is the stream's.
+    """
+
+    def __init__(self, spec: dict, width: int, slots: Sequence[int], eps: float):
         super().__init__()
-        self.spec, self.width, self.slots = spec, width, tuple(slots)
+        self.spec, self.width, self.slots, self.eps = spec, width, tuple(slots), eps
+        self.dynamic, self.ways = bool(spec.get("dynamic")), 4 if spec.get("multiway") else 1
         self.begin(learned=spec["learned"] != "no")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """The weights [1 + states], or [1 + states, width] where they are vectors."""
+        """The weights [1 + states], [1 + states, width] where they are vectors, [4, 1 + states] of four ways."""
         states = [weight for _, weight in self.spec["states"]]
         weights = torch.tensor([self.spec["stream"], *states], dtype=torch.float32)
         vectors = weights[:, None].repeat(1, self.width)
-        return {"weight": vectors if self.spec["learned"] == "vector" else weights}
+        starts = {"weight": vectors if self.spec["learned"] == "vector" else weights}
+        if self.ways > 1:
+            starts["weight"] = weights.repeat(self.ways, 1)
+        if self.dynamic:
+            number, own = starts["weight"].numel(), torch.Generator().manual_seed(0)
+            starts["down"] = torch.randn(number, self.width, generator=own) * self.width**-0.5
+            starts["up"] = torch.zeros(number, number)
+        return starts
 
-    def forward(self, x: torch.Tensor, memory: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        weights = self.held("weight", x).to(x.dtype)
-        total = weights[0] * x
-        for weight, slot in zip(weights[1:], self.slots, strict=True):
-            total = total + weight * memory[slot]
-        return total
+    def forward(
+        self, x: torch.Tensor, memory: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The stream [batch, tokens, width], and of four ways what q, k and v read [batch, tokens, 3, width]."""
+        weights, states = self.held("weight", x), [x, *(memory[slot] for slot in self.slots)]
+        if self.dynamic:
+            with torch.autocast(x.device.type, enabled=False):
+                low = nn.functional.linear(x.float() * inverse_rms(x.float(), self.eps), self.held("down", x))
+                moved = nn.functional.linear(nn.functional.gelu(low), self.held("up", x))
+                weights = weights + moved.unflatten(-1, weights.shape)
+        weights = weights.to(x.dtype)
+        if self.ways > 1:
+            states = [state.unsqueeze(-2) for state in states]
+        shares = weights.split(1, -1) if self.dynamic or self.ways > 1 else weights
+        total = shares[0] * states[0]
+        for share, state in zip(shares[1:], states[1:], strict=True):
+            total = total + share * state
+        return total if self.ways == 1 else (total[..., -1, :], total[..., :-1, :])
 
 
 class Collapse(nn.Module):
@@ -225,7 +248,7 @@ class Collapse(nn.Module):
         if isinstance(self.reader, StreamMixer):
             x = self.reader(self.reader.normed(x, "stream"))[0]
         elif isinstance(self.reader, StateSources):
-            x = self.reader(x, memory)
+            x = cast(torch.Tensor, self.reader(x, memory))
         elif self.reader is not None:
             x = self.reader(memory, x)
         return self.norm(x)
@@ -249,8 +272,8 @@ class BlockState(NamedTuple):
 class StatePlan:
     """What a plan's blocks pass on: how many streams, and which states the memory holds."""
 
-    def __init__(self, plan: dict, width: int):
-        self.plan, self.width, layers = plan, width, plan["layers"]
+    def __init__(self, plan: dict, width: int, eps: float):
+        self.plan, self.width, self.eps, layers = plan, width, eps, plan["layers"]
         self.streams: dict | None = layers[0]["attention"].get("streams")
         sources = [layer.get("sources") for layer in layers] + [plan.get("final_sources")]
         named = {int(state) for source in sources if source for state, _ in source["states"]}
@@ -266,15 +289,15 @@ class StatePlan:
         slots = sum(slot <= index for slot in self.slots)
         return BlockState(streams, sources, remembers, self.has_memory, slots)
 
-    def end(self, norm: nn.Module, eps: float) -> Collapse:
+    def end(self, norm: nn.Module) -> Collapse:
         """What stands in the final norm's place. State N, the last block's output, is the stream itself."""
         if self.plan.get("readout"):
-            return Collapse(norm, StreamMixer(self.plan["readout"], self.width, eps))
+            return Collapse(norm, StreamMixer(self.plan["readout"], self.width, self.eps))
         halves = [layer[half] for layer in self.plan["layers"] for half in ("attention", "feed_forward")]
         depth = any(half.get("read") in DEPTH_READS for half in halves)
-        reader = DepthAttention(self.width, eps) if depth else self._sources(self.plan.get("final_sources"))
+        reader = DepthAttention(self.width, self.eps) if depth else self._sources(self.plan.get("final_sources"))
         return Collapse(norm, reader)
 
     def _sources(self, spec: dict | None) -> StateSources | None:
         slots = [self.slots.index(int(state)) for state, _ in spec["states"]] if spec else []
-        return StateSources(spec, self.width, slots) if spec else None
+        return StateSources(spec, self.width, slots, self.eps) if spec else None

@@ -200,6 +200,7 @@ def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNo
 class NormedProjections(nn.Module):
     """A backbone's module with norms on its queries, keys or values, or before its last projection.
 
+    With ``ways`` queries, keys and values are of three states, side by side in the last axis of its input.
     ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each stands beside its projection, which stays the linear
     layer of transformers: code that wraps, swaps or merges linear layers (LoRA, quantization, serving engines) leaves
     the norms alone. ``norm_projections`` mixes this class into the module's; its ``forward`` then calls the methods
@@ -209,6 +210,7 @@ class NormedProjections(nn.Module):
     backbone_class: type[nn.Module]
     normed: tuple[str, ...]  # of "q", "k" and "v", and the name of the last projection
     stacked: str | None  # the one projection to all three, where there is one
+    ways: bool
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
@@ -219,13 +221,19 @@ class NormedProjections(nn.Module):
 
     def normed_queries(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, tokens, hidden_size] to [batch, tokens, heads * head_dim]; keys and values likewise."""
-        return _in_parts(self.q_norm, self.q_proj(hidden))
+        return self._part(0, hidden)
 
     def normed_keys(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _in_parts(self.k_norm, self.k_proj(hidden))
+        return self._part(1, hidden)
 
     def normed_values(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _in_parts(self.v_norm, self.v_proj(hidden))
+        return self._part(2, hidden)
+
+    def _part(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        part = "qkv"[index]
+        own = hidden.unflatten(-1, (3, -1))[..., index, :] if self.ways else hidden
+        y = getattr(self, f"{part}_proj")(own)
+        return _in_parts(getattr(self, f"{part}_norm"), y) if part in self.normed else y
 
     def projected_norm(self, inner: torch.Tensor) -> torch.Tensor:
         """The last projection of the normed [batch, tokens, channels]."""
@@ -241,7 +249,8 @@ class NormedProjections(nn.Module):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Copy and pickle by the backbone's class: this one may not exist yet in the process that reads it."""
-        return _empty_normed_projections, (self.backbone_class, self.normed, self.stacked), self.__getstate__()
+        kind = self.backbone_class, self.normed, self.stacked, self.ways
+        return _empty_normed_projections, kind, self.__getstate__()
 
 
 def _in_parts(norm: LaminaNorm, y: torch.Tensor) -> torch.Tensor:
@@ -249,15 +258,17 @@ def _in_parts(norm: LaminaNorm, y: torch.Tensor) -> torch.Tensor:
     return norm(y.unflatten(-1, (-1, norm.hidden_size))).flatten(-2)
 
 
-def normed_class(base: type[nn.Module], normed: tuple[str, ...], stacked: str | None = None) -> type[NormedProjections]:
+def normed_class(
+    base: type[nn.Module], normed: tuple[str, ...], stacked: str | None = None, ways: bool = False
+) -> type[NormedProjections]:
     """The subclass of a backbone's module that norms what ``normed`` names ("q", "k", "v", a last projection).
 
     Its forward is the backbone's own, with the names of the projections that it calls replaced by the names of
     NormedProjections' methods. Raises ValueError where the backbone's forward doesn't call them itself.
     """
-    key = (base, normed, stacked)
+    key = (base, normed, stacked, ways)
     if key not in _NORMED_CLASSES:
-        calls = {f"{name}_proj": f"normed_{_PARTS[name]}" for name in normed if name in _PARTS}
+        calls = {f"{name}_proj": f"normed_{_PARTS[name]}" for name in _PARTS if ways or name in normed}
         calls = {stacked: "normed_stack"} if stacked and calls else calls
         calls |= {name: "projected_norm" for name in normed if name not in _PARTS}
         forward = base.forward
@@ -269,7 +280,7 @@ def normed_class(base: type[nn.Module], normed: tuple[str, ...], stacked: str | 
         method = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
         method.__kwdefaults__, method.__annotations__ = forward.__kwdefaults__, forward.__annotations__
         method.__doc__, method.__qualname__ = forward.__doc__, forward.__qualname__
-        attributes = {"backbone_class": base, "normed": normed, "stacked": stacked, "forward": method}
+        attributes = {"backbone_class": base, "normed": normed, "stacked": stacked, "ways": ways, "forward": method}
         name = f"Normed{base.__name__}"
         _NORMED_CLASSES[key] = type(name, (NormedProjections, base), {**attributes, "__module__": __name__})
     return _NORMED_CLASSES[key]
@@ -281,8 +292,10 @@ LAST_PROJECTIONS = ("o_proj", "down_proj", "Wo", "fc2", "c_proj", "dense", "dens
 _NORMED_CLASSES: dict[tuple, type[NormedProjections]] = {}
 
 
-def _empty_normed_projections(base: type[nn.Module], normed: tuple[str, ...], stacked: str | None) -> NormedProjections:
-    normed_attention = normed_class(base, normed, stacked)
+def _empty_normed_projections(
+    base: type[nn.Module], normed: tuple[str, ...], stacked: str | None, ways: bool
+) -> NormedProjections:
+    normed_attention = normed_class(base, normed, stacked, ways)
     return normed_attention.__new__(normed_attention)
 
 
@@ -384,11 +397,13 @@ class Residual(nn.Module):
         block_input: torch.Tensor | None = None,
         *,
         memory: tuple[torch.Tensor, ...] = (),
+        ways: torch.Tensor | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
         """``x`` and ``block_input``: [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size] of n streams.
 
-        The block's input is x by default; ``memory`` are earlier states [batch, tokens, hidden_size].
+        The block's input is x by default; ``memory`` are earlier states [batch, tokens, hidden_size], ``ways`` what
+        queries, keys and values read in x's place [batch, tokens, 3, hidden_size].
         """
         hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
         if self.mixer is not None:
@@ -396,9 +411,13 @@ class Residual(nn.Module):
             hidden, mix, write = self.mixer(x)
         elif self.depth is not None:
             hidden = self.depth(memory, x if self.read == "depth" else None)
+        elif ways is not None:
+            hidden = ways
         hidden = hidden if self.pre_norm is None else self.pre_norm(hidden)
         if self._applied["pre_scale"]:
             hidden = hidden * self.pre_scale
+        if ways is not None:
+            hidden = hidden.flatten(-2)
         output = self.module(hidden, **kwargs)
         if isinstance(output, tuple):  # attention also returns its weights
             output = output[0]
@@ -494,16 +513,19 @@ class Block(GradientCheckpointingLayer):
     @property
     def graph_key(self) -> tuple[object, ...]:
         """What decides the compiled graph beside the sub-layers: the streams that it makes, the memory's states."""
-        read = None if self.sources is None else self.sources.slots
+        own = self.sources
+        read = None if own is None else (own.slots, own.dynamic, own.ways)
         return self.streams, self.remembers, self.has_memory, self.slots, read
 
     def _with_memory(self, state: torch.Tensor | State, **kwargs: object) -> State:
         x, memory = (state.stream, state.memory) if isinstance(state, tuple) else (state, ())
         if self.remembers:
             memory = (*memory, x)
+        ways = None
         if self.sources is not None:
             x = self.sources(x, memory)
-        y = self.attention(x, memory=memory, **kwargs)
+            x, ways = x if isinstance(x, tuple) else (x, None)
+        y = self.attention(x, memory=memory, ways=ways, **kwargs)
         return State(self.feed_forward(y, x, memory=memory), memory)
 
 
@@ -528,12 +550,18 @@ class InitializesPlan:
 
 
 def norm_projections(
-    attention: nn.Module, plan: dict, style: NormStyle, stacked: str | None = None, inner: dict | None = None
+    attention: nn.Module,
+    plan: dict,
+    style: NormStyle,
+    stacked: str | None = None,
+    inner: dict | None = None,
+    ways: bool = False,
 ) -> None:
     """Put the plan's norms on an attention's queries, keys and values, and ``inner`` before its last projection.
 
-    ``stacked`` names the one projection to all three, where there is one. Raises ValueError, having changed nothing,
-    where the attention has no such projections, or norms of its own on them.
+    With ``ways`` it reads three states, side by side. ``stacked`` names the one projection to all three, where there is
+    one. Raises ValueError, having changed nothing, where the attention has no such projections, or norms of its own on
+    them.
     """
     last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), nn.Linear)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):
@@ -558,12 +586,16 @@ def norm_projections(
         if why:
             option = "v_norm" if part == "v" else "qk_norm"
             raise ValueError(f"{option}: {scope!r} does not apply, {type(module).__name__} {why}")
-    if not dims and not inner:
+    absent = [f"{part}_proj" for part in _PARTS if not isinstance(getattr(module, f"{part}_proj", None), nn.Linear)]
+    if ways and absent:
+        raise ValueError(f"sources: multiway does not apply, {type(module).__name__} has no projection {absent[0]!r}")
+    if not dims and not inner and not ways:
         return
     try:
-        normed_attention = normed_class(type(module), (*dims, *([last] if inner and last else [])), stacked)
+        normed_attention = normed_class(type(module), (*dims, *([last] if inner and last else [])), stacked, ways)
     except ValueError as error:
-        raise ValueError(f"{'qk_norm' if 'q' in dims else 'v_norm' if dims else 'inner_norm'}: {error}") from None
+        option = "sources" if ways else "qk_norm" if "q" in dims else "v_norm" if dims else "inner_norm"
+        raise ValueError(f"{option}: {error}") from None
     spec = plan.get("qkv_norm") or QKV_NORM
     in_head = {**spec, "kind": "rms", "groups": 1} if spec["kind"] == "group" else spec  # a head is a group
     norms = {p: make_norm(in_head if scopes[p] == "head" else spec, dim, style) for p, dim in dims.items()}

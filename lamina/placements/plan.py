@@ -40,6 +40,7 @@ YOUNGER = frozenset(
     (
         *("out_scale", "out_scale_learned", "coupling", "gate_temperature", "inner_norm", "streams", "read"),
         *("sources", "boundary", "readout", "final_sources", "qkv_norm", "zero_centered", "alpha", "norms"),
+        *("dynamic", "multiway"),
     )
 )
 _Record = TypeVar("_Record", bound="Norm | Streams | Sources | Sublayer | Layer | Plan")
@@ -164,14 +165,18 @@ class Sources:
     """What takes the stream x's place in a layer: ``stream`` * x + the sum of ``states``, as (index, where it starts).
 
     State 0 is x^0, state l the output of the l-th block. ``learned``: "scalar" for each weight, or a "vector".
+    ``dynamic``: scalars move with the stream, by two projections of it. ``multiway``: the attention's queries, keys and
+    values each read a sum of their own, by the same pre_norm; the last sum takes x's place (MUDD).
     """
 
     states: tuple[tuple[int, float], ...]
     stream: float = 1.0
     learned: Learned = "scalar"
+    dynamic: bool = False
+    multiway: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for weights that are no numbers."""
+        """Raise UserError for weights that are no numbers, or that cannot move."""
         states = tuple(_tuple("states", state) for state in _tuple("states", self.states))
         if any(len(state) != 2 or type(state[0]) is not int for state in states):
             raise UserError(f"states: {self.states!r} (allowed: pairs of a state's index and its weight at the start)")
@@ -179,6 +184,9 @@ class Sources:
         for weight in (self.stream, *(weight for _, weight in states)):
             _finite("sources", weight)
         _one_of("learned", self.learned, Learned)
+        _typed(self, dynamic=bool, multiway=bool)
+        if (self.dynamic or self.multiway) and self.learned != "scalar":
+            raise UserError(f"learned: {self.learned!r} of weights that are dynamic or multiway (allowed: 'scalar')")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +294,8 @@ class Layer:
                     f"attention.{name}: {value!r} contradicts its place (the stream that enters a block's "
                     "attention is the block's input; allowed: 'stream')"
                 )
+        if self.sources and self.sources.multiway and self.attention.read != "stream":
+            raise UserError(f"sources.multiway: the attention reads {self.attention.read!r} (allowed: 'stream')")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,6 +360,8 @@ class Plan:
             for state, _ in sources.states if sources else ():
                 if not 0 <= state <= (last := min(index, len(self.layers) - 1)):
                     raise UserError(f"sources: state {state} at layer {index} (allowed: 0 to {last}, those before it)")
+        if self.final_sources and self.final_sources.multiway:
+            raise UserError("final_sources.multiway: no attention reads them (allowed: false)")
         if any(half.reads_memory for half in halves) and (self.final_sources or not self.layers[0].boundary):
             raise UserError(
                 "read: 'depth' needs a memory, which is read at the end, too (allowed: boundary in the first layer, no "

@@ -168,11 +168,25 @@ def x0(plan: Plan) -> Plan:
 @wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
 def denseformer(plan: Plan) -> Plan:
     """A weighted average of all states before; the last one has 1 at the start, the others 0."""
+    return _with_sources(plan, _all_before, _all_before(plan.num_layers))
 
-    def before(index: int) -> Sources | None:
-        return Sources(states=tuple((state, 0.0) for state in range(index))) if index else None
 
-    return _with_sources(plan, before, before(plan.num_layers))
+def _all_before(index: int, dynamic: bool = False, multiway: bool = False) -> Sources | None:
+    states = tuple((state, 0.0) for state in range(index))
+    return Sources(states=states, dynamic=dynamic, multiway=multiway) if index else None
+
+
+@wiring("dynamic_dense", equation="x_l <- sum_i a_li(x_l) x_i after each block", source="arXiv 2502.12170 Eq 5, 6")
+def dynamic_dense(plan: Plan) -> Plan:
+    """DenseFormer's average with weights that move with the stream: a + W_2 GELU(W_1 RMS(x)), W_2 = 0 at the start."""
+    return _with_sources(plan, lambda index: _all_before(index, dynamic=True), _all_before(plan.num_layers, True))
+
+
+@wiring("mudd", equation="dynamic_dense, one each for q, k, v and x", source="MUDDFormer (arXiv 2502.12170) Eq 7, 8")
+def mudd(plan: Plan) -> Plan:
+    """Multiway dynamic dense connections: queries, keys, values and the stream read averages of their own."""
+    between = [_all_before(index, dynamic=True, multiway=True) for index in range(plan.num_layers)]
+    return _with_sources(plan, between.__getitem__, _all_before(plan.num_layers, dynamic=True))
 
 
 @wiring("unet", equation="x <- x + w x_(N-l) in the second half", source="modded-nanogpt's U-net skips")

@@ -176,7 +176,7 @@ def wiring_multiplications(plan: Plan) -> int:
     total = memory = 0
     for layer in plan.layers:
         memory += layer.boundary
-        total += 0 if layer.sources is None else 1 + len(layer.sources.states)
+        total += 0 if layer.sources is None else (1 + len(layer.sources.states)) * (4 if layer.sources.multiway else 1)
         for half in (layer.attention, layer.feed_forward):
             n = len(half.streams.read) if half.streams else 0
             total += 2 * n + (n * n if half.streams and half.streams.mix != "identity" else 0)

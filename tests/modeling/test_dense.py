@@ -1,0 +1,126 @@
+"""Dense connections whose weights move with the stream, in one way and in MUDD's four (arXiv 2502.12170)."""
+
+import pytest
+import torch
+from test_streams import BASES, EPS, built, wired
+from tiny import token_ids
+from torch._dynamo.testing import CompileCounter
+from torch.nn.functional import gelu, scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import lamina
+from lamina.errors import UserError
+from lamina.placements import Layer, Plan, Sublayer, resolve
+from lamina.placements.plan import Sources
+from lamina.training.execution import compiling
+from lamina.training.monitor.stream_measures import hidden_state_rows
+from lamina.training.resolve import wiring_multiplications
+
+WAYS = {"dynamic_dense": 1, "mudd": 4}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("wiring", WAYS)
+def test_at_step_0_it_is_its_base_placement_bit_for_bit(wiring, base):
+    ids = token_ids()
+    assert torch.equal(built(base, wiring)(ids).logits, built(base)(ids).logits)
+
+
+def dense(sources, x, before, ways):
+    """The sums that queries, keys, values and the stream read, of the newest state and those before (Eq 5 to 8)."""
+    unit = x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
+    moved = gelu(unit @ sources.down.T) @ sources.up.T
+    sums = []
+    for way in range(ways):
+        weights = sources.weight if ways == 1 else sources.weight[way]
+        weights = weights + moved[..., way * len(weights) : (way + 1) * len(weights)]
+        sums.append(sum(weights[..., i, None] * state for i, state in enumerate((x, *before))))
+    return sums if ways == 4 else sums * 4
+
+
+def attended(module, q, k, v, places):
+    """Llama's causal attention with inputs of their own for queries, keys and values."""
+    parts = ((module.q_proj, q), (module.k_proj, k), (module.v_proj, v))
+    q, k, v = (projection(y).unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for projection, y in parts)
+    q, k = apply_rotary_pos_emb(q, k, *places)
+    k, v = (y.repeat_interleave(module.num_key_value_groups, dim=1) for y in (k, v))
+    return module.o_proj(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wiring", WAYS)
+def test_a_whole_model_is_its_equation_written_out(wiring):
+    model, ids = wired(wiring, "pre_ln"), token_ids()
+    x = model.get_input_embeddings()(ids)
+    places = model.model.backbone.rotary_emb(x, position_ids=torch.arange(ids.shape[1])[None])
+    states = [x]
+    for block in model.model.layers:
+        a, f = block.attention, block.feed_forward
+        q, k, v, x = [x] * 4 if block.sources is None else dense(block.sources, x, states[:-1], WAYS[wiring])
+        y = x + attended(a.module, *(a.pre_norm(way) for way in (q, k, v)), places)
+        x = y + f.module(f.pre_norm(y))
+        states.append(x)
+    norm = model.model.norm
+    last = norm.norm(dense(norm.reader, x, states[:-1], 1)[-1])
+    torch.testing.assert_close(model(ids).logits, last @ model.lm_head.weight.T, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_compiled_and_under_autocast_it_is_the_same():
+    model, ids = wired("mudd", "keel"), token_ids()
+    expected, counter, sources = model(ids, use_cache=False).logits, CompileCounter(), model.model.layers[1].sources
+    states = torch.randn(2, 2, 5, 32).bfloat16()
+    sums = sources(states[0], (states[1],))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, sources(states[0], (states[1],)), sums))  # the weights are float32's
+    torch._dynamo.reset()
+    kinds = compiling.compile_blocks(model, backend=counter)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count <= kinds
+
+
+def test_flops_the_monitor_and_probes_count_it_as_earlier_states():
+    model, ids, states = wired("mudd", "fusenorm"), token_ids(), []
+    assert wiring_multiplications(resolve("pre_ln", 4, wiring="mudd")) == 4 * (2 + 3 + 4)
+    for block in model.model.layers:
+        block.register_forward_hook(lambda block, args, state: states.append(state.stream))
+    found = {row[1:6]: row[6] for row in hidden_state_rows(model, ids, 0)}
+    frame = lamina.probe(model, "hidden_states", ids)["hidden_states"]
+    frame = frame.set_index(["role", "metric", "layer", "index"])["value"]
+    with torch.no_grad():
+        states.clear()
+        model(ids)
+    for layer, state in enumerate(states):
+        variance = state.var(correction=0).item()
+        assert found[layer, "feed_forward", "all", 0, "hidden_variance"] == pytest.approx(variance, rel=1e-4)
+        rms = state.square().mean().sqrt().item()
+        assert frame["state", "rms", layer + 1, 0] == pytest.approx(rms, rel=1e-4)
+    with pytest.raises(UserError, match="bounds: follows one stream"):
+        lamina.probe(model, "bounds", ids)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["qwen3", "phi"])
+def test_other_attentions_take_three_inputs_and_come_back_from_a_file(model_type, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = AutoConfig.for_model(model_type, vocab_size=61, pad_token_id=0, **sizes)
+    model, ids = lamina.build(config, "peri_ln", wiring="mudd").eval(), token_ids()
+    for parameter in (p for name, p in model.named_parameters() if ".sources." in name):
+        parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_what_has_no_meaning_is_refused_in_a_line():
+    config = AutoConfig.for_model("gpt_neox", vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    with pytest.raises(UserError, match=r"multiway does not apply, GPTNeoXAttention has no projection 'q_proj'"):
+        lamina.build(config, "pre_ln", wiring="mudd")
+    with pytest.raises(UserError, match="learned: 'vector' of weights that are dynamic"):
+        Sources(states=(), learned="vector", dynamic=True)
+    many = Sources(states=(), multiway=True)
+    with pytest.raises(UserError, match=r"final_sources\.multiway: no attention"):
+        Plan(layers=(Layer(),), final_sources=many)
+    with pytest.raises(UserError, match=r"sources\.multiway: the attention reads 'depth'"):
+        Layer(attention=Sublayer(read="depth"), sources=many)
