@@ -104,8 +104,9 @@ def test_flops_the_monitor_and_probes_count_it_as_earlier_states():
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["qwen3", "phi"])
 def test_other_attentions_take_three_inputs_and_come_back_from_a_file(model_type, tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = AutoConfig.for_model(model_type, vocab_size=61, pad_token_id=0, **sizes)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, **sizes)
     model, ids = lamina.build(config, "peri_ln", wiring="mudd").eval(), token_ids()
     for parameter in (p for name, p in model.named_parameters() if ".sources." in name):
         parameter.add_(0.2 * torch.randn_like(parameter))
