@@ -132,9 +132,10 @@ def test_a_cache_and_a_clean_process_change_nothing(model_type, tmp_path):
     code = "import sys, torch; from transformers import AutoModelForCausalLM as M"
     code += f"; t = torch.load({str(tmp_path / 'seen.pt')!r})"
     code += f"; m = M.from_pretrained({str(tmp_path / 'ours')!r}, trust_remote_code=True).eval()"
-    code += "; assert 'lamina' not in sys.modules; print(torch.equal(m(input_ids=t['ids']).logits, t['logits']))"
+    code += "; assert 'lamina' not in sys.modules; d = m(input_ids=t['ids']).logits - t['logits']"
+    code += "; print(d.abs().max().item())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.split() == ["True"], done.stderr
+    assert float(done.stdout or "inf") < 1e-5, done.stderr  # with as many threads as it likes
 
 
 def test_layers_that_return_more_than_the_stream_are_refused(tmp_path):
