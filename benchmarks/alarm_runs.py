@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import random
 import sys
 import sysconfig
 import tempfile
@@ -42,7 +43,8 @@ STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the next seed's break comes later: most lie between two records
 AFTER, FROM_START = 60, 90  # steps behind the break, and of what is broken from the start
 BROKEN_SEEDS = 2
-FRESH = 6  # the first seed of runs that are judged; those before were looked at while rules were made
+SEEN = 6  # the first seed of what was judged with earlier rules, and looked at while these were made
+FRESH = 10  # the first seed of what is judged
 HELD, HELD_EVERY = 4, 2  # sequences of the batch whose loss says when a model is worse than its twin, and steps
 COLUMNS = ("call", "step", "layer", "sublayer", "role", "index", "metric", "value")
 
@@ -70,7 +72,7 @@ class Setup:
     fitted: bool = True
 
 
-SETUPS: Mapping[str, Setup] = {
+SETUPS: dict[str, Setup] = {
     "llama-cosine": Setup(family="llama", layers=5, width=64, batch=8),
     "llama-batch1": Setup(family="llama", batch=1, length=48, schedule="constant", rate=5e-4, warmup=20),
     "llama-restarts": Setup(family="llama", schedule="restarts", every=10),
@@ -95,6 +97,37 @@ SETUPS: Mapping[str, Setup] = {
     "grpo": Setup(family="llama", layers=2, rate=5e-4, steps=80, seeds=2, data="trl", fitted=False),
     "olmo2": Setup(family="olmo2", layers=5, width=56, batch=6, schedule="linear", fitted=False),
 }
+
+
+def drawn(number: int, fitted: bool) -> Setup:
+    """A healthy set-up drawn at random, from what people usually choose."""
+    draw = random.Random(number if fitted else 1000 + number)  # others than were ever tried
+    family = draw.choice(("llama", "olmo2", "qwen3", "mixtral", "gpt2", "t5", "mamba", "nano"))
+    batch = draw.choice((1, 2, 3, 4, 6, 8, 12))
+    clip = draw.choice((1.0, 1.0, 0.5, None))
+    rates = (5e-4, 1e-3) if batch < 4 or clip is None else (5e-4, 1e-3, 2e-3)
+    return Setup(
+        family=family,
+        layers=draw.randint(2, 8),
+        width=draw.choice((32, 48, 64)),
+        batch=batch,
+        length=draw.choice((24, 32, 48)) if batch < 8 else 24,
+        data=draw.choice(("text", "text", "code", "sft", "repeated")),
+        schedule=draw.choice(("constant", "linear", "cosine", "restarts", "wsd")),
+        warmup=draw.choice((10, 20, 40, 80)),
+        optimizer="muon" if family == "llama" and draw.random() < 0.3 else "adamw",
+        rate=draw.choice(rates),
+        beta2=draw.choice((0.95, 0.95, 0.99, 0.999)),
+        clip=clip,
+        precision=draw.choice(("fp32", "bf16") if family in ("t5", "mamba") else ("fp32", "fp32", "bf16", "fp16")),
+        every=draw.choice((5, 10, 20, 20)),
+        seeds=1,
+        fitted=fitted,
+    )
+
+
+DRAWN = "drawn"
+SETUPS |= {f"{DRAWN}-{number}": drawn(number, fitted=number < 60) for number in range(80)}
 EVERYTHING = "olmo2"  # the set-up in which each kind that can is tried, too
 
 VOCABULARY = 256
@@ -321,7 +354,8 @@ class Run:
     """
 
     def __init__(self, setup: Setup, kind: str, strength: float, seed: int):
-        self.setup, self.break_step = setup, BREAKS + LATER * (seed % FRESH + (seed >= FRESH))
+        later = seed if seed < SEEN else 1 + (seed - SEEN) % (FRESH - SEEN)
+        self.setup, self.break_step = setup, BREAKS + LATER * later
         self.breaks_as(kind, strength)
         torch.manual_seed(seed)
         self.model, self.parts = model_of(setup), PARTS[setup.family]
@@ -1068,18 +1102,21 @@ Wanted = tuple[str, str, float, int]
 
 
 def wanted() -> Iterator[Wanted]:
-    """All runs of the corpus: what is fitted with the first seeds, what is judged with fresh ones, beside its twins."""
-    begins = {name: 0 if setup.fitted else FRESH for name, setup in SETUPS.items()}
-    healthy = {(name, begins[name] + seed) for name, setup in SETUPS.items() for seed in range(setup.seeds)}
-    broken: list[Wanted] = []
-    for kind, failure in KINDS.items():
-        first, strengths = next(iter(failure.runs.items()))
-        alone = first in ("llama-fp16", "mixtral-cosine") or not failure.everywhere
-        elsewhere = {} if alone else {EVERYTHING: strengths[:1]}
-        for name, strengths in {**elsewhere, **failure.runs}.items():
-            begin = begins[name] if failure.fitted else FRESH
-            seeds = range(begin, begin + BROKEN_SEEDS)
-            broken += [(name, kind, strength, seed) for strength in strengths for seed in seeds]
+    """All runs of the corpus: what is fitted with the first seeds, what is judged with later ones, beside its twins."""
+    healthy: set[tuple[str, int]] = set()
+    broken: dict[Wanted, None] = {}
+    for later in (SEEN, FRESH):
+        setups = {name: setup for name, setup in SETUPS.items() if later == FRESH or not name.startswith(DRAWN)}
+        begins = {name: 0 if setup.fitted else later for name, setup in setups.items()}
+        healthy |= {(name, begins[name] + seed) for name, setup in setups.items() for seed in range(setup.seeds)}
+        for kind, failure in KINDS.items():
+            first, strengths = next(iter(failure.runs.items()))
+            alone = first in ("llama-fp16", "mixtral-cosine") or not failure.everywhere
+            elsewhere = {} if alone else {EVERYTHING: strengths[:1]}
+            for name, strengths in {**elsewhere, **failure.runs}.items():
+                begin = begins[name] if failure.fitted else later
+                seeds = range(begin, begin + BROKEN_SEEDS)
+                broken |= {(name, kind, strength, seed): None for strength in strengths for seed in seeds}
     healthy |= {(name, seed) for name, _, _, seed in broken}
     yield from ((name, "", 1.0, seed) for name, seed in sorted(healthy))
     yield from broken
@@ -1121,9 +1158,7 @@ def make_runs(folder: Path, seconds: float, only: str = "") -> None:
     groups: dict[tuple[int, str], list[Wanted]] = {}
     for run in missing:
         groups.setdefault((run[3], run[0]), []).append(run)
-    for (seed, name), runs in sorted(
-        groups.items(), key=lambda pair: (len(pair[1]) == 1, pair[0][0] % FRESH, -len(pair[1]))
-    ):
+    for (seed, name), runs in sorted(groups.items(), key=lambda pair: (len(pair[1]) == 1, pair[0][0], -len(pair[1]))):
         late = [run for run in runs if run[1] and not KINDS[run[1]].from_start]
         early = [run for run in runs if run[1] and run not in late]
         healthy = [run for run in runs if not run[1]]

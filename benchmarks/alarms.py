@@ -18,7 +18,7 @@ import logging
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -26,24 +26,30 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from alarm_runs import COLUMNS, FRESH, HELD_EVERY, KINDS, SETUPS, path_of, wanted
+from alarm_runs import COLUMNS, DRAWN, FRESH, HELD_EVERY, KINDS, SEEN, SETUPS, path_of, wanted
 from common import settings_of_machine, write_record
+from scipy.stats import chi2
 
 from lamina.reports.causes import NOT_KNOWN, Learned, Signs, causes_of, signature
 from lamina.reports.diagnosis import loss_rise
 from lamina.training.monitor.alarms import NOTABLE, Alarm, Alarms
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.rules import LIMITS
+from lamina.training.monitor.rules import GRADIENTS, LIMITS
 from lamina.training.monitor.writers import LOSS
 
 NATS, STAYS = 0.15, 3
 RATE = 0.01  # false alarms a healthy run, over all series and rules
-TAIL = 0.25  # of the runs, whose scores are a limit's tail
+CONFIDENCE = 0.8  # that a limit's tail is no longer
+TAIL = 0.1  # of the runs, whose scores are a limit's tail
 MARGIN = 1.1  # times the highest score of all healthy runs, below which no limit may lie
 FLOORS = {"rise": math.log(2.0), "fall": math.log(1.25), "apart": math.log(2.0), "skipped": 6.0, "guess": 1.5}
-FLOORS |= {"rise/step_loss": 12.0, "fall/step_loss": 12.0}  # noises, added up
+FLOORS |= dict.fromkeys((f"rise/{metric}" for metric in GRADIENTS), 3.0)  # steps in a row
+FLOORS |= {"rise/step_loss": 12.0}  # noises, added up
 FLOORS |= {"rewritten/update_ratio": math.log(0.06)}  # tiny models without a warm-up come near it
 FLOORS |= {"rewritten/update_ratio/outside": math.log(0.12)}  # rows of tokens in one batch alone move further
+FLOORS |= {"fall/step_loss": 24.0}  # a loss that falls faster is rarely a failure
+FLOORS |= {"rise/hidden_abs_max": math.log(3.0), "rise/hidden_variance": 2 * math.log(3.0)}
+FLOORS |= {"fall/experts_used": math.log(1.5)}
 FLOORS |= {"rise/weight_norm": math.log(1.5), "low": math.log(20.0)}
 FLOORS |= {"apart/weight_norm": math.log(6.0), "apart/gradient_norm": math.log(6.0)}  # models differ more than here
 """Less is nobody's concern, whatever the corpus says."""
@@ -76,8 +82,10 @@ class Recorded:
         return self.about["setup"]
 
     @property
-    def fitted(self) -> bool:
-        return self.about["seed"] < FRESH
+    def part(self) -> str:
+        """Limits are fitted on all healthy runs before the fresh ones, signs on failures before those seen."""
+        seed = self.about["seed"]
+        return "judged" if seed >= FRESH else "seen" if self.kind and seed >= SEEN else "fitted"
 
     @cached_property
     def calls(self) -> list[tuple[float | None, bool, list[tuple[Any, ...]]]]:
@@ -87,8 +95,8 @@ class Recorded:
         by_call = {call: [row[1:] for row in group] for call, group in groupby(rows, key=lambda row: row[0])}
         return [(rate, half, by_call.get(call, [])) for call, (rate, half) in enumerate(self.about["calls"])]
 
-    def replay(self, limits: Mapping[str, float] | None = None) -> Alarms:
-        """Hand it all to the alarms again."""
+    def replay(self, limits: Mapping[str, float] | None = None, heard: list[tuple[int, Alarm]] | None = None) -> Alarms:
+        """Hand it all to the alarms again; ``heard`` gets each alarm with the step that it was told at."""
         alarms = (
             Alarms(vocabulary=self.about["vocabulary"])
             if limits is None
@@ -96,7 +104,9 @@ class Recorded:
         )
         for rate, half, rows in self.calls:
             alarms.half = half
-            alarms.see(rows, rate)
+            told = alarms.see(rows, rate)
+            if heard is not None and told:
+                heard += [(max(row[0] for row in rows), alarm) for alarm in told]
         alarms.close()
         return alarms
 
@@ -140,24 +150,44 @@ class Recorded:
         return None
 
 
-def fitted_limits(healthy: Iterable[Recorded]) -> dict[str, float]:
+Scores = Mapping[str, float]
+
+
+def worst_of(run: Recorded) -> Scores:
+    """The highest score of each limit in a run."""
+    return run.replay(defaultdict(lambda: math.inf)).worst
+
+
+def fitted_limits(worst: Sequence[Scores]) -> dict[str, float]:
     """Fit each limit on the highest scores of healthy runs.
 
-    Their upper quarter is taken for an exponential tail, and the limit lies where a run passes any of the limits with
-    the rate.
+    Their upper tenth is taken for an exponential tail, whose scale is the upper end of its confidence interval. The
+    limit lies where a run passes any of the limits with the rate.
     """
-    nothing_leaves: Mapping[str, float] = defaultdict(lambda: math.inf)
-    worst = [run.replay(nothing_leaves).worst for run in healthy]
     names = sorted({name for one in worst for name in one})
     limits = {}
     for name in names:
         values = [one[name] for one in worst if math.isfinite(one.get(name, math.inf))] or [0.0]
         begin, highest = sorted(values)[int((1 - TAIL) * len(values))], max(values)
-        scale = statistics.fmean(value - begin for value in values if value >= begin)
+        above = [value - begin for value in values if value >= begin]
+        scale = 2 * sum(above) / float(chi2.ppf(1 - CONFIDENCE, 2 * len(above)))
+        if scale and all(value == int(value) for value in values):  # steps in a row: a geometric tail
+            scale = 1 / math.log1p(1 / scale)
         tail = begin + scale * math.log(TAIL * len(names) / RATE)
         floor = FLOORS.get(name, FLOORS.get(name.partition("/")[0], -math.inf))
         limits[name] = max(tail, highest + (MARGIN - 1) * abs(highest), floor)
     return limits
+
+
+def left_out(worst: Mapping[tuple[str, int], Scores]) -> dict[str, Any]:
+    """How many runs ring if the limits are fitted on the other set-ups."""
+    rings: dict[str, list[str]] = {}
+    for setup in {name for name, _ in worst}:
+        limits = fitted_limits([one for (name, _), one in worst.items() if name != setup])
+        for (name, seed), one in worst.items():
+            if name == setup and (names := [each for each, score in one.items() if score > limits.get(each, math.inf)]):
+                rings[f"{name} {seed}"] = names
+    return {"runs": len(worst), "rang": dict(sorted(rings.items()))}
 
 
 def right_place(run: Recorded, first: Alarm | None) -> bool | None:
@@ -177,11 +207,12 @@ def right_place(run: Recorded, first: Alarm | None) -> bool | None:
 
 def judged(run: Recorded, twin: Recorded | None, learned: Learned | None) -> dict[str, Any]:
     """What a run's alarms are worth."""
-    alarms = run.replay()
+    heard: list[tuple[int, Alarm]] = []
+    alarms = run.replay(heard=heard)
     signs, breaks = run.signs(alarms), run.about["breaks"]
     steps = sorted({alarm.step for alarm in signs.alarms})
     about = {"setup": run.setup, "kind": run.kind or "healthy", "strength": run.about["strength"]}
-    row: dict[str, Any] = {**about, "seed": run.about["seed"], "fitted": run.fitted, "steps": run.about["steps"]}
+    row: dict[str, Any] = {**about, "seed": run.about["seed"], "part": run.part, "steps": run.about["steps"]}
     if not run.kind:
         notable = sum(alarm.rule == NOTABLE for alarm in alarms.told)
         return {**row, "alarmed": steps, "notable": notable, "diverged": run.diverged}
@@ -193,6 +224,7 @@ def judged(run: Recorded, twin: Recorded | None, learned: Learned | None) -> dic
         "breaks": breaks,
         "rose": run.rose(twin),
         "first": min((step for step in steps if step >= breaks), default=None),
+        "heard": min((at for at, alarm in heard if alarm.step >= breaks), default=None),
         "what": None if first is None else f"{first.rule}/{first.metric}",
         "place": right_place(run, signs.place),
         "causes": [[name, round(odds, 2)] for name, odds in causes],
@@ -220,6 +252,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "told": len(told),
         "rose": len(rose),
         "before": len(leads),
+        "heard_before": sum(row["heard"] is not None and row["heard"] < row["rose"] for row in rose),
         "median_lead": int(statistics.median(leads)) if leads else None,
         "placed": len(placed),
         "place": sum(row["place"] for row in placed),
@@ -236,13 +269,15 @@ def corpus(folder: Path) -> tuple[list[Recorded], dict[tuple[str, int], Recorded
 
 def fit(runs: list[Recorded], twins: Mapping[tuple[str, int], Recorded], provenance: Mapping[str, Any]) -> None:
     """Write the limits, then the signatures that the limits give."""
-    limits = fitted_limits(run for run in runs if run.fitted and not run.kind)
-    what = {"rate": RATE, "runs": sum(run.fitted and not run.kind for run in runs)}
+    worst = {key: worst_of(run) for key, run in twins.items() if run.part == "fitted"}
+    limits, others = fitted_limits(list(worst.values())), left_out(worst)
+    print(json.dumps(others, indent=1))
+    what = {"rate": RATE, "confidence": CONFIDENCE, "runs": len(worst), "rang_where_left_out": len(others["rang"])}
     record: dict[str, Any] = {"provenance": {**provenance, **what}, "limits": limits}
     write_record(LIMITS, record)
     learned = Learned()
     for run in runs:
-        if run.fitted and run.kind and (run.setup, run.about["seed"]) in twins:
+        if run.part == "fitted" and run.kind and (run.setup, run.about["seed"]) in twins:
             signs = run.signs(run.replay(limits))  # other bad batches have their own labels, or none
             signs = replace(signs, alarms=tuple(each for each in signs.alarms if each.metric != "label_match"))
             if signs.first is not None and signs.first.step >= run.about["breaks"]:
@@ -254,7 +289,8 @@ def by(rows: Iterable[dict[str, Any]], name: str, about: Mapping[str, Any]) -> d
     """The figures of each set-up, or of each kind."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        groups[row[name]].append(row)
+        groups[DRAWN if row[name].startswith(DRAWN) else row[name]].append(row)
+    about = {DRAWN if group.startswith(DRAWN) else group: one for group, one in about.items()}
     return {
         group: {"what": getattr(about[group], "what", ""), "fitted": about[group].fitted, **summary(groups[group])}
         for group in about
@@ -280,16 +316,14 @@ def main() -> None:
         if twin is not None:
             rows.append(judged(run, twin, None))
             print(json.dumps(rows[-1]), flush=True)
-    parts = {
-        name: [row for row in rows if row["fitted"] == fitted] for name, fitted in (("fitted", True), ("judged", False))
-    }
+    parts = {name: [row for row in rows if row["part"] == name] for name in ("fitted", "seen", "judged")}
     record = {
         "benchmark": "alarms",
         "what": "alarms of the layer monitor in healthy runs, and in the same ones broken",
         "targets": TARGETS,
         "parts": {name: summary(these) for name, these in parts.items()},
-        "setups": by((row for row in rows if row["kind"] == "healthy"), "setup", SETUPS),
-        "kinds": by((row for row in rows if row["kind"] != "healthy"), "kind", KINDS),
+        "setups": by((row for row in parts["judged"] if row["kind"] == "healthy"), "setup", SETUPS),
+        "kinds": by((row for row in parts["judged"] if row["kind"] != "healthy"), "kind", KINDS),
         "runs": rows,
         **where,
     }

@@ -30,7 +30,8 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
             f"{counts['notable_batches']} | {counts['diverged']} of {counts['healthy_runs']} |"
         )
     parts = record["parts"].items()
-    texts = [f"- What was {name}: {_alarm_counts(counts)}" for name, counts in parts if counts["healthy_runs"]]
+    names = {"seen": "seen before"}
+    texts = [f"- What was {names.get(name, name)}: {_alarm_counts(c)}" for name, c in parts if c["failures"]]
     return "\n".join([*lines, "", *texts, "", where])
 
 
@@ -39,12 +40,16 @@ def _marked(name: str, counts: dict[str, Any]) -> str:
 
 
 def _alarm_counts(counts: dict[str, Any]) -> str:
-    return (
+    healthy = (
         f"{counts['alarmed_steps']} alarmed steps in {counts['healthy_steps']:,} healthy ones, {counts['diverged']} "
-        f"of {counts['healthy_runs']} healthy runs called diverged; an alarm before the loss rose in "
-        f"{counts['before']} of {counts['rose']} failures in which it did, the right place in {counts['place']} of "
-        f"{counts['placed']}, the right cause in {counts['cause']} of {counts['failures']}, a wrong one in "
-        f"{counts['wrong_cause']}, no alarm in {counts['failures'] - counts['told']}."
+        f"of {counts['healthy_runs']} healthy runs called diverged; "
+    )
+    return (
+        f"{healthy if counts['healthy_runs'] else ''}an alarm before the loss rose in "
+        f"{counts['before']} of {counts['rose']} failures in which it did ({counts['heard_before']} told by then), "
+        f"the right place in {counts['place']} of {counts['placed']}, the right cause in {counts['cause']} of "
+        f"{counts['failures']}, a wrong one in {counts['wrong_cause']}, no alarm in "
+        f"{counts['failures'] - counts['told']}."
     )
 
 

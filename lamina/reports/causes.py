@@ -11,9 +11,10 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from lamina.core.json_types import Json
-from lamina.training.monitor.alarms import Alarm, first_before, place_of
+from lamina.training.monitor.alarms import EVENT, Alarm, first_before, place_of
 from lamina.training.monitor.rules import calibration, noise_of
 
 NOT_KNOWN = "not known"
@@ -25,7 +26,7 @@ START = 3  # steps in which what differs was so from the start
 GROWN = 1.3  # times the learning rate of one of the two records before
 NOISES, NATS = 4.0, 0.1  # by which a loss has moved
 TEMPER = 2.0  # by which the evidence of signs that hang together is divided,
-ALONE = ("first", "telling", "where", "rate", "half")  # all but these
+ALONE = ("first", "telling", "where", "rate", "half", "jump")  # all but these
 SECOND = 0.2  # odds from which a second cause is told
 _AROUND = (16, 5)  # losses before the first alarm, and from it on
 
@@ -145,7 +146,7 @@ CAUSES = {
         ),
         Cause(
             name="bad batch",
-            unlike=("telling: written",),
+            unlike=("telling: written", "then fall size: yes", "jump: stays"),
             meaning="One step's gradient stood out while the layers' states and updates were as usual before it.",
             check="compute the loss of that step's batch with the last checkpoint, example by example",
             changes=(
@@ -159,7 +160,7 @@ CAUSES = {
         ),
         Cause(
             name="labels or data",
-            unlike=("telling: written",),
+            unlike=("telling: written", "then fall size: yes"),
             proofs=("then repeated batch_repeats: yes", "then fall label_match: yes"),
             meaning="The loss itself left its course at one step while the weights were as before: what is learned "
             "has changed.",
@@ -307,7 +308,8 @@ def signature(signs: Signs) -> dict[str, str]:
     with_it = [alarm for alarm in signs.alarms if first.step <= alarm.step <= first.step + STEPS]
     at_once = {alarm.layer for alarm in with_it if alarm.step <= first.step + START}
     inside = {layer for layer in at_once if layer >= 0}
-    rates = [signs.rates[at] for at in sorted(signs.rates) if at <= first.step]
+    rates = [signs.rates[at] for at in sorted(signs.rates) if at < first.step + EVENT]
+    jump = _jump(signs.losses, first.step)
     return {
         "first": _kind(first),
         "telling": next((rule for rule in TELLING if any(alarm.rule == rule for alarm in with_it)), "none"),
@@ -319,6 +321,7 @@ def signature(signs: Signs) -> dict[str, str]:
         "rate": "unknown" if len(rates) < 2 else "grown" if rates[-1] > GROWN * min(rates[-3:]) else "level",
         "half": str(signs.half),
         AFTER: "long" if max(signs.losses, default=0) >= first.step + STEPS // 2 else "short",
+        **({"jump": jump} if jump else {}),
     } | {f"then {_kind(alarm)}": "yes" for alarm in with_it}
 
 
@@ -332,6 +335,25 @@ def _loss_around(losses: Mapping[int, float], step: int) -> str:
     moved = statistics.median(after) - statistics.median(before)
     limit = max(NATS, NOISES * noise_of(before) / math.sqrt(_AROUND[1]))
     return "up" if moved > limit else "down" if moved < -limit else "level"
+
+
+def _jump(losses: Mapping[int, float], step: int) -> str:
+    """What followed a jump of the loss: after a bad batch it is back at once; of other data it stays, and is learned.
+
+    It rises again where the weights are not as they were. Empty where too few losses are known.
+    """
+    before = [losses[at] for at in sorted(losses) if at < step][-_AROUND[0] :]
+    after = [losses[at] for at in sorted(losses) if at >= step][: _AROUND[0]]
+    if len(before) < _AROUND[1] or len(after) < _AROUND[0] or not all(map(math.isfinite, after)):
+        return ""
+    usual, level = statistics.median(before), statistics.median(after[:3])
+    jump = level - usual
+    if jump < max(NATS, NOISES * noise_of(before)):
+        return "no"
+    falls = max(earlier - later for earlier, later in pairwise(after))
+    course = [statistics.median(after[at : at + 3]) for at in range(1, len(after) - 2)]
+    again = max(later - min(course[: at + 1]) for at, later in enumerate(course))
+    return "back" if falls > jump / 2 else "again" if again > jump / 3 else "stays"
 
 
 @dataclass(kw_only=True)
@@ -382,7 +404,7 @@ class Learned:
                 values.setdefault(name, set()).add(value)
         scores = dict.fromkeys((*self.runs, NOT_KNOWN), 0.0)
         for name, possible in values.items():
-            if name not in signs and signs.get(AFTER) == "short":
+            if name not in signs and (signs.get(AFTER) == "short" or name == "jump"):
                 continue
             count = max(2, len(possible) + 1)
             value = signs.get(name, "no")

@@ -14,7 +14,9 @@ import lamina
 from lamina.data.corpus import single_corpus
 from lamina.reports.diagnosis import gather, sentences
 from lamina.training.monitor.alarms import Alarms, describe, events, place_of
-from lamina.training.monitor.rules import PASTS, calibration
+from lamina.training.monitor.rules import PASTS, calibration, limits
+
+LASTS = math.floor(limits()["rise/gradient_norm"]) + 1  # steps in a row at which a gradient is told
 
 
 def row(step, value, *, layer=1, sublayer="attention", metric="gradient_norm", role="all"):
@@ -47,7 +49,7 @@ def test_a_gradient_that_grows_at_the_start_goes_on_its_course_and_one_that_jump
     """The embedding's, of a healthy Llama of 8m that learns one random batch by heart."""
     course = [0.7, 0.43, 0.36, 0.34, 0.32, 0.32, 0.34, 0.34, 0.37, 0.42, 0.48, 0.63]
     assert run([*course, 1.33, 1.9, 1.47, 3.16, 2.0, 3.15, 3.86, 3.03, 4.15, 4.25, 3.86, 4.14]) == []
-    assert [alarm.step for alarm in run([*course, 6.0, 8.0, 7.0])] == [13]
+    assert [alarm.step for alarm in run([*course, *([6.0, 8.0, 7.0] * LASTS)[:LASTS]])] == [13]
 
 
 def test_a_warm_up_is_no_alarm_since_updates_are_divided_by_the_rate():
@@ -178,6 +180,26 @@ def test_a_loss_is_judged_in_units_of_its_own_noise(noise, moved, rule):
     assert all(200 <= alarm.step <= 215 for alarm in found)
 
 
+def test_a_loss_that_was_told_is_not_told_again_until_its_chart_is_at_zero():
+    draw, alarms, found = random.Random(1), Alarms(), []
+    moved = dict.fromkeys((*range(100, 106), 112, 113), 8.0)
+    for step in range(1, 150):
+        found += alarms.see(
+            [outside(step, 40.0 + 0.1 * (draw.gauss(0.0, 1.0) + moved.get(step, 0.0)), metric="step_loss")]
+        )
+    assert [alarm.rule for alarm in found] == ["rise"]
+
+
+@pytest.mark.parametrize(("skipped", "said"), [(False, ["rise"]), (True, [])])
+def test_losses_of_weights_that_a_loss_scaler_left_as_they_were_say_nothing_new(skipped, said):
+    alarms, found = Alarms(half=True), []
+    for step in range(1, 60):
+        bad = 40 <= step < 45
+        norms = [] if bad and skipped else [outside(step, 1.0, metric="step_gradient_norm")]
+        found += alarms.see([outside(step, 3.0 + 0.1 * (step % 3) + 2.0 * bad, metric="step_loss"), *norms])
+    assert [alarm.rule for alarm in found] == said
+
+
 def test_steps_that_a_loss_scaler_leaves_out_again_and_again_are_told():
     alarms, found = Alarms(half=True), []
     for step in range(1, 60):
@@ -227,7 +249,8 @@ def test_a_gradient_that_nothing_follows_is_a_notable_batch_and_no_alarm():
     assert followed({31}) == ([], [(31, "attention")])
     assert followed({31, 32}) == ([], [(31, "attention"), (32, "attention")])
     assert followed({59}) == ([], [(59, "attention")])  # the last step
-    assert followed({31, 32, 33})[0] == [(31, "attention"), (31, "block")]
+    assert followed({*range(31, 30 + LASTS)})[0] == []
+    assert followed({*range(31, 31 + LASTS)})[0] == [(31, "attention"), (31, "block")]
     assert followed({31}, part=0.05) == ([], [])  # the model's gradient does not show it
 
 
@@ -255,7 +278,7 @@ def test_of_values_that_are_not_finite_the_first_layers_state_is_told_before_any
 def test_a_checkpoint_holds_what_waits_for_what_follows_it(cut):
     whole, parts = Alarms(), Alarms()
     for step in range(1, 60):
-        rows = [row(step, 10.0 if step in (31, 32, 33, 45) else 1.0, layer=layer) for layer in (0, 1)]
+        rows = [row(step, 10.0 if 31 <= step < 31 + LASTS or step == 45 else 1.0, layer=layer) for layer in (0, 1)]
         whole.see([*rows, row(step, 2.0, layer=-1, metric="step_loss")])
         parts.see([*rows, row(step, 2.0, layer=-1, metric="step_loss")])
         if step == cut:
@@ -287,7 +310,7 @@ def test_an_event_is_told_once_by_the_series_that_left_first():
 
 
 def test_an_alarm_says_where_and_how_much():
-    (alarm,) = run([*[1.0] * 20, *[12.0] * 3], sublayer="feed_forward")
+    (alarm,) = run([*[1.0] * 20, *[12.0] * LASTS], sublayer="feed_forward")
     assert describe(alarm) == "step 21, layer 1 (feed-forward): gradient norm is 12 times its recent median"
 
 

@@ -27,7 +27,7 @@ Key: TypeAlias = tuple[str, Series]
 
 HELD = 8  # steps for which a gradient that stood out once waits for what follows it,
 FOLLOWS = 4  # and how many of them later that must have begun
-STANDS_OUT = 6.0  # times its usual value, at which a gradient of one step is worth a word
+MARKED = 6.0  # times its usual value, at which a gradient of one step is worth a word
 EVENT = 20  # steps without an alarm, after which the next one is another event
 NOTABLE = "notable"  # no alarm: a batch whose gradient stood out, and that nothing followed
 ORDER = (
@@ -94,8 +94,8 @@ class Alarm:
 class Alarms(Rules):
     """Reads the rows of one step after the other and tells what leaves; each series alarms once until it is back.
 
-    A gradient that stands out is told once it has done so three times in a row, or once another series follows it, the
-    loss' included; else the step is a notable batch.
+    A gradient that stands out is told once it has done so more often in a row than its limit, or once another series
+    follows it, the loss' included; else the step is a notable batch.
 
     Args:
         folder: of the run, whose alarms.jsonl gets a line for each alarm, oldest first; None: no file is written.
@@ -104,7 +104,7 @@ class Alarms(Rules):
         told: alarms and notable batches so far, oldest first.
         marked: the steps at which something stood out in the last call.
         news: what the last call has to tell: the first alarm of an event, as a sentence without its end.
-        worst: the highest score of each fitted limit so far; a gradient's must last.
+        worst: the highest score of each fitted limit so far; of a gradient that rises, for how many steps in a row.
     """
 
     folder: Path | None = None
@@ -209,25 +209,31 @@ class Alarms(Rules):
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
         key = (rule, series_of(found.row))
         waits = rule in ("rise", "apart", "low") and metric in GRADIENTS
-        if found.name:
+        lasts = waits and rule == "rise"
+        if lasts:
+            self._note(found.name, len(self._high.get(key, ())) + found.left)
+        elif found.name:
             scores = self._scores.setdefault(key, []) if waits else []
             scores.append(found.score)
             if len(scores) == STAYS or not waits:
-                self.worst[found.name] = max(self.worst.get(found.name, -math.inf), min(scores))
+                self._note(found.name, min(scores))
             del scores[: len(scores) - STAYS + 1]
         if not found.left:
             self._out.discard(key)
-            self._single += [alarm for alarm in self._high.pop(key, []) if alarm.excess > STANDS_OUT]
+            self._single += [alarm for alarm in self._high.pop(key, []) if alarm.excess > MARKED]
         elif key not in self._out:
             place = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
             high = self._high.setdefault(key, [])
             high.append(Alarm(step=step, rule=rule, **place, value=value, usual=usual))
-            if high[-1].excess > STANDS_OUT or not waits:
+            if high[-1].excess > MARKED or not waits:
                 self.marked.add(step)
-            if not waits or len(high) == STAYS:
+            if not waits or (len(high) > self.limits[found.name] if lasts else len(high) == STAYS):
                 self._out.add(key)
                 return self._high.pop(key)[:1]
         return []
+
+    def _note(self, name: str, score: float) -> None:
+        self.worst[name] = max(self.worst.get(name, -math.inf), score)
 
 
 def _key(alarm: Alarm) -> Key:

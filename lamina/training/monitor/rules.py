@@ -42,7 +42,8 @@ LAG, CALM_LOSSES = 8, 16  # the latest losses, which are judged, and how many be
 LARGEST = 8.0  # noises that a single loss may add: no single batch is a rise
 SLACK = {"rise": 1.0, "fall": 3.0}  # noises a step: a healthy loss falls
 LEAST_NOISE = 0.02  # nats
-STAYS = 3  # values in a row at which a gradient must stand out; of the first ones, those of the start
+STAYS = 3  # values in a row at which a gradient must stand apart; of the first ones, those of the start
+STANDS_OUT = math.log(2.0)  # of a gradient, whose limit is how many times in a row it may
 GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
 
@@ -88,7 +89,8 @@ _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose update
 class Found(NamedTuple):
     """A judgment: the rule, the row, what it is compared with, and whether it has left.
 
-    ``name`` and ``score`` are of the fitted limit, if the rule has one: it has left where the score is above it.
+    ``name`` and ``score`` are of the fitted limit, if the rule has one: it has left where the score is above it; a
+    gradient that rises, where it was so for more steps in a row than the limit.
     """
 
     rule: str
@@ -178,25 +180,26 @@ class Rules:
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
         """Judge a value by its series' past: its median, and for records the course of the last two."""
-        _, layer, _, _, _, metric, value = row
+        _, _, sublayer, _, _, metric, value = row
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
         for rule, sign in (("rise", 1.0), ("fall", -1.0)):
             if not (past.rises if rule == "rise" else past.falls) or len(recent) < past.fewest:
                 continue
             usual, score = _leaving(scaled, recent, sign, course=past.fewest == RECORDS)
-            if score and rule == "rise" and value <= self._calm(layer, metric, past):
+            if score and rule == "rise" and value <= self._calm(sublayer, metric, past):
                 score = 0.0
-            yield self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
+            found = self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
+            yield found._replace(left=score > STANDS_OUT) if metric in GRADIENTS and rule == "rise" else found
         recent.append(scaled)
 
-    def _calm(self, layer: int, metric: str, past: Past) -> float:
+    def _calm(self, sublayer: str, metric: str, past: Past) -> float:
         """Return the value below which a rise is none.
 
-        For gradients and moments it is the model's usual one: a sub-layer with a small part of it can go up tenfold in
-        healthy training, for a step or for good, and changes nothing of the model's.
+        For gradients and moments it is the model's usual one: a sub-layer or an embedding with a small part of it can
+        go up tenfold in healthy training, for a step or for good, and changes nothing of the model's.
         """
-        if metric not in GRADIENTS or layer < 0:
+        if metric not in GRADIENTS or sublayer == "model":
             return past.calm
         parts = [
             statistics.median(recent)
@@ -303,7 +306,12 @@ class Rules:
                 yield Found("repeated", (*row[:5], "batch_repeats", again), 0.0, left=again >= REPEATS)
 
     def _loss(self, row: Row) -> Iterator[Found]:
-        """Judge the loss by two control charts (CUSUM) of its distance from its median, in units of its noise."""
+        """Judge the loss by two control charts (CUSUM) of its distance from its median, in units of its noise.
+
+        After a step that a loss scaler left out, the weights are the same, and the loss says nothing new.
+        """
+        if self._skipped:
+            return
         losses, value = self._losses, row[6]
         if not losses and self.vocabulary:
             guess = math.log(self.vocabulary)  # the logits are too large: what makes them is the readout
@@ -317,7 +325,10 @@ class Rules:
                 usual, noise = usually[rule], max(noise, abs(level - earlier) if rule == "fall" else 0.0)
                 distance = min(LARGEST, sign * (value - usual) / noise) - SLACK[rule]
                 self._sums[rule] = max(0.0, self._sums.get(rule, 0.0) + distance)
-                yield self._fitted(rule, row, usual, self._sums[rule])
+                found = self._fitted(rule, row, usual, self._sums[rule])
+                left = found.left or (self._sums.get(f"{rule} told", 0.0) > 0 and found.score > 0)
+                self._sums[f"{rule} told"] = float(left)  # a chart that has told starts anew at 0
+                yield found._replace(left=left)
         losses.append(value)
 
     def _scaler(self, rows: Sequence[Row]) -> Iterator[Found]:
