@@ -53,6 +53,7 @@ FLOORS |= {"fall/experts_used": math.log(1.5)}
 FLOORS |= {"rise/weight_norm": math.log(1.5), "low": math.log(20.0)}
 FLOORS |= {"apart/weight_norm": math.log(6.0), "apart/gradient_norm": math.log(6.0)}  # models differ more than here
 """Less is nobody's concern, whatever the corpus says."""
+PARTS = ("fitted", "seen", "judged")
 TARGETS = {
     "alarmed_steps_in_10000": 1,
     "diverged_in_200": 1,
@@ -303,6 +304,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="folder of the corpus")
     parser.add_argument("--fit", action="store_true", help="write limits.json")
     parser.add_argument("--output", type=Path, default=None, help="the record, as JSON")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="runs that are judged")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     runs, twins = corpus(options.runs)
@@ -313,17 +315,17 @@ def main() -> None:
     rows = []
     for run in runs:
         twin = twins.get((run.setup, run.about["seed"]))
-        if twin is not None:
+        if twin is not None and run.part in options.parts:
             rows.append(judged(run, twin, None))
             print(json.dumps(rows[-1]), flush=True)
-    parts = {name: [row for row in rows if row["part"] == name] for name in ("fitted", "seen", "judged")}
+    parts = {name: [row for row in rows if row["part"] == name] for name in options.parts}
     record = {
         "benchmark": "alarms",
         "what": "alarms of the layer monitor in healthy runs, and in the same ones broken",
         "targets": TARGETS,
         "parts": {name: summary(these) for name, these in parts.items()},
-        "setups": by((row for row in parts["judged"] if row["kind"] == "healthy"), "setup", SETUPS),
-        "kinds": by((row for row in parts["judged"] if row["kind"] != "healthy"), "kind", KINDS),
+        "setups": by((row for row in rows if row["part"] == "judged" and row["kind"] == "healthy"), "setup", SETUPS),
+        "kinds": by((row for row in rows if row["part"] == "judged" and row["kind"] != "healthy"), "kind", KINDS),
         "runs": rows,
         **where,
     }
