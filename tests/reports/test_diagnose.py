@@ -111,6 +111,24 @@ def test_signs_say_what_loss_and_rate_did():
     assert causes_of(Signs(alarms=(), rose=None)) == []
 
 
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([6.0 - 0.1 * at for at in range(20)], "stays"),  # other data, which is learned
+        ([6.0, 6.0, 6.0, *[2.1] * 17], "back"),  # three bad batches
+        ([*[6.0] * 5, *[4.5] * 5, *[6.5] * 10], "again"),
+        ([2.0] * 20, "no"),
+        ([6.0] * 8, None),  # not known yet
+    ],
+)
+def test_signs_say_what_followed_a_jump_of_the_loss(after, said):
+    alarm = Alarm(
+        step=40, rule="rise", layer=-1, sublayer="model", role="all", metric="step_loss", value=6.0, usual=2.0
+    )
+    losses = dict(enumerate([*[2.0, 2.01] * 20, *after]))
+    assert signature(Signs(alarms=(alarm,), rose=41, losses=losses)).get("jump") == said
+
+
 def test_the_command_prints_it(broken, capsys):
     assert main(["diagnose", str(broken)]) == 0
     assert "layer 1 (feed-forward)" in capsys.readouterr().out
