@@ -44,10 +44,10 @@ def _alarm_counts(counts: dict[str, Any]) -> str:
         f"{counts['alarmed_steps']} alarmed steps in {counts['healthy_steps']:,} healthy ones, {counts['diverged']} "
         f"of {counts['healthy_runs']} healthy runs called diverged; "
     )
+    heard = f" ({counts['heard_before']} told by then)" if "heard_before" in counts else ""
     return (
         f"{healthy if counts['healthy_runs'] else ''}an alarm before the loss rose in "
-        f"{counts['before']} of {counts['rose']} failures in which it did ({counts['heard_before']} told by then), "
-        f"the right place in {counts['place']} of {counts['placed']}, the right cause in {counts['cause']} of "
+        f"{counts['before']} of {counts['rose']} failures in which it did{heard}, the right place in {counts['place']} of {counts['placed']}, the right cause in {counts['cause']} of "
         f"{counts['failures']}, a wrong one in {counts['wrong_cause']}, no alarm in "
         f"{counts['failures'] - counts['told']}."
     )
