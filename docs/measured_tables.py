@@ -47,9 +47,10 @@ def _alarm_counts(counts: dict[str, Any]) -> str:
     heard = f" ({counts['heard_before']} told by then)" if "heard_before" in counts else ""
     return (
         f"{healthy if counts['healthy_runs'] else ''}an alarm before the loss rose in "
-        f"{counts['before']} of {counts['rose']} failures in which it did{heard}, the right place in {counts['place']} of {counts['placed']}, the right cause in {counts['cause']} of "
-        f"{counts['failures']}, a wrong one in {counts['wrong_cause']}, no alarm in "
-        f"{counts['failures'] - counts['told']}."
+        f"{counts['before']} of {counts['rose']} failures in which it did{heard}, "
+        f"the right place in {counts['place']} of {counts['placed']}, "
+        f"the right cause in {counts['cause']} of {counts['failures']}, a wrong one in {counts['wrong_cause']}, "
+        f"no alarm in {counts['failures'] - counts['told']}."
     )
 
 
