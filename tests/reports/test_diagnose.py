@@ -105,6 +105,7 @@ def test_signs_say_what_loss_and_rate_did():
         "rate": "grown",
         "half": "False",
         "after": "short",
+        "jump": "stays",
         "then rise gradient": "yes",
     }
     assert set(Learned.read().runs) <= set(CAUSES)
