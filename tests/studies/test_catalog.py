@@ -1,6 +1,8 @@
-"""Every study of the catalog, without training: its trials, its measures, and its claims on results made up here."""
+"""Every study of the catalog, without training: its trials, measures and claims, and what a dry run counts."""
 
 import re
+import socket
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
@@ -14,11 +16,13 @@ from lamina.core.backbone_presets import PRESETS
 from lamina.errors import UserError
 from lamina.evaluation.generated import NAMES
 from lamina.jobs import columns
-from lamina.papers.engine.plan import arms, matches
+from lamina.papers.engine.plan import StudyPlan, arms, matches
 from lamina.papers.judging import Trials, judge, load_claims
-from lamina.papers.study_catalog import BASES, SCALES, catalog_folder, read_study
-from lamina.placements import resolve
+from lamina.papers.study_catalog import BASES, SCALES, catalog_folder, names, read_study
+from lamina.placements import Norm, resolve
 from lamina.probes.engine.registry import listed
+from lamina.studies.dry_run import dry_run, table
+from lamina.training.settings import PretrainSettings
 
 FILES = sorted(path for path in catalog_folder().glob("*.yaml") if path.name != BASES)
 WITHOUT_CLAIMS = {"calibration"}
@@ -148,3 +152,109 @@ def test_its_main_claim_is_there(study):
 def test_every_claims_file_has_its_study():
     with_studies = {path.stem for path in FILES}
     assert {path.stem for path in Path(catalog_folder()).glob("*.py")} <= with_studies
+
+
+FOLDER = catalog_folder() / "placements"
+
+
+@pytest.fixture(autouse=True)
+def said_already(monkeypatch):
+    monkeypatch.setenv("LAMINA_PYTHON_FILES", "")
+
+
+@pytest.mark.parametrize(("alpha", "scale"), [("root", 3.0), ("blocks", 9.0), ("sublayers", 18.0)])
+def test_the_fused_keel_has_fusenorms_skip_and_keels_norms(alpha, scale):
+    first, *rest = resolve(f"{FOLDER}/fused_keel.py(alpha={alpha})", 9).layers
+    for layer in rest:
+        assert (layer.attention.skip, layer.feed_forward.skip) == ("stream", "block_input")
+        for sublayer in (layer.attention, layer.feed_forward):
+            assert set(sublayer.norms) == {"pre_norm", "post_norm"}
+            assert sublayer.skip_scale == scale
+    assert set(first.attention.norms) == {"pre_norm"}
+    assert set(first.feed_forward.norms) == {"pre_norm", "post_norm"}
+    assert (first.attention.skip_scale, first.feed_forward.skip_scale) == (1.0, 1.0)
+    assert first.feed_forward.skip == "block_input"
+
+
+@pytest.mark.parametrize(("top", "last"), [("keel", "keel(first_layer=keel)"), ("peri_ln", "sandwich_ln")])
+def test_the_mixed_ones_are_mix_ln_below_and_another_placement_above(top, last):
+    plan, above = resolve(f"{FOLDER}/mixed_top.py(top={top})", 8), resolve(last, 8)
+    assert plan.layers[:2] == resolve("mix_ln", 8).layers[:2]
+    assert plan.layers[2:] == above.layers[2:]
+    assert plan.final_norm == above.final_norm
+
+
+def test_the_scaled_sandwich_is_a_sandwich_whose_outer_gains_start_small():
+    plan, sandwich = resolve(str(FOLDER / "sandwich_depth_scaled.yaml"), 16), resolve("sandwich_ln", 16)
+    assert plan.layers[0].attention.out_norm == Norm(initial_gain=0.25)
+    assert plan.layers[-1].feed_forward.pre_norm == sandwich.layers[-1].feed_forward.pre_norm
+    assert plan.final_norm == sandwich.final_norm
+
+
+MIX_1B = PretrainSettings(
+    backbone="llama-1b", placement="pre_ln", init="normal", corpus="hf:allenai/c4:en", streaming=True,
+    tokenizer="t5-base", sequence_length=256, batch_size=64, gradient_accumulation=8, steps=100_000,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the dry run must not connect to anything")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def test_a_model_of_1b_costs_what_arithmetic_says():
+    matrices = 24 * (4 * 2048**2 + 3 * 2048 * 5461)
+    embedding = 32_100 * 2048
+    frame = dry_run({"a": {"trial": MIX_1B}})
+    row = frame.iloc[0]
+    assert row.vocabulary == 32_100
+    assert row.parameters == row.active == matrices + 2 * embedding + (2 * 24 + 1) * 2048 == 1_339_492_352
+    tokens = 100_000 * 512 * 256
+    assert row.tokens == tokens
+    per_token = 6 * (matrices + embedding) + 12 * 24 * 2048 * 256
+    assert row.flops == pytest.approx(per_token * tokens)
+    assert row.gpu_hours == pytest.approx(per_token * tokens / (989e12 * 0.4) / 3600)
+
+
+def test_the_trials_of_an_arm_are_one_row_and_its_total():
+    arms = {p: {f"seed {n}": replace(MIX_1B, placement=p, seed=n) for n in range(3)} for p in ("keel", "pre_ln")}
+    frame = dry_run(arms)
+    assert frame["arm"].tolist() == ["keel", "pre_ln"]
+    assert frame["trials"].tolist() == [3, 3]
+    assert frame["total_gpu_hours"].tolist() == pytest.approx((3 * frame["gpu_hours"]).tolist())
+    # Keel has four norms a block where Pre-LN has two; the first block's first one is missing
+    norms = (frame["parameters"][0] - frame["parameters"][1]) / 2048
+    assert norms in (2 * 24 - 1, 2 * 24 - 2)
+    text = table(frame)
+    assert "6 trials" in text
+    assert "at 989 TFLOP/s (peak, bfloat16) and 40% of it" in text
+
+
+def test_experts_count_as_far_as_a_token_uses_them():
+    settings = replace(MIX_1B, backbone="16b-a2.4b", tokenizer="unheard-of/tokenizer")
+    row = dry_run({"moe": {"trial": settings}}).iloc[0]
+    assert row.vocabulary == 102_400  # the backbone's
+    assert row.parameters == pytest.approx(15.7e9, rel=0.01)
+    assert row.active == pytest.approx(2.66e9, rel=0.01)
+    attention = 12 * 27 * 2048 * 256
+    assert row.flops / row.tokens == pytest.approx(6 * (row.active - 102_400 * 2048) + attention, rel=0.01)
+
+
+def test_what_cannot_be_built_is_named():
+    with pytest.raises(UserError, match=r"trial-7: .*placement 'kee'"):
+        dry_run({"kee": {"trial-7": replace(MIX_1B, placement="kee")}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_a_studys_trials_at_the_papers_scale_all_build(name):
+    scale = read_study(name).scales["paper"]
+    if scale.job != "pretrain" or not scale.settings:
+        pytest.skip("nothing to pretrain")
+    trials = StudyPlan(scale).dry()
+    arms = dry_run(trials)
+    assert arms["trials"].sum() == sum(map(len, trials.values()))
+    assert (arms["gpu_hours"] > 0).all()

@@ -320,7 +320,7 @@ CASES = {  # claim: trials where it holds, trials where it fails
     "peri-budget": (budgeted(small=BOTH, large_short=BOTH), budgeted(large=BOTH)),
     "peri-budget/warmup": (budgeted(small=BOTH, large_short=BOTH), budgeted(small_long=BOTH, large=BOTH)),
 }
-ELSEWHERE = {"peri-sft", "peri-sft/above-pre", "peri-scores/tasks"}  # test_claims_stages.py
+ELSEWHERE = {"peri-sft", "peri-sft/above-pre", "peri-scores/tasks"}  # test_claims.py
 
 
 @pytest.fixture(scope="module")
