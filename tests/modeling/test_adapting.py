@@ -1,9 +1,13 @@
-"""PEFT's methods on Lamina models, with the targets that PEFT looks up itself."""
+"""PEFT's methods on Lamina models, with the targets that PEFT looks up, and on quantized weights."""
 
 import pytest
 import torch
-from tiny import LATENT, SIZES, VOCABULARY, built, token_ids
-from transformers import AutoConfig
+from tiny import LATENT, SIZES, VOCABULARY, built, llama, shake, token_ids
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, QuantoConfig, TorchAoConfig
+
+from lamina.modeling.wiring_lamina import LaminaNorm
+from lamina.placements import names
 
 peft = pytest.importorskip("peft")
 
@@ -54,3 +58,105 @@ def test_norms_alone_are_tuned_and_merged(placement):
     after = tuned(token_ids()).logits.detach()
     assert (after - before).abs().max() > 1e-3
     assert torch.equal(tuned.merge_and_unload()(token_ids()).logits, after)
+
+
+TIMES = 5.0
+
+
+def quanto_int8():
+    pytest.importorskip("optimum.quanto")
+    return QuantoConfig(weights="int8")
+
+
+def torchao_int8():
+    return TorchAoConfig(pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig())
+
+
+METHODS = {"quanto": quanto_int8, "torchao": torchao_int8}
+
+
+def quantized(folder, method):
+    """The model in a folder, its weights quantized as they are loaded."""
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=METHODS[method]()).eval()
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(input_ids=token_ids()).logits
+
+
+def error(found, exact):
+    return float((found - exact).norm() / exact.norm())
+
+
+def is_quantized(linear):
+    """The weight is a tensor of the library's own class."""
+    return type(linear.weight.data) is not torch.Tensor or type(linear) is not nn.Linear
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def method(request):
+    METHODS[request.param]()
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llamas_error(method, tmp_path_factory):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama()).eval()
+    shake(model)
+    model.save_pretrained(folder := tmp_path_factory.mktemp("llama"))
+    return error(logits(quantized(folder, method)), logits(model))
+
+
+@pytest.mark.parametrize("placement", names())
+def test_a_placement_loses_what_a_llama_loses(placement, method, llamas_error, tmp_path):
+    model = built(placement)
+    model.save_pretrained(tmp_path)
+    loaded = quantized(tmp_path, method)
+    linear = {name: m for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+    assert len(linear) == 2 * 7
+    assert all(map(is_quantized, linear.values()))
+    assert type(loaded.lm_head) is nn.Linear
+    norms = [name for name, module in model.named_modules() if isinstance(module, LaminaNorm)]
+    assert bool(norms) == (placement not in ("rezero", "skipinit"))
+    for name in norms:
+        kept = loaded.get_submodule(name).state_dict()
+        assert all(torch.equal(kept[key], value) for key, value in model.get_submodule(name).state_dict().items()), name
+    exact, found = logits(model), logits(loaded)
+    assert 0 < error(found, exact) < TIMES * llamas_error
+    with torch.no_grad():
+        for name, module in linear.items():
+            model.get_submodule(name).weight.copy_(module.weight.dequantize())
+    torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("placement", names())
+def test_an_adapter_is_trained_on_quantized_weights(placement, method, tmp_path):
+    """As QLoRA does it; what was trained is loaded again on top of the weights as they are quantized anew."""
+    peft = pytest.importorskip("peft")
+    built(placement).save_pretrained(tmp_path / "model")
+    tuned = peft.get_peft_model(quantized(tmp_path / "model", method), peft.LoraConfig(r=4))
+    trained = [p for p in tuned.parameters() if p.requires_grad]
+    assert all(p.dtype is torch.float32 for p in trained)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = tuned.train()(input_ids=token_ids(), labels=token_ids()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert losses == sorted(losses, reverse=True)
+    tuned.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(quantized(tmp_path / "model", method), tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(tuned))
+
+
+@pytest.mark.parametrize("placement", ["keel", "hybridnorm"])
+def test_torchao_saves_what_it_quantized(placement, tmp_path):
+    METHODS["torchao"]()
+    built(placement).save_pretrained(tmp_path / "model")
+    model = quantized(tmp_path / "model", "torchao")
+    model.save_pretrained(tmp_path / "quantized")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")), logits(model))

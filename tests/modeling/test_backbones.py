@@ -1,17 +1,22 @@
-"""The presets' sizes, and the sizes that can be put in their place."""
+"""The presets, the table of model types, sizes that are refused, and a backbone by its name on the hub."""
 
 import pytest
 import torch
-from test_backbone_parity import configuration
-from tiny import SIZES, llama
+import transformers
+from test_backbone_parity import BACKBONES, configuration
+from tiny import SIZES, llama, token_ids
 from transformers import ModernBertConfig
 
 import lamina
 from lamina.cli import main
+from lamina.core.architectures import ARCHITECTURES
 from lamina.errors import UserError
-from lamina.modeling import LaminaConfig, LaminaForCausalLM, LaminaForImageClassification, backbones
+from lamina.modeling import LaminaConfig, LaminaForCausalLM, LaminaForImageClassification, backbones, building
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.configuration_lamina import backbone_of
+from lamina.modeling.modeling_lamina import ADAPTERS, HEADS
+from lamina.training.resolve import resolve_run
+from lamina.training.settings import PretrainSettings
 
 # Parameters in millions, within 5 per cent: the papers state two or three digits and leave open what is counted (norms,
 # a padded vocabulary). "blocks": without embeddings, where only that fits. FuseNorm's 1.3B is its 740M with twice
@@ -108,7 +113,7 @@ def test_a_backbone_with_a_type_for_each_layer_gets_types_for_the_new_depth(mode
     assert len(config.layer_types) == 5
 
 
-HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 )
 def test_another_size_keeps_the_width_of_the_heads_and_their_sharing(backbone, sizes, heads):
     config = resolve_backbone(backbone, **sizes)
-    assert tuple(getattr(config, field) for field in HEADS) == heads
+    assert tuple(getattr(config, field) for field in HEAD_FIELDS) == heads
     assert config.intermediate_size * 768 == 2048 * config.hidden_size or backbone != "llama-130m"
 
 
@@ -221,3 +226,98 @@ def test_a_padding_outside_of_a_smaller_vocabulary_is_dropped():
     config.pad_token_id = config.vocab_size
     with pytest.raises(UserError, match="cannot be built"):
         lamina.build(config, "pre_ln")
+
+
+def test_what_travels_and_what_stays_are_rows_of_the_same_model_types():
+    assert list(ADAPTERS) == list(ARCHITECTURES)
+    assert set(ARCHITECTURES) == {*BACKBONES, "vit", "modernbert"}  # those two in test_encoders.py
+
+
+def test_the_heads_of_every_row_exist():
+    for adapter in ADAPTERS.values():
+        assert adapter.is_decoder == ("causal_lm" in adapter.heads)
+        assert set(adapter.heads) <= set(HEADS)
+
+
+def test_every_head_is_loaded_by_its_auto_class():
+    config = LaminaConfig()
+    for head in HEADS.values():
+        auto = getattr(transformers, head.auto_class)
+        assert auto._model_mapping[LaminaConfig] is head.model
+        assert config.auto_map[head.auto_class] == f"modeling_lamina.{head.model.__name__}"
+
+
+TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2}
+
+
+@pytest.fixture
+def a_gigabyte(monkeypatch):
+    monkeypatch.setattr(building, "available_memory", lambda device="cpu": 2**30)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "field"),
+    [
+        ({"num_layers": 5000, "hidden_size": 512, "num_heads": 8}, "num_layers"),
+        ({"hidden_size": 2**16, "num_heads": 512}, "hidden_size"),
+        ({"batch_size": 2**17, "sequence_length": 2**12}, "batch_size"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused(a_gigabyte, sizes, field):
+    with pytest.raises(UserError, match=field) as error:
+        resolve_run(PretrainSettings(**{**TINY, **sizes}))
+    assert "this machine has 1.0 GiB free" in str(error.value)
+
+
+def test_the_states_of_the_optimizer_count(a_gigabyte):
+    sizes = {**TINY, "num_layers": 32, "hidden_size": 512, "num_heads": 8}  # 0.4 GB of weights, 1.6 GB with AdamW
+    with pytest.raises(UserError, match="hidden_size"):
+        resolve_run(PretrainSettings(**sizes))
+    resolve_run(PretrainSettings(**sizes, trainer={"optim": "sgd"}))
+
+
+def test_a_run_that_another_stands_in_for_is_not_measured(a_gigabyte):
+    resolve_run(PretrainSettings(**{**TINY, "hidden_size": 2**12, "num_heads": 32}), trained=False)
+
+
+def test_a_model_that_does_not_fit_is_refused_unless_it_has_no_memory(a_gigabyte):
+    with pytest.raises(UserError, match="hidden_size"):
+        lamina.build("llama-7b", "keel")
+    with torch.device("meta"):
+        assert lamina.build("llama-7b", "keel", num_layers=1).device.type == "meta"
+
+
+NAME = "somebody/tiny.llama-3"
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """The hub's cache with the configuration of one model."""
+    place = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}"
+    llama(3).save_pretrained(place / "snapshots" / "0123abcd")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0123abcd")
+    for module in ("huggingface_hub.constants", "transformers.utils.hub.constants"):
+        monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_name_on_the_hub_is_a_backbone():
+    torch.manual_seed(0)
+    model = lamina.build(NAME, "keel", num_layers=2).eval()
+    assert (model.config.num_hidden_layers, model.config.vocab_size) == (2, 61)
+    torch.manual_seed(0)
+    same = lamina.build(llama(2), "keel").eval()
+    with torch.no_grad():
+        assert torch.equal(model(token_ids()).logits, same(token_ids()).logits)
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_model_that_is_not_there_is_one_line(capsys, tmp_path):
+    with pytest.raises(UserError, match=r"backbone: 'nobody/nothing' is neither a folder nor a readable model"):
+        lamina.build("nobody/nothing", "keel")
+    command = ["pretrain", "--backbone", "nobody/nothing", "--output", str(tmp_path / "run"), "--steps", "1"]
+    assert main(command) == 2
+    assert "backbone: 'nobody/nothing'" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "result.json").exists()

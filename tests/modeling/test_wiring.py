@@ -1,12 +1,16 @@
-"""The fixed interface: Residual, Block, and plain modules of the user's own wired by a plan."""
+"""The fixed interface: Residual, Block, and plain modules of the user's own or of others wired by a plan."""
 
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import llama
 from torch import nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkResidualGate
 
 import lamina
@@ -179,3 +183,157 @@ def test_the_terms_are_those_of_the_formula(record):
     seen.clear()
     block(x)
     assert not seen
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "wire.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def page():
+    """What the page defines, all its blocks having run in order."""
+    names: dict = {"__name__": "wire_page"}
+    for block in BLOCKS:
+        exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+def test_the_page_has_the_blocks_that_are_run_here(page):
+    assert len(BLOCKS) == 4
+    assert {"GPT", "reset_wiring", "AddBias", "losses"} <= set(page)
+
+
+def test_the_model_of_the_page_learns(page):
+    assert page["losses"][-1] < page["losses"][0] - 1
+
+
+@pytest.mark.parametrize("placement", lamina.placements.names())
+def test_the_model_of_the_page_runs_with_every_placement(page, placement):
+    model = page["GPT"](placement, n_layer=3)
+    ids = torch.randint(256, (2, 9))
+    _, loss = model(ids, ids)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    plan = lamina.placements.resolve(placement, 3)
+    assert isinstance(model.ln_f, nn.LayerNorm) == (plan.final_norm is not None)
+
+
+@pytest.mark.parametrize("placement", ["keel", "admin", "peri_ln"])
+def test_reset_wiring_gives_the_values_of_a_block_that_was_never_on_meta(page, placement):
+    def make():
+        layer = lamina.placements.resolve(placement, 4, norm="layer").layers[1]
+        return lamina.wire(nn.Linear(8, 8), nn.Linear(8, 8), layer, 8)
+
+    expected = make()
+    with torch.device("meta"):
+        block = make()
+    block = block.to_empty(device="cpu")
+    page["reset_wiring"](block)
+    for name, parameter in expected.named_parameters():
+        if ".module." not in name:
+            assert torch.equal(block.get_parameter(name), parameter), name
+
+
+def test_add_bias_adds_what_megatron_returns_beside_the_output(page):
+    class Megatrons(nn.Module):
+        def forward(self, x, attention_mask=None, bias=None):
+            return 2 * x, bias
+
+    x, bias = torch.randn(5, 2, 8), torch.randn(8)
+    layer = lamina.placements.resolve("out_ln", 2).layers[0]
+    block = lamina.wire(page["AddBias"](Megatrons()), nn.Identity(), layer, 8)
+    branch = block.attention.out_norm(2 * x + bias)
+    assert torch.equal(block.attention(x, attention_mask=None, bias=bias), x + branch)
+    assert torch.equal(page["AddBias"](Megatrons())(x), 2 * x)
+
+
+PEER_WIDTH, LAYERS, EPSILON = 32, 6, 1e-6  # wire's norms have this epsilon
+
+
+def shake(module):
+    """Weights and gains that differ, so that no mix-up is too small to see."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+
+
+def wired(placement, attention, feed_forward, norms, **options):
+    """One layer of the placement with LayerNorms, which get the peer's gains and biases."""
+    layer = lamina.placements.resolve(placement, LAYERS, norm="layer", **options).layers[0]
+    block = lamina.wire(attention, feed_forward, layer, PEER_WIDTH).eval()
+    for mine, theirs in zip((block.attention.post_norm, block.feed_forward.post_norm), norms, strict=True):
+        assert theirs.eps == EPSILON
+        mine.load_state_dict(theirs.state_dict())
+    return block
+
+
+class BertSelf(nn.Module):
+    """BERT's attention up to its output projection, without the add and the norm that follow."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.self, self.dense = attention.self, attention.output.dense
+
+    def forward(self, hidden_states, attention_mask=None):
+        return self.dense(self.self(hidden_states, attention_mask=attention_mask)[0])
+
+
+@pytest.fixture
+def bert_layer():
+    sizes = {"hidden_size": PEER_WIDTH, "num_attention_heads": 4, "intermediate_size": 48, "layer_norm_eps": EPSILON}
+    config = BertConfig(**sizes, attn_implementation="eager")
+    layer = BertLayer(config).eval()
+    shake(layer)
+    return layer
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_post_ln_is_transformers_bert_layer(bert_layer, masked):
+    feed_forward = nn.Sequential(bert_layer.intermediate, bert_layer.output.dense)
+    norms = (bert_layer.attention.output.LayerNorm, bert_layer.output.LayerNorm)
+    block = wired("post_ln", BertSelf(bert_layer.attention), feed_forward, norms)
+    x = torch.randn(2, 7, PEER_WIDTH)
+    mask = None
+    if masked:
+        mask = torch.zeros(2, 1, 7, 7)
+        mask[1, :, :, 4:] = torch.finfo(mask.dtype).min
+    expected = bert_layer(x, mask)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    assert torch.equal(block(x, mask), expected)
+    assert not torch.allclose(block(x), wired("pre_post_ln", block.attention.module, feed_forward, norms)(x))
+
+
+class TorchscaleSelf(nn.Module):
+    """torchscale's attention, called as its EncoderLayer calls it."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x):
+        return self.attention(query=x, key=x, value=x, key_padding_mask=None, attn_mask=None, rel_pos=None)[0]
+
+
+@pytest.fixture
+def torchscale_encoder():
+    reason = "torchscale is not installed (it pins another torch; with --no-deps it needs fairscale and timm beside it)"
+    architecture = pytest.importorskip("torchscale.architecture.encoder", reason=reason, exc_type=ImportError)
+    from torchscale.architecture.config import EncoderConfig
+
+    config = EncoderConfig(
+        encoder_embed_dim=PEER_WIDTH, encoder_attention_heads=4, encoder_ffn_embed_dim=48, encoder_layers=LAYERS,
+        deepnorm=True, layernorm_eps=EPSILON, dropout=0.0, no_output_layer=True, vocab_size=-1,
+    )  # fmt: skip
+    return architecture.Encoder(config).eval()
+
+
+def test_deepnorm_is_torchscales_encoder_layer(torchscale_encoder):
+    layer = torchscale_encoder.layers[0]
+    shake(layer)
+    norms = (layer.self_attn_layer_norm, layer.final_layer_norm)
+    block = wired("deepnorm", TorchscaleSelf(layer.self_attn), layer.ffn, norms)
+    assert block.attention.skip_scale == pytest.approx(layer.alpha)
+    x = torch.randn(2, 7, PEER_WIDTH)
+    expected, _ = layer(x, encoder_padding_mask=None)
+    assert torch.allclose(block(x), expected, rtol=0, atol=1e-6)

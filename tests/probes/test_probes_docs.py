@@ -1,5 +1,6 @@
-"""docs/probes.md says what is true: every probe has its section, and its examples run."""
+"""docs/probes.md and the list of probes say what is true of each probe."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from transformers import LlamaForCausalLM
 import lamina
 from lamina.errors import UserError
 from lamina.probes.engine import registry
-from lamina.probes.engine.registry import listed
+from lamina.probes.engine.registry import listed, read
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "probes.md").read_text(encoding="utf-8")
@@ -50,3 +51,74 @@ def test_the_probe_of_ones_own_measures_what_it_says(tmp_path, tiny_llama):
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"!\[[^]]*\]\((?!http)([^)#]+)\)", GALLERY))))
 def test_every_picture_is_there_and_small(link):
     assert (DOCS / link).stat().st_size < 150_000
+
+
+def test_the_list_is_that_of_the_registry():
+    assert list(listed()) == registry.names()
+
+
+@pytest.mark.parametrize("name", list(listed()))
+def test_what_is_read_is_what_the_class_says(name):
+    one, made = listed()[name], registry.get(name)
+    assert (one.name, one.title, one.summary, one.source) == (made.name, made.title, made.summary, made.source)
+    assert one.summary
+    assert one.source
+    given = {k: "" if v is inspect.Parameter.empty else v for k, v in registry.options_of(made).items()}
+    assert list(one.options) == list(given)
+
+
+def test_every_way_of_writing_an_attribute_is_read(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "@registry.probe\n"
+        "class Mine(Probe):\n"
+        "    name: ClassVar[str] = 'mine'\n"
+        "    title = 'My' ' own'\n"
+        "    summary = ('one '\n        'two')\n"
+        "    over_steps = ('a', 'b')\n"
+        "    needs = frozenset()\n"
+        "    def __init__(self, top: int = 3, *, share=0.5, strict):\n        pass\n"
+        "class Other(Probe):\n    name = 'other'\n",
+        encoding="utf-8",
+    )
+    (one,) = read(path)
+    assert (one.name, one.title, one.summary, one.over_steps) == ("mine", "My own", "one two", ("a", "b"))
+    assert one.options == {"top": "3", "share": "0.5", "strict": ""}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("angular_distance(tokens=middle)", "tokens: 'middle' .allowed: last, first, all"),
+        ("angular_distance(tokens_per_batch=0)", "tokens_per_batch: 0"),
+        ("angular_distance(tokens_per_batch=many)", "tokens_per_batch: 'many'"),
+        ("angular_distance(token=all)", "token"),
+        ("bounds(sequences=-1)", "bounds: option 'sequences' is -1 .allowed: a whole number, 0 for all"),
+        ("bounds(tokens=1)", "bounds: option 'tokens' is 1 .allowed: a whole number of at least 2"),
+        ("bounds(constant=-1)", "bounds: option 'constant'"),
+        ("bounds(tolerance=1)", "bounds: option 'tolerance'"),
+        *(
+            (f"hidden_states(top={top})", "option 'top' is .*whole number from 1 to 100")
+            for top in (0, 101, 2.5, "true")
+        ),
+        ("jacobian(tokens=2.5)", "jacobian: option 'tokens'"),
+        ("jacobian(iterations=0)", "jacobian: option 'iterations'"),
+        ("jacobian(tolerance=0)", "jacobian: option 'tolerance'"),
+        ("jacobian(total=3)", "jacobian: option 'total'"),
+        ("layer_drop(block=0)", "block: 0"),
+        ("layer_drop(meaning=skip)", "meaning: 'skip' .allowed: remove, branch, all"),
+        ("layer_drop(metric=accuracy)", "metric: 'accuracy' .allowed: loss, perplexity, all"),
+        ("layer_drop(score=mine)", "score: 'mine'"),
+        ("layer_drop(standard_error=2)", "standard_error: 2"),
+        *((f"logit_lens(tokens={tokens})", "logit_lens: option 'tokens' is") for tokens in (-1, 1.5, "true")),
+        ("low_precision(fp8_scaling=row)", "option 'fp8_scaling': 'row'"),
+        ("low_precision(loss=maybe)", "option 'loss': 'maybe'"),
+        ("similarity(tokens=none)", "tokens"),
+        ("spectra(few_tokens=ignore)", "spectra: option 'few_tokens'"),
+        ("spectra(memory=0)", "spectra: option 'memory'"),
+        ("spectra(memory=true)", "spectra: option 'memory'"),
+    ],
+)
+def test_an_option_that_has_no_meaning_is_named(spec, message):
+    with pytest.raises(UserError, match=message):
+        registry.make(spec)
