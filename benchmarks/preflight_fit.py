@@ -110,7 +110,8 @@ def records(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> Itera
 
 
 def _features(course: dict[str, Any]) -> Features:
-    return Features(**{name: math.nan if value is None else value for name, value in course.items()})
+    known = Features.__dataclass_fields__  # older measurements hold more
+    return Features(**{n: math.nan if value is None else value for n, value in course.items() if n in known})
 
 
 def outcome(result: dict[str, Any]) -> str:

@@ -136,7 +136,6 @@ class Snapshot:
     unigram: float  # the loss of a constant prediction with the corpus's token frequencies
     error: float  # the standard error of their difference over the sequences (infinite for a single one)
     context: float  # by how many nats the model's predictions beat their own mean over all positions
-    variation: float  # their mean Kullback-Leibler divergence from that mean; 0 if the output ignores the input
     rows: list[Row]  # (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output
 
     def series(self, metric: str, sublayer: str = "block") -> dict[int, float]:
@@ -164,7 +163,7 @@ def take_snapshot(
     try:
         with evaluating(model), seen.over(base), torch.enable_grad():
             logits = model(input_ids=input_ids, use_cache=False).logits
-            losses, context, variation = _losses(logits, input_ids)
+            losses, context = _losses(logits, input_ids)
             loss = losses.mean()
             assert seen.first is not None
             assert seen.last is not None
@@ -184,22 +183,19 @@ def take_snapshot(
         unigram=float(unigram.mean()),
         error=float(differences.std() / math.sqrt(len(differences))) if len(differences) > 1 else math.inf,
         context=context,
-        variation=variation,
         rows=[*seen.rows(step), *gradients],
     )
 
 
-def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float, float]:
-    """Return each sequence's cross-entropy, its gain over the mean prediction, and the divergence from the latter."""
+def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return each sequence's cross-entropy, and the gain of all over the mean prediction."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
     with torch.no_grad():
-        p = log_p.double().exp()
-        mean = p.mean(0).clamp_min(1e-30).log()
+        mean = log_p.double().exp().mean(0).clamp_min(1e-30).log()
         context = -mean[targets].mean() - losses.double().mean()
-        variation = (p * (log_p.double() - mean)).sum(-1).mean()
-    return losses, float(context), float(variation)
+    return losses, float(context)
 
 
 @dataclass

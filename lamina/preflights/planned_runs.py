@@ -65,7 +65,6 @@ class Preflight:
             "deciding_steps": self.verdict.deciding_steps,
             "advice": self.advice,
             "fp16_headroom": self.features.headroom,
-            "fp16_headroom_bits": math.log2(self.features.headroom),
             "ffn_variance_share": ffn_share(first),
             "loss": self.burn_in.snapshots[-1].loss,
             "unigram_loss": first.unigram,

@@ -23,29 +23,18 @@ TINY = 1e-45
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """The numbers of a burn-in; "end" is its last snapshot, "middle" the one halfway.
-
-    Layers are 1-based blocks, 0 for the embedding's output.
-    """
+    """The numbers of a burn-in at its last snapshot. Layers are 1-based blocks, 0 for the embedding's output."""
 
     step: int
     finite: float  # 0.0 if the loss or the gradient was not finite, else 1.0
     excess: float  # the loss in nats per token above that of a constant prediction with the tokens' frequencies
     excess_error: float  # its standard error over the held-out sequences
-    excess_middle: float
     context: float  # nats by which the predictions beat their own mean
-    context_middle: float
-    variation: float  # the predictions' mean divergence from their mean, in nats
     similarity: float  # mean cosine between tokens in x^N
-    similarity_middle: float
     jacobian: float  # log10 of the smallest gain of the Jacobian from any x^l to x^N
     jacobian_layer: int  # the l of that gain
-    jacobian_middle: float
-    jacobian_start: float
-    jacobian_largest: float  # log10 of the largest gain
     weight_gradient: float  # log10 of the smallest over the largest gradient norm of a block's weights
     weight_gradient_layer: int  # the block with the smallest
-    weight_gradient_start: float
     spike: float  # largest rise of the training loss above its best so far, in nats
     magnitude: float  # the largest |x| of any state
     magnitude_layer: int  # the layer of that state
@@ -64,7 +53,6 @@ def features(burn_in: BurnIn, end: int = -1) -> Features:
     shots = burn_in.snapshots
     last = shots[end]
     half = min(shots, key=lambda shot: abs(shot.step - last.step / 2))
-    first = shots[0]
     jacobian, where = _smallest_gain(last)
     weights, block = _imbalance(last)
     largest = last.series("hidden_abs_max")
@@ -80,20 +68,12 @@ def features(burn_in: BurnIn, end: int = -1) -> Features:
         finite=0.0 if burn_in.stopped and last is shots[-1] else 1.0,
         excess=last.loss - last.unigram,
         excess_error=last.error,
-        excess_middle=half.loss - half.unigram,
         context=last.context,
-        context_middle=half.context,
-        variation=last.variation,
         similarity=last.series("token_similarity")[max(largest)],
-        similarity_middle=half.series("token_similarity")[max(largest)],
         jacobian=jacobian,
         jacobian_layer=where,
-        jacobian_middle=_smallest_gain(half)[0],
-        jacobian_start=_smallest_gain(first)[0],
-        jacobian_largest=_log(max(last.series("jacobian_gain").values())),
         weight_gradient=weights,
         weight_gradient_layer=block,
-        weight_gradient_start=_imbalance(first)[0],
         spike=spike,
         magnitude=largest[top],
         magnitude_layer=top + 1,

@@ -6,6 +6,7 @@ Numbers, warnings and sentences are those of the job's page.
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -139,7 +140,7 @@ def preflight(folder: Path | None, rows: Frame) -> str:
         f"{'placement':<{width}} {'rate':>8}  {'verdict':<14} {'gain x0→xN':>11} {'context':>8} {'FP16 headroom':>22}"
     ]
     for row in records:
-        headroom = f"{row['fp16_headroom']:.3g} × ({row['fp16_headroom_bits']:.1f} bits)"
+        headroom = f"{row['fp16_headroom']:.3g} × ({math.log2(row['fp16_headroom']):.1f} bits)"
         lines.append(
             f"{row['placement']:<{width}} {row['learning_rate']:>8g}  {row['verdict']:<14} "
             f"{10 ** row['jacobian']:>11.2g} {round(row['context'], 3) + 0.0:>8.3f} {headroom:>22}"

@@ -26,19 +26,15 @@ from lamina.preflights.verdict import (
 from lamina.training.settings import PretrainSettings
 
 FINE = Features(
-    step=32, finite=1.0, excess=-0.30, excess_error=0.02, excess_middle=0.13, context=0.32, context_middle=0.05,
-    variation=0.30, similarity=0.49, similarity_middle=0.93, jacobian=-0.05, jacobian_layer=30,
-    jacobian_middle=-0.02, jacobian_start=0.0, jacobian_largest=2.0, weight_gradient=-1.7,
-    weight_gradient_layer=20, weight_gradient_start=-0.2, spike=0.3, magnitude=30.0, magnitude_layer=32,
+    step=32, finite=1.0, excess=-0.30, excess_error=0.02, context=0.32, similarity=0.49, jacobian=-0.05,
+    jacobian_layer=30, weight_gradient=-1.7, weight_gradient_layer=20, spike=0.3, magnitude=30.0, magnitude_layer=32,
     growth=4.3, spent=0.45, pace=1.6,
 )  # fmt: skip
 # Post-LN, 32 layers, 5e-3: measured
-COLLAPSED = replace(
-    FINE, excess=0.009, context=-2e-5, variation=0.0, similarity=1.0, jacobian=-13.9, jacobian_layer=0, magnitude=5.0
-)
-SLOW = replace(FINE, excess=0.13, excess_middle=0.93, context=0.0001, similarity=1.0, pace=0.2)
+COLLAPSED = replace(FINE, excess=0.009, context=-2e-5, similarity=1.0, jacobian=-13.9, jacobian_layer=0, magnitude=5.0)
+SLOW = replace(FINE, excess=0.13, context=0.0001, similarity=1.0, pace=0.2)
 # Pre-LN, 8 layers, 3.4e-4, 400 steps: what was called fine, far above the loss of a constant prediction
-FALLING = replace(FINE, excess=1.13, excess_middle=1.83, excess_error=0.04, context=0.06, spent=0.15, pace=6.0)
+FALLING = replace(FINE, excess=1.13, excess_error=0.04, context=0.06, spent=0.15, pace=6.0)
 
 
 def case(placement="post_ln", **changed):
@@ -159,7 +155,7 @@ def test_the_rule_on_progress_written_out():
 
 
 def test_a_loss_that_falls_too_slowly_for_the_steps_that_are_left():
-    slow = replace(FINE, excess=1.3, excess_middle=1.5, context=0.02, spent=0.5, pace=0.8)
+    slow = replace(FINE, excess=1.3, context=0.02, spent=0.5, pace=0.8)
     # 0.2 nats in a quarter of the schedule: at half that pace the other half brings 0.2
     assert projected(slow) == pytest.approx(1.3 - 0.2)
     assert judge(slow, case("pre_ln", steps=64)).verdict == "will not train"
