@@ -288,7 +288,6 @@ def _named(action: Action) -> tuple[str, str]:
 
 
 def _explained(text: str, default: object, name: str) -> str:
-    """The help text with its default."""
     if "default:" in text or default is False or default in (None, "", SUPPRESS) or isinstance(default, dict | list):
         return text
     if default is True:

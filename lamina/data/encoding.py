@@ -114,7 +114,6 @@ class TokenJoiner:
         self._breaks: list[bool] = []
 
     def add(self, segment: Segment) -> None:
-        """Append a segment."""
         self._texts.append(segment.text)
         self._breaks.append(self.last not in (None, segment.begin))
         self.last = segment.end

@@ -123,7 +123,6 @@ class Excerpt:
         self._shard: int | None = None
 
     def add(self, shard: int, segment: Segment) -> None:
-        """Append a segment of a shard."""
         if shard != self._shard:
             self._joiner.jump()
         self._shard = shard

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lamina.data.blocks import perplexity as exp
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
 from lamina.modeling.processes import ALONE, Processes
@@ -43,20 +45,16 @@ class Perplexity:
     def numbers(self) -> dict[str, float]:
         """The metrics: exp(nll / count) for tokens, words and bytes; the loss per token; the bits per byte."""
         return {
-            "token_perplexity": _exp(self.nll / self.tokens),
-            "word_perplexity": _exp(self.nll / self.words),
-            "byte_perplexity": _exp(self.nll / self.bytes),
+            "token_perplexity": exp(self.nll / self.tokens),
+            "word_perplexity": exp(self.nll / self.words),
+            "byte_perplexity": exp(self.nll / self.bytes),
             "bits_per_byte": self.nll / self.bytes / math.log(2.0),
             "loss": self.nll / self.tokens,
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """A stretch of a document: the model reads ``inputs`` and is scored on the last ``len(targets)`` predictions."""
-
-    inputs: list[int]
-    targets: list[int]
+Window: TypeAlias = tuple[list[int], list[int]]
+"""What the model reads of a document, and the tokens that its last predictions are scored on."""
 
 
 def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:
@@ -71,7 +69,7 @@ def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterato
     while done < len(tokens):
         end = min(len(tokens), window if done == 0 else done + stride)
         begin = max(0, end - window)
-        yield Window(inputs=known[begin:end], targets=tokens[done:end])
+        yield known[begin:end], tokens[done:end]
         done = end
 
 
@@ -124,7 +122,7 @@ def perplexity(
             batch = taken[at : at + batch_size]
             own.append((number, _nll(model, batch, prefix)))
             if progress is not None:
-                progress(sum(len(one.targets) for one in batch))
+                progress(sum(len(targets) for _, targets in batch))
         number += 1
     total = 0.0
     for _, nll in sorted((pair for part in processes.everyones(own) for pair in part), key=itemgetter(0)):
@@ -138,13 +136,13 @@ def perplexity(
 
 def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
     """Return the summed loss of windows in nats; shorter ones are padded on the right, which a causal model ignores."""
-    longest = max(len(one.inputs) for one in batch)
+    longest = max(len(read) for read, _ in batch)
     inputs = torch.full((len(batch), longest), padding)
     labels = torch.full((len(batch), longest), UNSCORED)
-    for row, one in enumerate(batch):
-        size = len(one.inputs)
-        inputs[row, :size] = torch.tensor(one.inputs)
-        labels[row, size - len(one.targets) : size] = torch.tensor(one.targets)
+    for row, (read, targets) in enumerate(batch):
+        size = len(read)
+        inputs[row, :size] = torch.tensor(read)
+        labels[row, size - len(targets) : size] = torch.tensor(targets)
     scored = labels != UNSCORED
     logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
     exact = torch.float32 if logits.device.type == "mps" else torch.float64  # which mps does not have
@@ -159,7 +157,3 @@ def documents_of(corpus: str, text_field: str, limit: int | None) -> Iterator[st
         raise UserError(f"corpus: {corpus!r} is a mix (allowed: one text; an evaluation for each of several)")
     every = (document.text for part in parsed.parts for document in part.corpus.documents())
     return islice(every, limit)
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf

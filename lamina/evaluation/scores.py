@@ -227,7 +227,6 @@ class ScoreTable:
         return pd.DataFrame(rows, columns=pd.Index(head)).to_csv(index=False, float_format="%.6g")
 
     def markdown(self) -> str:
-        """Return a Markdown table."""
         rows = [["model", *self.headings], ["---", *["---:"] * len(self.headings)]]
         for line in self.lines:
             label = "".join(f"\\{c}" if c in "|\\`*_<>[]" else c for c in " ".join(line.label.split()))

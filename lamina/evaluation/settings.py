@@ -160,9 +160,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         return words
 
     def model_list(self) -> list[str]:
-        """The models as a list."""
         return entries(self.models)
 
     def task_list(self) -> list[str]:
-        """The tasks as a list."""
         return entries(self.tasks)

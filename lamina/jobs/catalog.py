@@ -98,12 +98,10 @@ class JobRow:
 
     @property
     def function_name(self) -> str:
-        """The name of the Python function."""
         return self.function or self.name.replace("-", "_")
 
     @property
     def record(self) -> type[Settings]:
-        """The class of the settings."""
         return load(self.settings)
 
     def folder_of(self, settings: Mapping[str, object]) -> Path | None:

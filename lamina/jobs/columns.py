@@ -40,7 +40,6 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        """Whether its values are numbers."""
         return self.format is not None
 
 

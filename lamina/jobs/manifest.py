@@ -24,7 +24,6 @@ Entry = tuple[int, str]
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

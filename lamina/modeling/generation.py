@@ -92,7 +92,6 @@ class Speaker:
             self.sampling |= {"stop_strings": [*stop], "tokenizer": self.tokenizer}
 
     def continuation(self, prompt: str) -> str:
-        """Return the prompt and its continuation."""
         inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if not inputs["input_ids"].numel():
             raise UserError(f"prompt: {prompt!r} has no tokens (allowed: a text to continue)")

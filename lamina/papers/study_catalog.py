@@ -158,7 +158,6 @@ class Stage:
 
     @property
     def record(self) -> TrialJob:
-        """The job of its trials."""
         return JOBS[self.job]
 
     def trial(self, seed: int) -> Settings:
@@ -216,7 +215,6 @@ class Scale:
 
     @property
     def record(self) -> TrialJob:
-        """The job of this scale's trials."""
         return JOBS[self.job]
 
     @property
@@ -261,7 +259,6 @@ class StudyDefinition:
 
     @property
     def claims_file(self) -> Path:
-        """The Python file with the claims."""
         return self.file.with_suffix(".py")
 
     def scale(self, name: str) -> Scale:

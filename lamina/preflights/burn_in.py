@@ -139,7 +139,6 @@ class Snapshot:
     rows: list[Row]  # (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output
 
     def series(self, metric: str, sublayer: str = "block") -> dict[int, float]:
-        """A metric by layer."""
         return {row[1]: row[6] for row in self.rows if row[5] == metric and row[2] == sublayer}
 
 

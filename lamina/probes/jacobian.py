@@ -31,7 +31,6 @@ from lamina.probes.engine.layer_calls import LayerCall, ShortProbe, frozen, reco
 from lamina.probes.engine.registry import COLUMNS, probe
 from lamina.probes.engine.statistics import mean_and_error
 from lamina.probes.structure.hooks import eager_attention
-from lamina.probes.structure.sites import LayerSite
 
 _PATHS = {
     "jacobian": "whole blocks",
@@ -148,7 +147,8 @@ class JacobianProbe(ShortProbe):
             bare = [block.site.index for block in blocks if not block.site.sublayers]
             if bare:
                 context.note(f"Jacobians: no residual path, the sub-layers of layer {ranges(bare)} were not found.")
-            odd = [block.site.index for block in blocks if not _all_divide(block.site)]
+            norms = {block.site.index: [n for part in block.site.sublayers for n in part.norms] for block in blocks}
+            odd = [at for at, own in norms.items() if not all(getattr(n.module, "divides", True) for n in own)]
             if blocks[0].site.carries_more:
                 odd = [block.site.index for block in blocks]
             elif odd:
@@ -337,7 +337,3 @@ def log10_total_norm(
 def _length(x: torch.Tensor) -> torch.Tensor:
     length = torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True, dtype=torch.float64)
     return length.to(x.dtype)
-
-
-def _all_divide(site: LayerSite) -> bool:
-    return all(getattr(norm.module, "divides", True) for sublayer in site.sublayers for norm in sublayer.norms)

@@ -114,12 +114,10 @@ class Grid:
 
     @property
     def across(self) -> int:
-        """Panels in a row."""
         return min(_ACROSS, self.count)
 
     @property
     def down(self) -> int:
-        """Rows."""
         return math.ceil(self.count / self.across)
 
     def place(self, number: int) -> tuple[int, int]:

@@ -41,7 +41,6 @@ class Field:
 
     @property
     def heading(self) -> str:
-        """The heading as HTML."""
         if not self.title:
             return "<td></td>"  # a heading without a word says nothing to a screen reader
         number = ' class="number"' if "number" in self.kind.split() else ""

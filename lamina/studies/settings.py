@@ -63,7 +63,6 @@ class SeedsSettings(Settings, group="steps and learning rate"):
 
     @property
     def all_seeds(self) -> list[int]:
-        """The seeds as a list."""
         return numbers("seeds", self.seeds, int)
 
 

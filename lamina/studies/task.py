@@ -42,14 +42,12 @@ class Task:
         return max(1, int(getattr(self.settings, "steps", 1))) if self.trains else 1
 
     def to_request(self) -> Json:
-        """Return the task as JSON."""
         classes = {"task": type(self), "record": type(self.settings)}
         named = {name: f"{each.__module__}:{each.__qualname__}" for name, each in classes.items()}
         return {**named, "settings": self.settings.to_dict(), "job": self.job, "trains": self.trains}
 
     @classmethod
     def from_request(cls, request: Json) -> Self:
-        """Return the task that JSON describes."""
         return cls(
             settings=load(request["record"]).from_dict(request["settings"]),
             job=request["job"],

@@ -396,7 +396,6 @@ def over(value: float, divisor: Factor) -> Factor: ...
 @overload
 def over(value: Factor, divisor: Factor) -> Factor: ...
 def over(value: Factor, divisor: Factor) -> Factor:
-    """Return value / divisor."""
     return as_factor(value) / as_factor(divisor)
 
 

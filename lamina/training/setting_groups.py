@@ -372,7 +372,6 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
     )
 
     def reports(self) -> list[str]:
-        """The trackers of ``report_to`` as a list."""
         return [target for part in self.report_to.split(",") if (target := part.strip()) not in ("", "none")]
 
 

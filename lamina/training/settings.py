@@ -266,7 +266,6 @@ class PlacementsSettings(Settings, group="model"):
 
     @property
     def specs(self) -> list[str]:
-        """The placements as a list."""
         return split_specs(str(self.placements))
 
 

@@ -73,12 +73,12 @@ def test_each_token_is_scored_once_with_enough_before_it(length, window, stride)
     stride = min(stride, window)
     tokens = list(range(1, length + 1))
     found = list(windows(tokens, 0, window, stride))
-    assert [token for one in found for token in one.targets] == tokens
-    for number, one in enumerate(found):
-        assert one.inputs == [0, *tokens][one.targets[-1] - len(one.inputs) : one.targets[-1]]
-        assert len(one.inputs) <= window
+    assert [token for _, targets in found for token in targets] == tokens
+    for number, (read, targets) in enumerate(found):
+        assert read == [0, *tokens][targets[-1] - len(read) : targets[-1]]
+        assert len(read) <= window
         if number:
-            assert len(one.inputs) - len(one.targets) >= window - stride
+            assert len(read) - len(targets) >= window - stride
 
 
 def test_a_text_without_tokens_is_refused(model):

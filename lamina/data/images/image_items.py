@@ -164,7 +164,6 @@ class ImageItems(ItemSource[ImageItem]):
         return {"pixel_values": pixels, "labels": label, "draw": torch.tensor(draw)}
 
     def picture(self, index: int) -> Image:
-        """Return the image itself."""
         return self.images.image(int(self.numbers[index]))
 
     def sample(self, count: int) -> torch.Tensor:
@@ -230,7 +229,6 @@ class Mixing:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes anything."""
         return bool(self.mixup or self.cutmix or self.label_smoothing)
 
     def __call__(self, items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:

@@ -31,7 +31,6 @@ class StoreSettings(Settings):
 
     @property
     def records_folder(self) -> Path:
-        """The folder of the records."""
         return records_folder() if self.records is None else Path(self.records)
 
 

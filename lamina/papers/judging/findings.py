@@ -300,10 +300,7 @@ def p_text(p: float) -> str:
 
 
 def seeds_text(count: int) -> str:
-    """``1 seed``, ``5 seeds``."""
     return f"{count} seed" + ("" if count == 1 else "s")
 
 
-def mean(values: Sequence[float]) -> float:
-    """The mean."""
-    return math.fsum(values) / len(values)
+mean = statistics.fmean

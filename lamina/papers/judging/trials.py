@@ -130,7 +130,6 @@ class Trials:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds, sorted."""
         return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:

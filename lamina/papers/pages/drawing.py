@@ -120,7 +120,6 @@ class Drawing:
 
     @property
     def is_map(self) -> bool:
-        """Whether its panels are maps."""
         return any(panel.cells is not None for panel in self.panels)
 
     @property

@@ -55,7 +55,6 @@ class StudyFolder:
 
     @property
     def scale(self) -> str:
-        """The scale that ran."""
         return str(_mapping(self.header.get("settings")).get("scale") or "cpu")
 
     @property

@@ -92,7 +92,6 @@ class TrialJob:
     numbers: Callable[[Json], Json] = lambda result: result
 
     def settings_class(self) -> type[Settings]:
-        """The class of the settings."""
         return cast(type[Settings], load(self.settings))
 
 

@@ -139,12 +139,10 @@ class StoredTask(Task):
     identity: Json
 
     def to_request(self) -> Json:
-        """Return the task as JSON."""
         return {**super().to_request(), "measures": list(self.measures), "identity": self.identity}
 
     @classmethod
     def from_request(cls, request: Json) -> StoredTask:
-        """Return the task that JSON describes."""
         task = Task.from_request(request)
         stored = {"measures": tuple(request["measures"]), "identity": request["identity"]}
         return cls(settings=task.settings, job=task.job, trains=task.trains, **stored)

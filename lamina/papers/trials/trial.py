@@ -216,7 +216,6 @@ class StudyTrial:
 
     @property
     def placement(self) -> str:
-        """The placement of the model."""
         return str(getattr(self.first.settings, "placement", ""))
 
     @property
@@ -226,7 +225,6 @@ class StudyTrial:
 
     @property
     def seed(self) -> int:
-        """The seed of the chain."""
         return int(getattr(self.first.settings, "seed", 0))
 
     @property

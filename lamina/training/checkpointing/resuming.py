@@ -209,7 +209,6 @@ class Rollbacks:
         return entry
 
     def to_list(self) -> list[Json]:
-        """The rollbacks for result.json and rollbacks.json."""
         return [asdict(entry) for entry in self.done]
 
 

@@ -127,7 +127,6 @@ Measure = Callable[[nn.Module, torch.Tensor, int], list[Row]]
 
 
 def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
-    """The rows of a Lamina model."""
     return [*hidden_state_rows(model, inputs, step), *gain_rows(model, step)]
 
 
@@ -236,7 +235,6 @@ class RunRecorder(TrainerCallback):
 
     @property
     def evaluation(self) -> LastEvaluation:
-        """The last evaluation."""
         return self.trainer.evaluation
 
     def has_evaluated(self, step: int) -> bool:

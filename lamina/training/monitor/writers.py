@@ -219,7 +219,6 @@ class MetricsWriter:
         self.evaluation, self.best_eval = _evaluations(records)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record."""
         with self.path.open("ab") as file:
             file.write(f"{json.dumps(finite(dict(record)))}\n".encode())
         self._unsynced += 1

@@ -107,7 +107,6 @@ class Objective(ABC):
 
     @property
     def is_scored(self) -> bool:
-        """Whether there are ``scores``."""
         return type(self).scores is not Objective.scores
 
 
@@ -124,7 +123,6 @@ def objective(cls: type[Objective]) -> type[Objective]:
 
 
 def objectives() -> list[Objective]:
-    """All objectives."""
     return [_registry.get(name) for name in _registry.names()]
 
 

@@ -233,7 +233,6 @@ class WeightAverage(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Average the weights of the step."""
         self._follow()
         self.averaged.update_parameters(self.trained)
 
