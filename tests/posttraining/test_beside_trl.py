@@ -1,16 +1,19 @@
 """TRL's flags, typed at Lamina: the losses are those of TRL's own trainer on the same weights, rows and order."""
 
+import itertools
 import json
 import shlex
 
 import pytest
 import torch
 from posttraining.tiny import write_rows
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    Trainer,
     TrainerCallback,
 )
 
@@ -139,6 +142,8 @@ def by_trl(job, start, rows, flags):
     policy, more = job in ("grpo", "rloo"), {}
     parser = trl.TrlParser((getattr(trl, f"{name}Config"), trl.ModelConfig))
     arguments, model = parser.parse_args_and_config(args=[*shlex.split(USUAL), *shlex.split(flags)])
+    if getattr(arguments, "padding_free", False):
+        arguments.max_length = None  # TRL refuses its own default of 1024
     torch.manual_seed(0)
     made = AutoModelForSequenceClassification if job == "reward" else AutoModelForCausalLM
     labels = {"num_labels": 1} if job == "reward" else {}
@@ -196,3 +201,32 @@ def test_trls_flags_train_as_trl_does(job, form, both, theirs, ours, start, tmp_
         sampled = {"reward", "kl", "completions_mean_length"} if policy and number == 0 else set()
         assert {"loss", "grad_norm"} | sampled <= shared
         assert {k: record[k] for k in shared} == pytest.approx({k: float(line[k]) for k in shared}, rel=1e-5, abs=1e-7)
+
+
+def counted(monkeypatch):
+    """Collect the most bytes that the tensors made in each forward and backward pass hold at a time."""
+    peaks, step = [], Trainer.training_step
+
+    def seen(*args, **kwargs):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            loss = step(*args, **kwargs)
+        made = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+        made.sort(key=lambda event: event.start_ns())
+        peaks.append(max(itertools.accumulate(event.nbytes() for event in made)))
+        return loss
+
+    monkeypatch.setattr(Trainer, "training_step", seen)
+    return peaks
+
+
+@pytest.mark.parametrize(("job", "form"), [("sft", "turns"), pytest.param("dpo", "pairs", marks=pytest.mark.slow)])
+def test_a_step_holds_no_more_than_trls(job, form, start, tmp_path, monkeypatch, capsys):
+    data, peaks = write_rows(tmp_path / "rows.jsonl", rows_of(form)), counted(monkeypatch)
+    flags = (
+        f"--from {start} --data {data} --eval-data {data} --output {tmp_path / 'run'} --steps {STEPS} --logging-steps 1"
+    )
+    flags += f" --batch-size {BATCH} --device cpu --precision fp32 {LORA} {'--template none' if job == 'dpo' else ''}"
+    assert main([job, *shlex.split(flags)]) == 0, capsys.readouterr().err
+    by_trl(job, start, rows_of(form), LORA)
+    assert len(peaks) == 2 * STEPS
+    assert peaks[:STEPS] == pytest.approx(peaks[STEPS:], rel=1e-3)
