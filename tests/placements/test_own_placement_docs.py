@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from training.tiny_runs import cut_at
 from transformers import LlamaConfig
 
 import lamina
@@ -103,6 +104,19 @@ def test_a_placement_of_the_page_trains(folder, placement):
     assert result["steps"] == 2
     model = type(lamina.build(llama(), placement)).from_pretrained(folder / "run" / "model")
     assert len(model.model.layers) == 5
+
+
+@pytest.mark.parametrize("placement", ["mine.py(norm=clipped)", "mine.py(wiring=again)"])
+def test_a_run_with_the_pages_norm_or_wiring_resumes_in_a_process_that_has_not_read_the_file(folder, placement):
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2, "threads": 1}
+    given = {"placement": placement, "corpus": "words.txt", "steps": 4, "save_steps": 2, "eval_blocks": 4, **sizes}
+    pretrain(PretrainSettings(output="whole", **given), bar=False)
+    with cut_at(3):
+        pretrain(PretrainSettings(output="cut", **given), bar=False)
+    done = run("pretrain", "--output", "cut", "--resume", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    whole, cut = (folder / name / "model" / "model.safetensors" for name in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
 
 
 def test_the_python_files_option_reaches_the_model():
