@@ -124,6 +124,7 @@ def test_families_of_transformers(family, expected):
         "hy_v4": "pre_ln(wiring=identity_hc)",
         "qwen4_exp_text": "wiring=gated_residual), differs: attention.post_norm is none",
         "granitemoehybrid": "pre_ln",
+        "embedding_gemma2_text": "gemma3(v_norm=head), differs: feed_forward.pre_norm is none",
         "xlnet": "not known: model: the stream at transformer.layer.0 is [11, 3, 32] for 3 sequences of 11 tokens",
         "mamba": "pre_ln",
     }.items(),

@@ -113,7 +113,7 @@ class StreamLayers:
         members = {id(layer): list(holder) for holder in holders for layer in holder}
         for call in self.record.calls:
             most = max(map(self._widths, call.inputs.values()), default=0) if id(call.module) in members else 0
-            if most > 1:
+            if most > 1 and self._widths(call.output) == most:  # else a layer reads more, and hands on one
                 self.n, self.layers = most, members[id(call.module)]
                 break
 
