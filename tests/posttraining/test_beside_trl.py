@@ -45,7 +45,6 @@ TABLE = [
     ("sft", "text", "--max_length 20 --optim adafactor", "", ""),
     ("sft", "text", "--packing --max_length 64", "--eval_packing false", ""),
     ("sft", "text", "--padding_free", "", ""),
-    ("sft", "text", "--eos_token !", "", ""),
     ("sft", "messages", "", "--chat_template_path {marked} --assistant_only_loss", "--template {marked}"),
     ("sft", "turns", LORA, "", ""),
     ("sft", "turns", f"{LORA} --use_dora", "", ""),
@@ -150,6 +149,7 @@ def by_trl(job, start, rows, flags):
     whole = made.from_pretrained(start, dtype=getattr(torch, model.dtype), **labels)
     if job == "reward":
         torch.manual_seed(0)
+        whole.score = torch.nn.Linear(whole.config.hidden_size, 1, bias=False)  # draws numbers, as Lamina's does
         torch.nn.init.normal_(whole.score.weight, std=0.02)
     trainer = getattr(trl, f"{name}Trainer")(
         model=whole,
