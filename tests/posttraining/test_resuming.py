@@ -26,7 +26,7 @@ RUNS = {
     "remax": ("rlhf", LORA, 2),
     "rloo": ("rlhf", {**LORA, "algorithm": "rloo"}, 2),
     "grpo": ("rlhf", {**LORA, "algorithm": "grpo"}, 2),
-    "rloo-again": ("rlhf", {"algorithm": "rloo", "trl": {"num_iterations": 2}}, 3),
+    "rloo-again": ("rlhf", {"algorithm": "rloo", "trl": {"num_iterations": 2}, "eval_steps": 1}, 3),
     "grpo-again": ("rlhf", {"algorithm": "grpo", "trl": {**AGAIN, **ADAPTED}}, 2),
 }  # fmt: skip
 SLOW = ("sft-dora", "dpo-precomputed-whole", "remax", "rloo", "grpo", "rloo-again")
