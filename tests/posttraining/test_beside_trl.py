@@ -60,7 +60,6 @@ TABLE = [
     ("dpo", "pairs", f"{LORA} --lora_modules_to_save lm_head", "", "--template none"),
     ("reward", "pairs", "--center_rewards_coefficient 0.01", "", "--template none"),
     ("reward", "margins", "--gradient_checkpointing True --max_length 30", "", "--template none"),
-    ("reward", "turns of pairs", f"{LORA} --gradient_accumulation_steps 2", "--lora_task_type SEQ_CLS", ""),
     ("grpo", "prompts", f"{POLICY} --gradient_accumulation_steps 2", "", ""),
     ("grpo", "prompts", f"{POLICY} --loss_type dr_grpo --scale_rewards none --num_iterations 2", "", ""),
     ("grpo", "prompts", f"{POLICY} --loss_type bnpo --scale_rewards batch --mask_truncated_completions", "", ""),
