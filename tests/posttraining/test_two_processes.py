@@ -143,7 +143,7 @@ def test_accelerate_launch_divides_the_batches_writes_each_record_once_and_resum
 
     assert launch(*flags(**usual, output=tmp_path / "whole")).count("the model:") == 1
     launch(*flags(**usual, output=tmp_path / "part", pause_step=2), ends=1)  # the launcher's, of Lamina's 130
-    launch("--resume", *flags(output=tmp_path / "part", pause_step="none"))
+    launch("--resume", *flags(output=tmp_path / "part", pause_step="null"))
     assert len(list((tmp_path / "whole").glob("checkpoints/*/rng_state_*.pth"))) in (0, 2)
     whole, part = (
         [{k: v for k, v in line.items() if k not in TIMING} for line in records(tmp_path / run)]
