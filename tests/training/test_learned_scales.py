@@ -38,7 +38,7 @@ def with_learned_scales():
         options = PLACEMENTS.get(name).options
         names += [name, *(f"{name}({option.name}={value})" for option in options for value in values(option))]
     names.append("keel(learnable_alpha=true, variant=scale_gain)")
-    names += ["keel(wiring=mhc)", "pre_ln(wiring=attn_res)", "fusenorm(wiring=x0)"]
+    names += ["keel(wiring=mhc)", "pre_ln(wiring=attn_res)", "fusenorm(wiring=x0)", "pre_ln(wiring=mudd)"]
     return [name for name in names if learned(name) or "wiring" in name]
 
 
