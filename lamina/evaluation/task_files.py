@@ -39,7 +39,11 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML, in which `!function` is a name."""
 
 
-_Loader.add_constructor("!function", lambda loader, node: Function(str(loader.construct_scalar(node))))
+def _function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Function:
+    return Function(str(loader.construct_scalar(node)))
+
+
+_Loader.add_constructor("!function", _function)
 
 
 def read_task_file(path: Path) -> Json:

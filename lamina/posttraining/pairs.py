@@ -200,14 +200,14 @@ class DpoTrainer(PairTrainer):
 
     def _with_reference(self, dataset: Dataset) -> Dataset:
         """Add the reference's log-probabilities of the answers, in nats."""
+        theirs: Passed = self  # TRL's DPOTrainer
 
         def measure(chosen: list[int]) -> list[tuple[int, float, float]]:
-            inputs: Passed = self._prepare_inputs(self.data_collator([dataset[i] for i in chosen]))
-            both = self.compute_ref_log_probs(self.ref_model, inputs)
+            inputs = theirs._prepare_inputs(theirs.data_collator([dataset[i] for i in chosen]))
+            both = theirs.compute_ref_log_probs(theirs.ref_model, inputs)
             return list(zip(chosen, *(part.tolist() for part in both), strict=True))
 
-        options: Passed = self.args
-        batches = self.held_out_batches(measure, len(dataset), options.precompute_ref_batch_size)
+        batches = self.held_out_batches(measure, len(dataset), theirs.args.precompute_ref_batch_size)
         everyones = self.processes.everyones([row for batch in batches for row in batch])
         rows = sorted(row for part in everyones for row in part)
         for place, column in enumerate(("ref_chosen_logps", "ref_rejected_logps"), start=1):

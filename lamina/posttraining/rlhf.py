@@ -100,7 +100,8 @@ class PolicyTrainer(TunedTrainer, _Online):
     def state_dict(self) -> Json:
         """The same as for other stages, the answers that later steps train on, and the weight of GRPO's entropy."""
         state = {**super().state_dict(), "entropy": [getattr(self, name) for name in _ENTROPY if hasattr(self, name)]}
-        if self._step % (self.args.steps_per_generation * self.num_iterations):
+        options: Passed = self.args
+        if self._step % (options.steps_per_generation * self.num_iterations):
             tensors = {
                 f"{part}.{name}": value.detach().cpu().clone().contiguous()
                 for part, batch in enumerate(self._buffered_inputs)
@@ -111,11 +112,12 @@ class PolicyTrainer(TunedTrainer, _Online):
 
     def load_state_dict(self, state: RunState) -> None:
         super().load_state_dict(state)
-        self._step = max(0, int(state.get("step", 0))) * self.args.gradient_accumulation_steps
+        options: Passed = self.args
+        self._step = max(0, int(state.get("step", 0))) * options.gradient_accumulation_steps
         for name, value in zip(_ENTROPY, state.get("entropy", ()), strict=False):
             setattr(self, name, value)
         if len(answers := state.get("answers", ())) == self.processes.size:  # else they are sampled anew
-            self._buffered_inputs = [{} for _ in range(self.args.steps_per_generation)]
+            self._buffered_inputs = [{} for _ in range(options.steps_per_generation)]
             for name, value in load(base64.b64decode(answers[self.processes.rank])).items():
                 part, _, field = name.partition(".")
                 self._buffered_inputs[int(part)][field] = value.to(self.args.device)
