@@ -200,11 +200,11 @@ def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNo
 class NormedProjections(nn.Module):
     """A backbone's module with norms on its queries, keys or values, or before its last projection.
 
-    With ``ways`` queries, keys and values are of three states, side by side in the last axis of its input.
-    ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each stands beside its projection, which stays the linear
-    layer of transformers: code that wraps, swaps or merges linear layers (LoRA, quantization, serving engines) leaves
-    the norms alone. ``norm_projections`` mixes this class into the module's; its ``forward`` then calls the methods
-    here instead of the projections.
+    The norms are ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each stands beside its projection, which stays
+    the linear layer of transformers: code that wraps, swaps or merges linear layers (LoRA, quantization, serving
+    engines) leaves the norms alone. ``norm_projections`` mixes this class into the module's; its ``forward`` then calls
+    the methods here instead of the projections. With ``ways``, queries, keys and values are projected from three
+    states, which stand side by side in the last axis of the input.
     """
 
     backbone_class: type[nn.Module]

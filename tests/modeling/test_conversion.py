@@ -13,6 +13,7 @@ from lamina.core.architectures import conversions
 from lamina.errors import UserError
 from lamina.modeling import LaminaForCausalLM
 from lamina.modeling.backbones.conversion import from_transformers, largest_difference, load, to_transformers
+from lamina.training.source import stored_plan
 
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "attn_logit_softcapping": None}
 MUP = {"embedding_multiplier": 3.0, "logits_scaling": 0.7, "attention_multiplier": 0.2}
@@ -54,6 +55,14 @@ def refuse_difference(theirs, ours):
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
 def tied(request):
     return request.param
+
+
+@pytest.mark.parametrize("model_type", conversions())
+def test_a_run_from_a_checkpoint_has_the_placement_that_its_weights_have(model_type, tmp_path):
+    """The options that the checkpoint's configuration has fields for, such as Granite's multiplier, included."""
+    model = tiny(model_type)
+    model.save_pretrained(tmp_path / "theirs")
+    assert stored_plan(str(tmp_path / "theirs")).to_dict() == from_transformers(model).config.plan
 
 
 @pytest.mark.parametrize("model_type", conversions())
