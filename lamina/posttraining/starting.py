@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils import skip_init
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -100,21 +101,19 @@ class Start:
 
     def scorer(self) -> PreTrainedModel:
         """Return the model with a score at the last token in place of its readout; the score's weights are new."""
-        config = copy.deepcopy(self.config)
         if self.plan is None:
+            config = copy.deepcopy(self.config)
             config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
-            model: Passed = self._attending(self._loaded(AutoModelForSequenceClassification, config))
-            score = model.score
-        else:
-            policy = self.policy()
-            config = copy.deepcopy(policy.config)
-            config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
-            with torch.device("meta"):
-                model = LaminaForSequenceClassification(cast(LaminaConfig, config))
-            model.model = policy.model
-            score = model.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
-        nn.init.normal_(score.weight, std=float(getattr(config.get_text_config(), "initializer_range", 0.02)))
-        score.to(self.dtype)
+            return self._attending(self._loaded(AutoModelForSequenceClassification, config))
+        policy = self.policy()
+        config = copy.deepcopy(policy.config)
+        config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
+        with torch.device("meta"):
+            model: Passed = LaminaForSequenceClassification(cast(LaminaConfig, config))
+        model.model = policy.model
+        # drawn once, as transformers draws it: from the same seed, score and LoRA matrices begin as TRL's
+        model.score = skip_init(nn.Linear, model.score.in_features, 1, bias=False, dtype=self.dtype)
+        nn.init.normal_(model.score.weight, std=float(getattr(config.get_text_config(), "initializer_range", 0.02)))
         return model.train()
 
     def _loaded(self, auto: type, config: PreTrainedConfig) -> PreTrainedModel:

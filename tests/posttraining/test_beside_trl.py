@@ -6,20 +6,12 @@ import shlex
 import pytest
 import torch
 from posttraining.tiny import write_rows
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from lamina.cli import main
 from lamina.data.tokenizers import load_tokenizer
 from lamina.posttraining.examples import TEMPLATES
 from lamina.posttraining.rlhf import PromptOrder
-from lamina.posttraining.settings import RewardSettings
-from lamina.posttraining.starting import find_start
 from lamina.training.optimization.order import TrainOrder
 
 datasets = pytest.importorskip("datasets")
@@ -60,6 +52,7 @@ TABLE = [
     ("dpo", "pairs", f"{LORA} --lora_modules_to_save lm_head", "", "--template none"),
     ("reward", "pairs", "--center_rewards_coefficient 0.01", "", "--template none"),
     ("reward", "margins", "--gradient_checkpointing True --max_length 30", "", "--template none"),
+    ("reward", "turns of pairs", f"{LORA} --gradient_accumulation_steps 2", "--lora_task_type SEQ_CLS", ""),
     ("grpo", "prompts", f"{POLICY} --gradient_accumulation_steps 2", "", ""),
     ("grpo", "prompts", f"{POLICY} --loss_type dr_grpo --scale_rewards none --num_iterations 2", "", ""),
     ("grpo", "prompts", f"{POLICY} --loss_type bnpo --scale_rewards batch --mask_truncated_completions", "", ""),
@@ -70,7 +63,8 @@ TABLE = [
     ("rloo", "prompts", f"{POLICY} {LORA} --normalize_advantages --steps_per_generation 3", "", ""),
     ("rloo", "prompts", f"{POLICY} --num_iterations 3 --top_k 40", "--epsilon 0.1", "--trl.epsilon 0.1"),
 ]  # fmt: skip
-FAST = ("--no_remove", "--use_dora", "--epsilon_high", "--num_iterations 3")  # one row per kind of trainer
+# One row per kind of trainer
+FAST = ("--no_remove", "--use_dora", f"{LORA} --gradient_acc", "--epsilon_high", "--num_iterations 3")
 
 
 def turn(role, text):
@@ -142,18 +136,13 @@ def by_trl(job, start, rows, flags):
     arguments, model = parser.parse_args_and_config(args=[*shlex.split(USUAL), *shlex.split(flags)])
     if getattr(arguments, "padding_free", False):
         arguments.max_length = None  # TRL refuses its own default of 1024
-    torch.manual_seed(0)
-    made = AutoModelForSequenceClassification if job == "reward" else AutoModelForCausalLM
-    labels = {"num_labels": 1} if job == "reward" else {}
-    whole = made.from_pretrained(start, dtype=getattr(torch, model.dtype), **labels)
     tokenizer = load_tokenizer(str(start))
-    if job == "reward":  # its score's weights are new
-        given = RewardSettings.from_dict({"from_model": str(start), "data": "generated:preferences"})
-        begun = find_start(given, "sequence_classification")
-        torch.manual_seed(0)
-        whole.score.weight.data.copy_(begun.scorer().score.weight)
+    if job == "reward":  # by the path, as TRL's script does: it draws the score, then LoRA's matrices, from the seed
+        whole = str(start)
         # TRL reads the score at the last token that does not pad: before the end, where the same token ends and pads
-        tokenizer.pad_token, whole.config.pad_token_id = tokenizer.convert_ids_to_tokens(0), 0
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    else:
+        whole = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, model.dtype))
     trainer = getattr(trl, f"{name}Trainer")(
         model=whole,
         processing_class=tokenizer,
