@@ -16,7 +16,7 @@ from lamina.core.json_types import Json
 from lamina.core.specs import read_value
 from lamina.core.values import comma_separated, factors, path
 from lamina.errors import UserError, did_you_mean, shortened
-from lamina.jobs.aliases import in_our_words, meaning, passed_on, suggestion
+from lamina.jobs.aliases import in_our_words, is_text, meaning, passed_on, suggestion
 from lamina.jobs.settings import Settings
 
 WIDTHS = (80, 110, 120)  # of the help: narrowest, without a terminal, widest
@@ -43,11 +43,12 @@ SHORTER = {"from_model": ("--from",)}  # "from" is a keyword of Python, so no fi
 class Reader:
     """Reads a flag's text as a value of a setting's type. Its error says what is allowed; the settings check the rest.
 
-    A mapping is read one entry at a time, ``KEY=VALUE``.
+    A mapping is read one entry at a time, ``KEY=VALUE``, by YAML's rules, except what ``files`` declare to be text.
     """
 
     kind: object
     flag: str = ""
+    files: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> tuple[object, ...]:
@@ -63,7 +64,7 @@ class Reader:
             return text
         key, equals, value = text.partition("=")
         if dict in self.kinds and key and equals:
-            return key, read_value(value)
+            return key, value if is_text(key, self.files) else read_value(value)
         try:
             if dict not in self.kinds:
                 return float(text) if float in self.kinds else int(text)
@@ -108,7 +109,7 @@ class Parser(ArgumentParser):
         self.add_argument("--config", default=None, metavar="YAML", help="a YAML file with any of these settings")
         for name in record.names():
             flag, about = f"--{name.replace('_', '-')}", _explained(record.help(name), record.default(name), name)
-            reader = Reader(record.kind(name), flag)
+            reader = Reader(record.kind(name), flag, record.outside.get(name, ()))
             if name in positional or f"{name}..." in positional:
                 self.add_argument(name, nargs="?" if name in positional else "*", default=SUPPRESS, help=about)
             elif record.kind(name) is bool:

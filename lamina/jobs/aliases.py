@@ -50,15 +50,23 @@ def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str |
 
 
 @cache
-def _declared(files: tuple[str, ...]) -> frozenset[str]:
-    """The names, and the fields of installed libraries' classes in the files, whose loading would take seconds."""
-    names = {file for file in files if "/" not in file}
+def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
+    """The names, and the fields of installed libraries' classes in the files, whose loading would take seconds.
+
+    Each field has its type as it is written, each name an empty text.
+    """
+    names = {file: "" for file in files if "/" not in file}
     for package, _, rest in (file.partition("/") for file in files if "/" in file):
         found = importlib.util.find_spec(package)
         for folder in (found.submodule_search_locations or ()) if found is not None else ():
             if (source := Path(folder, rest)).is_file():
-                names.update(re.findall(r"^    (\w+): ", source.read_text(encoding="utf-8"), re.MULTILINE))
-    return frozenset(names)
+                names.update(re.findall(r"^    (\w+): ([^=\n]*)", source.read_text(encoding="utf-8"), re.MULTILINE))
+    return names
+
+
+def is_text(option: str, files: tuple[str, ...]) -> bool:
+    """Return whether another library takes an option for a text, whatever YAML would take it for."""
+    return _declared(files).get(option, "").strip() in ("str", "str | None", "Optional[str]")
 
 
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:

@@ -163,9 +163,9 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
             stored_shapes(folder, "from")
         tokenizer = load_tokenizer(str(place))
         if (end := settings.trl.get("eos_token")) is not None:
-            if end not in tokenizer.get_vocab():
+            if not isinstance(end, str) or end not in tokenizer.get_vocab():
                 raise UserError(f"trl.eos_token: {end!r} is no token of the tokenizer (allowed: one that is)")
-            tokenizer.eos_token = str(end)
+            tokenizer.eos_token = end
         source.check_vocabulary(config.get_text_config(), vocab_size_of(tokenizer), path)
     except UserError as error:
         raise UserError(f"from: {error}" if str(error).startswith(("tokenizer", "model")) else str(error)) from None

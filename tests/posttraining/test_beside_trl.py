@@ -1,17 +1,21 @@
 """TRL's flags, typed at Lamina: the losses are those of TRL's own trainer on the same weights, rows and order."""
 
+import dataclasses
 import json
 import shlex
+from typing import get_type_hints
 
 import pytest
 import torch
 from posttraining.tiny import write_rows
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from lamina.cli import main
+from lamina.commands.arguments import Parser
 from lamina.data.tokenizers import load_tokenizer
 from lamina.posttraining.examples import TEMPLATES
 from lamina.posttraining.rlhf import PromptOrder
+from lamina.posttraining.settings import DpoSettings, RewardSettings, RlhfSettings, SftSettings
 from lamina.training.optimization.order import TrainOrder
 
 datasets = pytest.importorskip("datasets")
@@ -36,7 +40,7 @@ TABLE = [
     ("sft", "text", "--max_length 20 --optim adafactor", "", ""),
     ("sft", "text", "--packing --max_length 64", "--eval_packing false", ""),
     ("sft", "text", "--padding_free", "", ""),
-    ("sft", "text", "--eos_token Z", "", ""),
+    ("sft", "text", "--eos_token !", "", ""),  # which YAML reads as null
     ("sft", "messages", "", "--chat_template_path {marked} --assistant_only_loss", "--template {marked}"),
     ("sft", "turns", LORA, "", ""),
     ("sft", "turns", f"{LORA} --use_dora", "", ""),
@@ -193,3 +197,31 @@ def test_trls_flags_train_as_trl_does(job, form, both, theirs, ours, start, tmp_
         sampled = {"reward", "kl", "completions_mean_length"} if policy and number == 0 else set()
         assert {"loss", "grad_norm"} | sampled <= shared
         assert {k: record[k] for k in shared} == pytest.approx({k: float(line[k]) for k in shared}, rel=1e-5, abs=1e-7)
+
+
+JOBS = {"SFT": SftSettings, "DPO": DpoSettings, "Reward": RewardSettings, "GRPO": RlhfSettings, "RLOO": RlhfSettings}
+NOT_YAMLS = ("!", "null", "~", "yes", "off", "1e-3", "007", "[x]", "{x: 1}", "2024-01-01", "a: b", "# x", " ", "=")
+
+
+def texts_of(kind):
+    """The options of a class that are texts."""
+    hints = get_type_hints(kind)
+    names = [entry.name for entry in dataclasses.fields(kind)]
+    return [name for name in names if hints[name] in (str, str | None)]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_text_of_trls_stays_the_text_that_was_typed(job):
+    parser, kind = Parser("tune", "", ""), getattr(trl, f"{job}Config")
+    parser.add_settings(JOBS[job])
+    common = {entry.name for entry in dataclasses.fields(TrainingArguments)}
+    own = set(texts_of(kind)) - common
+    assert {"log_level", "run_name"} <= set(texts_of(kind)) - own
+    assert own & {"pad_token", "cache_implementation"}
+    for text in NOT_YAMLS:
+        for setting, names in (("trainer", texts_of(TrainingArguments)), ("trl", own)):
+            typed = [word for name in names for word in (f"--{setting}.{name}", text)]
+            assert parser.settings_from(typed)[0] == {setting: dict.fromkeys(names, text)}
+    name = min(own - {"chat_template_path"})  # it is --template's
+    assert parser.settings_from([f"--{name}", "!"])[0] == {"trl": {name: "!"}}
+    assert parser.settings_from([f"--{name}=null"])[0] == {"trl": {name: "null"}}

@@ -210,6 +210,7 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"lora_rank": 2, "lora": {"use_dorra": True}}, "unknown lora argument 'use_dorra'; did you mean 'use_dora'"),
         ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: rows are read, encoded and ordered by Lamina"),
         ({"trl": {"eos_token": "<|im_end|>"}}, "trl.eos_token: '<|im_end|>' is no token of the tokenizer"),
+        ({"trl": {"eos_token": ["x"]}}, "trl.eos_token: ['x'] is no token of the tokenizer"),
     ],
 )
 def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
