@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     texts = tmp_path / "my_texts"
     texts.mkdir()
-    for name in ("qwen-small", "neox-small"):
+    for name in ("qwen-small", "gpt2-small"):
         (tmp_path / name).mkdir()
     words = "The norm sits before, after and between.\n" * 400
     for name in ("words.txt", "my_text.txt", "my_texts/a.txt"):

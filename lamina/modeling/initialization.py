@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lamina.core.architectures import HIDDEN, ROLES
 from lamina.core.initializers import BRANCH_OUT, INITIALIZERS, WITH_GAIN, Facts, check
@@ -30,22 +31,28 @@ class Weight(Facts):
     """A parameter and the facts that an initializer may need. The role "wiring" is never drawn, and does not decay.
 
     ``sublayer`` is "attention", "feed_forward", "embedding" or "readout"; ``rows`` the channels out of a part that is
-    not one matrix.
+    not one matrix. ``transposed``: its first axis are the channels in, as in GPT-2's Conv1D.
     """
 
     name: str
     parameter: torch.Tensor
     sublayer: str
     rows: int | None = None
+    transposed: bool = False
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The parameter as [..., channels out, channels in]."""
+        return self.parameter.T if self.transposed else self.parameter
 
     @property
     def fan_in(self) -> int:
         """Channels in (experts stacked in one tensor count on their own); an embedding's is its width."""
-        return self.parameter.shape[-1]
+        return self.matrix.shape[-1]
 
     @property
     def fan_out(self) -> int:
-        return self.rows or self.parameter.shape[-2]
+        return self.rows or self.matrix.shape[-2]
 
 
 @torch.no_grad()
@@ -125,8 +132,8 @@ def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
         ]
     else:
         return [weight]
-    parts = weight.parameter.split(sizes, dim=-2)
-    return [replace(weight, role=role, parameter=part) for role, part in zip(roles, parts, strict=True)]
+    parts = zip(roles, weight.matrix.split(sizes, dim=-2), strict=True)
+    return [replace(weight, role=role, parameter=part, transposed=False) for role, part in parts]
 
 
 def weights(model: PreTrainedModel) -> Iterator[Weight]:
@@ -158,7 +165,9 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
             embeds = isinstance(modules[owner], nn.Embedding) or name.startswith(f"{prefix}backbone.embeddings.")
             role = "embedding" if embeds else "readout"
         layer, sublayer, wiring = place or (-1, "embedding" if role == "embedding" else "readout", {})
-        yield Weight(name=name, parameter=parameter, role=role, layer=layer, sublayer=sublayer, wiring=wiring, **common)
+        where = {"layer": layer, "sublayer": sublayer, "wiring": wiring}
+        transposed = parameter.ndim == 2 and isinstance(modules[owner], Conv1D)
+        yield Weight(name=name, parameter=parameter, role=role, transposed=transposed, **where, **common)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Copied beside a checkpoint by transformers with the files that it imports: its c
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -168,6 +169,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
             Residual(attention, wiring["attention"], width, style, dropout, scaled["attention"]),
             Residual(feed_forward, wiring["feed_forward"], width, style, dropout, scaled["feed_forward"]),
             state.of_block(index),
+            tuple(inspect.signature(layer.forward).parameters)[1:],  # GPT-2 hands on more than the mask by position
         )
         if hasattr(layer, "attention_type"):  # some models pick the mask by it
             block.attention_type = layer.attention_type
@@ -365,7 +367,8 @@ class LaminaModel(LaminaPreTrainedModel):
             return self.backbone(pixel_values=pixel_values, attention_mask=attention_mask, **kwargs)
         if (input_ids is None) == (inputs_embeds is None) or pixel_values is not None:
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        if self.embedding_norm is not None or self.embedding_scale != 1.0:
+        plain = self.embedding_norm is None and self.embedding_scale == 1.0
+        if not (plain or self._adapter.embeddings):
             x = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
             input_ids, inputs_embeds = None, self._scaled_and_normed(x)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}

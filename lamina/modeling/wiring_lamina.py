@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, SupportsIndex, TypeVar, cast
@@ -483,25 +483,36 @@ ONE_STREAM = BlockState()
 
 
 class Block(GradientCheckpointingLayer):
-    """A layer of the model: the attention's residual, then the feed-forward's."""
+    """A layer of the model: the attention's residual, then the feed-forward's.
 
-    def __init__(self, attention: Residual, feed_forward: Residual, state: BlockState = ONE_STREAM):
+    ``arguments`` name what it is called with by position, after the stream.
+    """
+
+    def __init__(
+        self,
+        attention: Residual,
+        feed_forward: Residual,
+        state: BlockState = ONE_STREAM,
+        arguments: Sequence[str] = ("attention_mask",),
+    ):
         super().__init__()
+        self.arguments = tuple(arguments)
         self.attention = attention
         self.feed_forward = feed_forward
         self.streams, self.sources, self.remembers, self.has_memory, self.slots = state
         takes = inspect.signature(attention.module.forward).parameters.values()
         self._takes_mask = any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in takes)
 
-    def forward(
-        self, hidden_states: torch.Tensor | State, attention_mask: torch.Tensor | None = None, **kwargs: object
-    ) -> torch.Tensor | State:
+    def forward(self, hidden_states: torch.Tensor | State, *args: object, **kwargs: object) -> torch.Tensor | State:
         """``hidden_states`` (the stream x^i) and the result: [batch, tokens, hidden_size]; attention gets the rest.
 
         [batch, tokens, n, hidden_size] of n streams; a State where the plan has a memory.
         """
+        kwargs.update(zip(self.arguments, args, strict=False))
         if self._takes_mask:  # a module of the user's own may not know of masks
-            kwargs["attention_mask"] = attention_mask
+            kwargs.setdefault("attention_mask", None)
+        else:
+            kwargs.pop("attention_mask", None)
         if self.has_memory:
             return self._with_memory(hidden_states, **kwargs)
         x = cast(torch.Tensor, hidden_states)

@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from talking import NAMES, Model, TalkConfig
-from tiny import OF_TEXT, TOKENS, shake, token_ids
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from tiny import OF_TEXT, shake, streams, token_ids
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import lamina
 from lamina.cli import main
@@ -26,7 +18,6 @@ from lamina.errors import UserError
 from lamina.modeling.backbones import count_parameters
 from lamina.modeling.initialization import weights
 
-WITHOUT_GROUPS = {name: size for name, size in OF_TEXT.items() if name != "num_key_value_heads"}
 AS_LLAMA = {
     "backbone.tower.turns": "layers",
     "backbone.words": "embed_tokens",
@@ -141,37 +132,46 @@ def test_an_installed_package_registers_its_model_type(tmp_path):
     assert done.stdout.split() == ["<class", "'talking.Think'>"], done.stderr
 
 
-NEOX = {"attention": "attention", "norm": "final_layer_norm"}
+PAGE = (Path(__file__).parents[2] / "docs/own.md").read_text("utf-8")
+OF_GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 61}
+OF_GPT2 |= {"bos_token_id": 1, "eos_token_id": 1}
+AS_GPT2 = {
+    "model.backbone": "transformer",
+    "attention.pre_norm": "ln_1",
+    "feed_forward.pre_norm": "ln_2",
+    "attention.module": "attn",
+    "feed_forward.module": "mlp",
+}
 
 
-@pytest.mark.parametrize(
-    ("config", "peer", "adapter"),
-    [
-        (GPTNeoXConfig(**WITHOUT_GROUPS, use_parallel_residual=False), GPTNeoXForCausalLM, NEOX),
-        (GPTNeoXConfig(**WITHOUT_GROUPS), GPTNeoXForCausalLM, NEOX),
-        (CohereConfig(**OF_TEXT, **TOKENS, logit_scale=0.5), CohereForCausalLM, None),
-    ],
-)
-def test_another_decoder_is_wired_by_its_names_as_transformers_wires_it(config, peer, adapter):
-    """Cohere has one norm for both branches, which run side by side, as GPT-NeoX's do unless its configuration says."""
-    wiring, cohere = {}, peer is CohereForCausalLM
-    if cohere or config.use_parallel_residual:
-        wiring = {"wiring": "parallel"}
-    model = lamina.build(config, "pre_ln", adapter=adapter, **wiring).eval()
+def test_the_pages_adapter_wires_gpt2_as_transformers_does(tmp_path, monkeypatch):
+    """Its layers take the mask by position, its positions are added to the embeddings, its matrices are [in, out]."""
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"^```python\n(from transformers import AutoModelForCausalLM.*?)^```$", PAGE, re.M | re.S)
+    exec(code, names := {"lamina": lamina})
+    assert torch.equal(*(names[one].eval()(input_ids=token_ids()).logits for one in ("model", "again")))
+    config = GPT2Config(**OF_GPT2)
+    model = lamina.build(config, "pre_ln", adapter=names["adapter"]).eval()
     shake(model)
-    peer = peer(config).eval()
-    names = {
-        "model.backbone.": "model." if cohere else "gpt_neox.",
-        "attention.pre_norm": "input_layernorm",
-        "feed_forward.pre_norm": "post_attention_layernorm",
-        "attention.module": "self_attn" if cohere else "attention",
-        "feed_forward.module": "mlp",
-    }
-    if cohere:
-        for block in model.model.layers:
-            block.feed_forward.pre_norm.load_state_dict(block.attention.pre_norm.state_dict())
-    state = {re.sub("|".join(names), lambda m: names[m[0]], k): v for k, v in model.state_dict().items()}
-    peer.load_state_dict({k: v for k, v in state.items() if k in peer.state_dict()})
-    assert not any("norm.bias" in name for name in state) or not cohere
-    ids = token_ids()
-    torch.testing.assert_close(model(input_ids=ids).logits, peer(input_ids=ids).logits, rtol=0, atol=1e-5)
+    peer = GPT2LMHeadModel(config).eval()
+    renamed = {re.sub("|".join(AS_GPT2), lambda m: AS_GPT2[m[0]], k): v for k, v in model.state_dict().items()}
+    peer.load_state_dict(renamed)
+    ids, mask = token_ids(), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
+        ours, theirs = (one(**given).logits[:, 3:] for one in (model, peer))
+        assert torch.equal(ours, theirs)
+    how = {"do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **how), peer.generate(ids, **how))
+    sizes = [(w.role, w.fan_in, w.fan_out) for w in weights(model) if w.layer == 0 and w.parameter.ndim == 2]
+    assert sizes[:3] == [("query_key_value", 32, 96), ("attention_out", 32, 32), ("feed_forward_in", 32, 128)]
+
+
+def test_gpt2s_embedding_is_normed_with_its_positions():
+    config = GPT2Config(**OF_GPT2)
+    names = {"layers": "h", "attention": "attn", "norm": "ln_f", "embeddings": "drop"}
+    model = lamina.build(config, "peri_ln", adapter=names, embedding_scale=2.0).eval()
+    seen, _ = streams(model, token_ids())
+    wte, wpe = (getattr(model.model.backbone, name).weight for name in ("wte", "wpe"))
+    x = 2.0 * (wte[token_ids()] + wpe[:9])
+    torch.testing.assert_close(seen[0], torch.nn.functional.layer_norm(x, (32,)))

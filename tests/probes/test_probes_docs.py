@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 import lamina
 from lamina.errors import UserError
 from lamina.probes.engine import registry
+from lamina.probes.engine.measure import MIN_SEQUENCES
 from lamina.probes.engine.registry import listed, read
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -34,9 +35,9 @@ def test_the_probe_of_ones_own_measures_what_it_says(tmp_path, tiny_llama):
     code = re.findall(r"<!-- own probe -->\n```python\n(.*?)```", OWN, re.S)[0]
     (tmp_path / "small_values.py").write_text(code, encoding="utf-8")
     model = LlamaForCausalLM(tiny_llama).eval()
-    blocks = torch.randint(0, 61, (4, 8))
+    blocks = torch.randint(0, 61, (MIN_SEQUENCES, 8))
     spec = f"{tmp_path / 'small_values.py'}(limit=0.3)"
-    frame = lamina.probe(model, spec, blocks)["small_values"]
+    frame = lamina.probe(model, spec, blocks, tolerance=1e-9)["small_values"]  # asks for its standard error
     states = model(input_ids=blocks, output_hidden_states=True).hidden_states
     for layer in (0, 1):
         size = states[layer].double().abs()
