@@ -102,9 +102,10 @@ _COHERE = Conversion(
     note="its norm for both branches twice",
 )
 _PHI = replace(_COHERE, rounds=_ADDS)
-# Why the checkpoints of other types with branches side by side are not converted.
+# Why other types are neither wired nor converted.
 UNCONVERTED = dict.fromkeys(
-    ("codegen", "falcon", "gptj"), "its layers return more than the stream, so no other can stand in their place"
+    ("codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj"),
+    "its layers return more than the stream, so no other can stand in their place",
 )
 # The usual names in decoders, in those that are not in the table, too.
 _DECODER = {

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.core import initializers
+from lamina.core.architectures import UNCONVERTED
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError, one_line, shortened, unknown
 from lamina.modeling import initialization
@@ -97,6 +98,8 @@ def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[s
     if adapter is not None:
         config.lamina_adapter = adapter
     check_adapter(config, "")
+    if config.model_type in UNCONVERTED:
+        raise UserError(f"backbone {config.model_type!r}: {UNCONVERTED[config.model_type]} (allowed: another backbone)")
     if torch.get_default_device().type != "meta":
         fields, width = "hidden_size, num_layers, vocab_size", config.hidden_size
         # at least one square matrix per block, and the embedding

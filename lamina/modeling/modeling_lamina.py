@@ -246,9 +246,11 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
     layers = backbone.get_submodule(adapter.layers)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{kind}: layers: {adapter.layers!r} is a {type(layers).__name__} (needed: a ModuleList)")
-    for index in range(len(layers)):
+    for index, layer in enumerate(layers):
         for name in ("attention", "feed_forward"):
             _check_module(backbone, f"{adapter.layers}.{index}.{getattr(adapter, name)}", f"{kind}: {name}")
+            if isinstance(layer.get_submodule(getattr(adapter, name)), nn.ModuleList):
+                raise ValueError(f"{kind}: {name}: {getattr(adapter, name)!r} is a ModuleList (needed: one module)")
     if adapter.dropout and not hasattr(backbone.config, adapter.dropout):
         raise ValueError(f"{kind}: dropout: its configuration has no field {adapter.dropout!r}")
     known = backbone.config.model_type in ADAPTERS  # there a branch's factor is the placement's, as the norms are
@@ -261,15 +263,19 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
                 "placement with an out_scale, such as granite or minicpm)"
             )
     norm = type(backbone.get_submodule(adapter.norm))
-    norms = [child for child in layers[0].children() if "Norm" in type(child).__name__ or type(child) is norm]
+    used = {getattr(adapter, name).partition(".")[0] for name in ("attention", "feed_forward")}
+    others = {key: one for layer in layers for key, one in layer.named_children() if key not in used}
+    norms = {key for key, one in others.items() if "Norm" in type(one).__name__ or type(one) is norm}
     parallel = all(layer["feed_forward"].get("read") == "block_input" for layer in plan["layers"])
     beside = len(norms) < 2 or any(getattr(backbone.config, name, False) for name in PARALLEL)
     if beside and not (parallel or known):
         raise ValueError(f"{kind}: its layers run attention and feed-forward side by side (allowed: wiring=parallel)")
     if not known:
+        lost = [key for key, one in others.items() if key not in norms and any(True for _ in one.parameters())]
         logger.warning_once(
             f"{kind} is not among those whose wiring is checked against transformers ({', '.join(ADAPTERS)}): make "
             "sure that its layers do nothing but attention, feed-forward, norms and adds"
+            + (f"; {', '.join(lost)} of its layers are left out" if lost else "")
         )
 
 

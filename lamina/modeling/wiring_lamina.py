@@ -555,7 +555,8 @@ class InitializesPlan:
         elif isinstance(module, LaminaNorm):
             starts = module.starts()
             for name, parameter in module.named_parameters(recurse=False):
-                init.constant_(parameter, starts[name])
+                if name in starts:  # a norm of one's own may have set more in its constructor
+                    init.constant_(parameter, starts[name])
         else:
             super()._init_weights(module)  # type: ignore[misc]
 

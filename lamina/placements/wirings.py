@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from lamina.core.python_files import guarded
 from lamina.core.registry import Registry
 from lamina.core.values import whole_number
-from lamina.errors import UserError
+from lamina.errors import UserError, shortened
 from lamina.placements.plan import Layer, Mix, Plan, Sources, StreamNorm, Streams
 
 
@@ -28,11 +29,17 @@ class PlanWiring:
 
     def apply(self, plan: Plan, size: int | None) -> Plan:
         """Return the wired plan. Raises UserError for a size or a plan that the wiring does not take."""
-        if "size" in inspect.signature(self.make).parameters:
-            return self.make(plan, size if size is None else whole_number("size", size))
-        if size is not None:
-            raise UserError(f"size: {size!r} has no effect (allowed: none)")
-        return self.make(plan)
+        sizes = (size if size is None else whole_number("size", size),)
+        if "size" not in inspect.signature(self.make).parameters:
+            if size is not None:
+                raise UserError(f"size: {size!r} has no effect (allowed: none)")
+            sizes = ()
+        with guarded("its function"):
+            wired = self.make(plan, *sizes)
+        if not isinstance(wired, Plan) or wired.num_layers != plan.num_layers:
+            made = f"{wired.num_layers} layers" if isinstance(wired, Plan) else shortened(repr(wired), 200)
+            raise UserError(f"its function makes {made} (allowed: a Plan of {plan.num_layers} layers)")
+        return wired
 
 
 WIRINGS: Registry[PlanWiring] = Registry("wiring")

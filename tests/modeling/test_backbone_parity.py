@@ -200,16 +200,24 @@ def test_a_backbone_without_such_projections_refuses_norms_on_them(option):
         lamina.build(configuration("deepseek_v3"), "pre_ln", **{option: "head"})
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "t5", "bert"])  # small by the names that each has for its sizes
+@pytest.mark.parametrize("model_type", ["gpt2", "gptj", "t5", "bert"])  # small by the names that each has for its sizes
 def test_a_backbone_that_cannot_be_wired_is_refused_by_name(model_type):
     small = {"vocab_size": VOCABULARY, "pad_token_id": 0}
     small |= {
         "gpt2": {"n_embd": 32, "n_head": 4},
+        "gptj": {"n_embd": 32, "n_head": 4},
         "t5": {"d_model": 32, "d_ff": 48, "num_heads": 4, "d_kv": 8},
         "bert": SIZES,
     }[model_type]
-    with pytest.raises(UserError, match=model_type):
+    why = "its layers return more" if model_type == "gptj" else "there is no module"
+    with pytest.raises(UserError, match=f"^backbone '{model_type}': .*{why}"):
         lamina.build(AutoConfig.for_model(model_type, **small), "pre_ln", num_layers=2)
+
+
+def test_one_layer_without_a_norm_does_not_make_the_branches_parallel():
+    names = {"attention": "attn", "norm": "final_norm", "embedding_norm": "embeddings.norm"}
+    config = AutoConfig.for_model("modernbert-decoder", **SIZES, vocab_size=VOCABULARY, pad_token_id=0)
+    assert lamina.build(config, "pre_ln", adapter=names).model.layers[1].attention.pre_norm is not None
 
 
 def test_a_backbone_whose_layer_does_more_than_a_placement_says_is_refused():

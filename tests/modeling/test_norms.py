@@ -140,6 +140,23 @@ def test_a_norm_of_ones_own_is_an_option_a_plans_kind_and_in_the_checkpoint(clip
     assert Sublayer(pre_norm="clipped").pre_norm.kind == "clipped"
 
 
+def test_a_norm_of_ones_own_may_have_parameters_of_its_own(clipped, tmp_path):
+    @norm("clipped")
+    class Turned(LaminaNorm):
+        def __init__(self, hidden_size, **options):
+            super().__init__(hidden_size, **options)
+            self.turn = nn.Parameter(torch.eye(hidden_size).flip(0))
+
+        def forward(self, x):
+            return self.apply_gain(x @ self.turn)
+
+    model = lamina.build(llama(), "pre_ln", norm="clipped").eval()
+    assert torch.equal(model.model.norm(torch.arange(32.0)), torch.arange(32.0).flip(0))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(token_ids()).logits, model(token_ids()).logits)
+
+
 def test_a_kind_that_nothing_registers_and_a_name_that_is_taken_are_refused():
     with pytest.raises(UserError, match=r"'clipped' is not one of .*'derf'"):
         Norm(kind="clipped")

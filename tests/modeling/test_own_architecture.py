@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from talking import NAMES, Model, TalkConfig
+from talking import NAMES, Model, TalkConfig, Turn
 from tiny import OF_TEXT, shake, streams, token_ids
+from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import lamina
@@ -111,6 +112,20 @@ def test_a_wrong_name_is_refused_in_one_line_with_what_there_is(changes, says):
     with pytest.raises(UserError, match=says) as caught:
         talking(**changes)
     assert "\n" not in str(caught.value)
+
+
+def test_what_wiring_a_layer_again_leaves_out_is_named(monkeypatch, caplog):
+    begin = Turn.__init__
+
+    def with_more(self, config, index):
+        begin(self, config, index)
+        self.dropout, self.twist, self.pair = nn.Dropout(), nn.Conv1d(4, 4, 1), nn.ModuleList()
+
+    monkeypatch.setattr(Turn, "__init__", with_more)
+    talking()
+    assert "norms and adds; twist of its layers are left out" in caplog.text
+    with pytest.raises(UserError, match=r"attention: 'pair' is a ModuleList \(needed: one module\)"):
+        talking(attention="pair")
 
 
 def test_an_adapter_that_is_none_is_refused_by_a_command_in_one_line(tmp_path, capsys):

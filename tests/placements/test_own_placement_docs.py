@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from transformers import LlamaConfig
 
 import lamina
 from lamina.cli import main
+from lamina.errors import UserError
 from lamina.placements import registry
-from lamina.placements.wirings import WIRINGS
+from lamina.placements.wirings import WIRINGS, wiring
 from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
 
@@ -83,6 +85,20 @@ def test_the_wiring_of_the_page_goes_around_any_norms():
     sources = [block.sources for block in model.model.layers]
     assert [source is not None for source in sources] == [False] * 4 + [True]
     assert sources[-1].weight.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda plan: plan.layers[7], "its function raised IndexError: tuple index out of range"),
+        (lambda plan: None, r"its function makes None \(allowed: a Plan of 5 layers\)"),
+        (lambda plan: replace(plan, layers=plan.layers[:2]), r"its function makes 2 layers \(allowed: a Plan of 5 "),
+    ],
+)
+def test_a_wiring_that_fails_is_refused_in_one_line(function, said):
+    wiring("again", equation="", source="")(function)
+    with pytest.raises(UserError, match=f"^wiring: 'again' on 'keel': {said}"):
+        lamina.build(llama(), "keel", wiring="again")
 
 
 def test_the_yaml_file_means_what_the_page_says():
