@@ -122,8 +122,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
             if not self.trl or isinstance(error, UserError):
                 raise
             raise UserError(f"trl: {one_line(error)}") from error
-        self.series.add_loss(loss)
-        if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
+        if (value := self.failed_loss(loss)) is not None:
             self.guard.see_loss(self.state.global_step + 1, value)
         return loss
 

@@ -279,8 +279,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
 
     def training_step(self, model: nn.Module, inputs: Json, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.series.add_loss(loss)
-        if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
+        if (value := self.failed_loss(loss)) is not None:
             step = self.state.global_step + 1
             whole = self.processes.gathered(inputs[self.bare_model().main_input_name])
             self.layer_rows = hidden_state_rows(self.bare_model(), whole, step)

@@ -14,6 +14,7 @@ from training.tiny_runs import at_step, last_step, layers, records, result
 from lamina.errors import UserError
 from lamina.training import run as training
 from lamina.training.checkpointing.resuming import Rollbacks
+from lamina.training.monitor import recorder
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.settings import PretrainSettings
@@ -136,6 +137,42 @@ def test_a_poisoned_gradient_ends_the_run_and_is_named(trained, before_step, cli
     assert found["status"] == "diverged"
     assert re.search(named(layer, "feed_forward"), found["reason"])
     assert "at step 3" in found["reason"]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Values are read at recorded steps only, as where reading waits for the device."""
+    monkeypatch.setattr(recorder, "reading_waits", lambda tensor: True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_gradient_that_is_read_late_is_told_of_the_step_where_it_broke(
+    trained, before_step, as_on_a_gpu, accumulation, layer
+):
+    def act(trainer, model):
+        weight = next(model.model.layers[layer].feed_forward.module.parameters())
+        weight.register_hook(lambda gradient: gradient * math.nan)
+
+    before_step(3, act)
+    found = trained(steps=8, logging_steps=8, gradient_accumulation=accumulation)
+    assert found["status"] == "diverged"
+    assert "at step 3, read at step 8" in found["reason"]
+    assert re.search(named(layer, "feed_forward"), found["reason"])
+
+
+@pytest.mark.parametrize(("layer", "sublayer"), [(0, "feed_forward"), (2, "attention"), (3, "feed_forward")])
+def test_a_weight_that_is_read_late_names_its_layer_only_where_it_can(
+    trained, before_step, as_on_a_gpu, layer, sublayer
+):
+    before_step(5, poison(layer, sublayer))
+    at_once = trained(num_layers=4, steps=12, eval_steps=12, logging_steps=1)
+    assert re.search(named(layer, sublayer), at_once["reason"])
+    assert "at step 5" in at_once["reason"]
+    before_step(5, poison(layer, sublayer))
+    late = trained("late", num_layers=4, steps=12, eval_steps=12, logging_steps=10)
+    assert "at step 5, read at step 10" in late["reason"]
+    assert "no layer" in late["reason"]
 
 
 def test_a_run_that_diverged_never_logs_a_loss_of_zero(trained, tmp_path):

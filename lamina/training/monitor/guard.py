@@ -76,10 +76,14 @@ class DivergenceGuard:
     def see_steps(self, rows: Iterable[Row]) -> None:
         """Read the loss and the gradient norm of every step since the last record; here only ``see_loss`` decides."""
 
-    def see_gradient(self, step: int, norm: float) -> None:
-        """Check the total gradient norm before clipping. Raises Diverged."""
+    def see_gradient(self, step: int, norm: float, first: int | None = None) -> None:
+        """Check the total gradient norm before clipping; ``first``: the step from which on it was not finite.
+
+        Raises Diverged.
+        """
         if not math.isfinite(norm):
-            raise Diverged(step, f"the gradient's norm is {norm} at step {step}; {self.first_to_leave()}")
+            at = f"step {step}" if first in (None, step) else f"step {first}, read at step {step}"
+            raise Diverged(step, f"the gradient's norm is {norm} at {at}; {self.first_to_leave()}")
 
     def state_dict(self) -> Json:
         """Its observations so far, for a checkpoint."""

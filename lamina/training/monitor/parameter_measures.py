@@ -194,6 +194,35 @@ class GradientNorms:
         return [(step, *owner, 0, "gradient_norm", total**0.5) for owner, total in self.totals(squares.tolist())]
 
 
+def reading_waits(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's value is there only after the device has done all that it was told."""
+    return tensor.device.type != "cpu"
+
+
+class FirstFailure:
+    """The first step whose gradient norm is not finite, and its ``squares()``, kept on the device until they are read.
+
+    On a GPU a run reads its norms where it records. By then every weight may be NaN, and no layer stands out.
+    """
+
+    def __init__(self) -> None:
+        self._step: torch.Tensor | None = None
+        self._squares = torch.zeros(0)
+
+    def see(self, step: int, norm: torch.Tensor, squares: torch.Tensor) -> None:
+        """Note a step's norm [] and squares [groups], without waiting for the device."""
+        failed = ~torch.isfinite(norm)
+        if self._step is None:
+            self._step, self._squares = failed * step, squares
+            return
+        new = failed & (self._step == 0)
+        self._step, self._squares = self._step + new * step, torch.where(new, squares, self._squares)
+
+    def read(self) -> tuple[int, torch.Tensor]:
+        """Return the step and its squares; step 0 if every norm was finite."""
+        return (0 if self._step is None else int(self._step)), self._squares
+
+
 def _in_pieces(x: torch.Tensor, power: int) -> torch.Tensor:
     """The sum of |x|**power in float64, from norms of pieces."""
     whole = x.numel() // _PIECE * _PIECE

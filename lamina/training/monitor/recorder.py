@@ -30,7 +30,15 @@ from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.checkpointing.sharding import sum_partial
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, clip, gain_rows, is_recorded
+from lamina.training.monitor.parameter_measures import (
+    FirstFailure,
+    GradientNorms,
+    UpdateRatios,
+    clip,
+    gain_rows,
+    is_recorded,
+    reading_waits,
+)
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.writers import LastEvaluation, LayersWriter, MetricsWriter, NoWriter, Row, StepSeries
@@ -58,6 +66,7 @@ class MonitoredTrainer(_Trainer):
     evaluation: LastEvaluation = LastEvaluation()  # the last one; the recorder sets step and loss
     overflows: int = 0
     overflows_in_a_row: int = 0
+    first_failure: FirstFailure | None = None
 
     def _clip_grad_norm(self, model: nn.Module) -> Norm:
         squares = self._squares()  # before clipping: a norm that is not finite would spoil every layer's gradient
@@ -92,24 +101,47 @@ class MonitoredTrainer(_Trainer):
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
         self.series.end_step(self.state.global_step, skipped=skipped)
 
+    def failed_loss(self, loss: torch.Tensor) -> float | None:
+        """Add a micro-batch's loss to the series; return its mean over the processes if it is not finite, else None.
+
+        Where reading it waits for the device, it is read at recorded steps. fp16's scaler skips such a step.
+        """
+        self.series.add_loss(loss)
+        late = reading_waits(loss)
+        if late and (self.scaler() is not None or not is_recorded(self.state.global_step + 1, self.args)):
+            return None
+        if math.isfinite(value := self.processes.mean(float(loss))) or (late and self._failure().read()[0]):
+            return None
+        return value
+
+    def _failure(self) -> FirstFailure:
+        self.first_failure = FirstFailure() if self.first_failure is None else self.first_failure
+        return self.first_failure
+
     def _checked(self, norm: Norm, squares: torch.Tensor) -> Norm:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.series.add_norm(norm)
-        step = self.state.global_step + 1
+        first = step = self.state.global_step + 1
         recorded = is_recorded(step, self.args)
         self.layer_rows = []
-        if not recorded and squares.device.type != "cpu":
-            return norm  # reading it would wait for the device
+        if late := reading_waits(squares) and self.scaler() is None:
+            self._failure().see(step, norm, squares)
+        if not recorded and reading_waits(squares):
+            return norm
         value = float(norm)
+        if late and not math.isfinite(value):
+            first, squares = self._failure().read()
         if recorded or not math.isfinite(value):
             assert self.gradient_norms is not None
-            self.layer_rows = self.gradient_norms.rows(step, squares)
+            # One that every layer shares came from the loss, or from a step before it: no layer is its cause.
+            told = first == step or bool(torch.isfinite(squares).any())
+            self.layer_rows = self.gradient_norms.rows(first, squares) if told else []
         if not math.isfinite(value) and self.scaler() is not None and self.overflows_in_a_row < self.guard.patience:
             self.layer_rows = []  # the scaler skips the step and halves its scale: nothing has diverged yet
             return norm
         if not math.isfinite(value):  # the run ends; else the recorder tells the rows, after the losses before them
             self.guard.alarms.see(self.layer_rows)
-        self.guard.see_gradient(step, value)
+        self.guard.see_gradient(step, value, first)
         return norm
 
     def continue_records(self) -> None:
