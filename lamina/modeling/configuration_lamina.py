@@ -81,6 +81,13 @@ class LaminaConfig(PreTrainedConfig):
             )
         super().__post_init__(**kwargs)
 
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Return the fields as they are: the backbone's configuration has converted the rotary parameters already.
+
+        Transformers 5.17 would spoil ModernBERT's.
+        """
+        return kwargs
+
     def __getattr__(self, name: str) -> Any:
         """Return the backbone's field; Python asks here only for fields that this configuration lacks."""
         backbone = self.__dict__.get("backbone_config")

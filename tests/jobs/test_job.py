@@ -3,13 +3,14 @@
 import json
 import os
 import subprocess
+from importlib import metadata
 
 import pytest
 
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs import environment
-from lamina.jobs.files import write_text, write_yaml, writing
+from lamina.jobs.files import write_json, write_text, write_yaml, writing
 from lamina.jobs.folder import LOCK, REPLACES, hold, lock
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind, kind_of
@@ -188,6 +189,16 @@ def test_holding_a_folder_deletes_a_linked_draft_but_not_what_it_leads_to(folder
         pass
     assert not (folder / ".model-draft").is_symlink()
     assert (tmp_path / "home" / "letter").read_text() == "mine"
+
+
+def test_a_checkout_that_is_not_installed_knows_its_own_folders(tmp_path, monkeypatch):
+    def missing(package):
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(environment.metadata, "version", missing)
+    write_json(tmp_path / "environment.json", environment.environment(0))
+    with hold(tmp_path, resume=True) as resumes:
+        assert resumes
 
 
 @pytest.fixture(autouse=True)
