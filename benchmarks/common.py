@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,7 @@ class Contender:
 
     ``benchmarks/worker.py`` is the other end: a line of JSON when the model is built and warm, then one for each turn.
 
-    Raises:
-        Absent: what it needs isn't installed, or it can't run here; the message says why.
+    ``ready`` raises Absent where what it needs isn't installed, or it can't run here; the message says why.
     """
 
     def __init__(self, name: str, precision: str, compile: str, shape: dict[str, Any], threads: int | None):
@@ -132,7 +132,11 @@ class Contender:
         command = [sys.executable, str(ROOT / "benchmarks" / "worker.py")]
         command += [json.dumps({"name": name, "precision": precision, "compile": compile, "threads": threads, **shape})]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        self.ready = self._answer()
+
+    @cached_property
+    def ready(self) -> dict[str, Any]:
+        """What it says once its model is built and warm; waits for that. Raises Absent."""
+        return self._answer()
 
     @property
     def label(self) -> str:

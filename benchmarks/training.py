@@ -60,13 +60,17 @@ def compare(
     span = max(1, together - 1)
     for start in range(0, max(1, len(others)), span):
         group: list[Contender] = []
+        made = Made(shape, threads)
         try:
-            for way in [baseline, *others[start : start + span]]:
+            starting = map(made.start, [baseline, *others[start : start + span]])
+            # On a GPU's many cores they compile side by side, and their first steps take longer than alone.
+            for contender in list(starting) if torch.cuda.is_available() else starting:
+                way = (contender.name, contender.precision, contender.compile)
                 try:
-                    group.append(Contender(*way, shape, threads))
-                    say(f"  {group[-1].label}: first step {group[-1].ready['first_step']:.1f} s")
+                    say(f"  {contender.label}: first step {contender.ready['first_step']:.1f} s")
+                    group.append(contender)
                 except Absent as reason:
-                    say(f"  {way[0]}, {way[1]}, {way[2]}: left out, {reason}")
+                    say(f"  {contender.label}: left out, {reason}")
                     found[f"{way}"] = {"name": way[0], "precision": way[1], "compile": way[2], "absent": str(reason)}
                     if way == baseline:
                         return list(found.values())
@@ -80,9 +84,25 @@ def compare(
                 found.setdefault(key, record)
                 say(f"  {contender.label}: {record['tokens_per_second']} tokens/s, x{record['speed_ratio']}")
         finally:
-            for contender in group:
-                contender.kill()
+            made.kill()
     return list(found.values())
+
+
+class Made:
+    """The contenders that run."""
+
+    def __init__(self, shape: dict[str, Any], threads: int | None):
+        self.shape, self.threads, self.all = shape, threads, list[Contender]()
+
+    def start(self, way: Way) -> Contender:
+        """Start one; it builds its model by itself."""
+        self.all.append(Contender(*way, self.shape, self.threads))
+        return self.all[-1]
+
+    def kill(self) -> None:
+        """End them all."""
+        for contender in self.all:
+            contender.kill()
 
 
 def measured(
