@@ -85,7 +85,7 @@ def path_of(folder: Path, placement: str, files: dict[str, Path], scale: float, 
         from_model=at["pretrain"], data=str(files["sft"]), output=at["sft"], steps=steps["sft"],
         learning_rate=1e-3, **tuned,
     )  # fmt: skip
-    tuned["template"] = "auto"  # the template is saved with the fine-tuned model
+    tuned["template"] = "tokenizer"  # saved with the fine-tuned model; "auto" would leave texts as they are
     api.reward(
         from_model=at["sft"], data=str(files["preferences"]), output=at["reward"], steps=steps["reward"],
         learning_rate=3e-4, **tuned,

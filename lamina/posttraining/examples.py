@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -238,6 +238,18 @@ def _up_to(role: str, turns: Messages) -> Messages:
     return turns[: last + 1]
 
 
+def _answered(turns: Messages) -> Messages:
+    """Return turns with one of the assistant's among them. Raises ValueError for others."""
+    _up_to("assistant", turns)
+    return turns
+
+
+def _shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """The number of items that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (first, second) in pairs if first != second), min(len(one), len(other)))
+
+
 def as_turns(text: Prompt, role: str = "user") -> Messages:
     """Return a text as a turn; turns stay as they are."""
     return [{"role": role, "content": text}] if isinstance(text, str) else text
@@ -258,21 +270,19 @@ def _no_form(row: Fields, forms: str) -> ValueError:
 def example_of(row: Fields) -> Json:
     """Return a row as ``prompt`` and ``completion``, two texts that are used unchanged, or as ``messages``.
 
-    ``asked``: the number of messages before the completion, where not all of the assistant's turns are trained on, or
-    others are. ``options``: the template's. Raises ValueError for a row of no known form.
+    ``asked``: the number of messages before a completion, which is trained on whole; without it, the assistant's turns
+    are. ``options``: the template's. Raises ValueError for a row of no known form.
     """
     named = trls_form(row, ("messages", "prompt", "completion"))
     if "messages" in named:
-        return {"messages": _up_to("assistant", named["messages"]), **_options(row)}
+        return {"messages": _answered(named["messages"]), **_options(row)}
     if "prompt" not in named or "completion" not in named:
         raise _no_form(row, "messages, or prompt and completion, or instruction and output, or text")
     prompt, completion = named["prompt"], named["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return {"prompt": prompt, "completion": completion}
-    asked, answer = as_turns(prompt), as_turns(completion, "assistant")
-    several = len(answer) > 1 or any(turn["role"] == "assistant" for turn in asked)
-    apart = {"asked": len(asked)} if several else {}  # else the only answer is the last turn
-    return {"messages": [*asked, *_up_to("assistant", answer)], **apart, **_options(row)}
+    asked, answer = as_turns(prompt), _answered(as_turns(completion, "assistant"))
+    return {"messages": [*asked, *answer], "asked": len(asked), **_options(row)}
 
 
 def preference_of(row: Fields) -> Json:
@@ -280,21 +290,26 @@ def preference_of(row: Fields) -> Json:
     named = trls_form(row, ("prompt", "chosen", "rejected"))
     if not ("chosen" in named and "rejected" in named):
         raise _no_form(row, "chosen and rejected, with or without a prompt")
-    if isinstance(named["chosen"], str) and isinstance(named["rejected"], str):
-        if "prompt" not in named:  # TRL's implicit prompt: what both begin with, without its last space
-            better, worse = named["chosen"], named["rejected"]
-            pairs = enumerate(zip(better, worse, strict=False))
-            shared = next((at for at, (one, other) in pairs if one != other), None)
-            prompt = better[: min(len(better), len(worse)) - 1] if shared is None else better[:shared].removesuffix(" ")
-            named = {"prompt": prompt, "chosen": better[len(prompt) :], "rejected": worse[len(prompt) :]}
-        return {"prompt": prompt_of(named), "chosen": named["chosen"], "rejected": named["rejected"]}
-    chosen, rejected = (_up_to("assistant", as_turns(named[name], "assistant")) for name in ("chosen", "rejected"))
-    if rejected[:-1] != chosen[:-1]:
-        raise ValueError("'chosen' and 'rejected' differ before their last turn")
-    prompt = chosen[:-1] or prompt_of(named)
-    answers = {"chosen": chosen[-1], "rejected": rejected[-1]}
-    plain = {n: turn["content"] if turn.keys() == {"role", "content"} else [turn] for n, turn in answers.items()}
-    return {"prompt": prompt, **plain, **_options(row)}
+    better, worse = named["chosen"], named["rejected"]
+    texts = isinstance(better, str) and isinstance(worse, str)
+    if not texts:
+        better, worse = as_turns(better, "assistant"), as_turns(worse, "assistant")
+    # whole conversations begin with the user's turn, also where a row has their prompt again
+    if "prompt" in named and (texts or better[0]["role"] == "assistant"):
+        prompt = prompt_of(named)
+    else:  # TRL's implicit prompt: what both begin with, of a text without its last space
+        shared, shorter = _shared(better, worse), min(len(better), len(worse))
+        prompt = better[: min(shared, shorter - 1)]
+        if texts and shared < shorter:
+            prompt = prompt.removesuffix(" ")
+        better, worse = better[len(prompt) :], worse[len(prompt) :]
+    if texts:
+        return {"prompt": prompt_of({"prompt": prompt}), "chosen": better, "rejected": worse, **_options(row)}
+    if not prompt:
+        raise ValueError("'chosen' and 'rejected' begin with different turns")
+    answers = {"chosen": _answered(better), "rejected": _answered(worse)}
+    plain = {n: t[0]["content"] if [{*turn} for turn in t] == [{"role", "content"}] else t for n, t in answers.items()}
+    return {"prompt": as_turns(prompt), **plain, **_options(row)}
 
 
 def prompt_of(row: Fields) -> Prompt:
@@ -371,10 +386,12 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
 
 
 @cache
-def _for_training(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
-    """Return TRL's form of a known template, in which the answers are marked; None without one."""
-    from trl.chat_template_utils import get_training_chat_template
+def _marked(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """Return the template in which answers are marked: itself, or TRL's form of a known one; None without one."""
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
+    if has_generation_markers(template):
+        return template
     before, tokenizer.chat_template = tokenizer.chat_template, template
     try:
         return get_training_chat_template(tokenizer)
@@ -393,23 +410,26 @@ class ExampleEncoder:
         template: Jinja, for conversations; None for text that is used unchanged.
         longest: tokens of the longest sequence.
         loss_on_all: whether the prompt's tokens are labels, too.
+        wraps_texts: whether a text is a turn for the template; else it is used unchanged, as in TRL.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: str | None
     longest: int
     loss_on_all: bool = False
+    wraps_texts: bool = False
 
     def example(self, example: Fields) -> Json:
         """Encode an example of ``example_of`` as ``input_ids`` and ``labels``, cut to ``longest``.
 
         Raises ValueError if no token to train on is left.
         """
-        text, answers = self._spans(example)
-        ids, ends = self._tokens(text, special="completion" in example)
-        # A token that reaches into an answer belongs to it, even if it begins in the prompt.
-        inside = [any(start < end <= stop for start, stop in answers) for end in ends]
-        labels = [i if self.loss_on_all or answer else IGNORED for i, answer in zip(ids, inside, strict=True)]
+        if self.wraps_texts and "completion" in example:
+            turns = as_turns(example["prompt"])
+            answer = as_turns(example["completion"], "assistant")
+            example = {"messages": [*turns, *answer], "asked": len(turns)}
+        ids, inside = self._tokens_and_labels(example)
+        labels = [i if answer else IGNORED for i, answer in zip(ids, inside, strict=True)]
         if all(label == IGNORED for label in labels[: self.longest]):
             if True not in inside:
                 raise ValueError("the answer has no tokens")
@@ -421,7 +441,7 @@ class ExampleEncoder:
 
     def prompt(self, prompt: Prompt, *, room: int = 1) -> list[int]:
         """Encode a prompt. Raises ValueError if it leaves less than ``room`` tokens for the answer."""
-        plain = self.template is None and isinstance(prompt, str)
+        plain = isinstance(prompt, str) and not self.wraps_texts
         ids = self._tokens(self.prompt_text(prompt), special=plain)[0]
         if len(ids) + room > self.longest:
             raise ValueError(
@@ -431,7 +451,7 @@ class ExampleEncoder:
 
     def prompt_text(self, prompt: Prompt) -> str:
         """Return a prompt as the text that the model continues."""
-        if self.template is None and isinstance(prompt, str):
+        if isinstance(prompt, str) and not self.wraps_texts:
             return prompt
         return self.render(as_turns(prompt), answers=True)
 
@@ -439,7 +459,7 @@ class ExampleEncoder:
         """Encode the better and the worse answer of ``preference_of``, each with the prompt. Raises ValueError."""
         prompt = preference["prompt"]
         both: list[Json] = [{"prompt": prompt, "completion": preference[name]} for name in ("chosen", "rejected")]
-        if self.template is not None or not isinstance(prompt, str):
+        if not isinstance(prompt, str):
             turns, options = as_turns(prompt), preference.get("options", {})
             wholes = ([*turns, *as_turns(one["completion"], "assistant")] for one in both)
             both = [{"messages": whole, "asked": len(turns), "options": options} for whole in wholes]
@@ -470,42 +490,51 @@ class ExampleEncoder:
         except Exception as error:  # Jinja's own, and whatever a template raises by its raise_exception
             raise ValueError(f"the template does not take it: {one_line(error)}") from None
 
-    def _spans(self, example: Fields) -> tuple[str, list[tuple[int, int]]]:
-        """Return an example's text, and the first and last character of each answer in it."""
-        if "completion" in example:
+    def _tokens_and_labels(self, example: Fields) -> tuple[list[int], list[bool]]:
+        """Return an example's tokens, and for each whether it is a label."""
+        options, plain = example.get("options", {}), "completion" in example
+        if plain:
             end = str(self.tokenizer.eos_token)
             text = example["prompt"] + example["completion"].removesuffix(end) + end
-            return text, [(len(example["prompt"]), len(text))]
+        elif self.loss_on_all or "asked" in example:
+            text = self.render(example["messages"], answers=False, options=options)
+        else:
+            text, spans = self._answers(example["messages"], options)
+            ids, places = self._tokens(text, special=False)
+            return ids, [any(begin < stop and end > start for start, stop in spans) for begin, end in places]
+        ids = self._tokens(text, special=plain)[0]
         if self.loss_on_all:
-            text = self.render(example["messages"], answers=False, options=example.get("options", {}))
-            return text, [(0, len(text))]
-        rendered, options = self._answers(example), example.get("options", {})
-        if rendered is None and (marked := _for_training(self.tokenizer, str(self.template))):
-            turns, names = [dict(turn) for turn in example["messages"]], self.tokenizer.special_tokens_map
+            return ids, [True] * len(ids)
+        asked = example.get("asked")
+        prompt = example["prompt"] if plain else self.render(example["messages"][:asked], answers=True, options=options)
+        # as in TRL, the completion begins where its tokens are not the prompt's alone
+        first = _shared(self._tokens(prompt, special=plain)[0], ids)
+        return ids, [place >= first for place in range(len(ids))]
+
+    def _answers(self, messages: Messages, options: Fields) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation; return the first and last character of each of the assistant's turns in it, too.
+
+        Raises ValueError if a turn reads otherwise where others follow it, and no template marks the answers.
+        """
+        text, spans = self.render(messages, answers=False, options=options), []
+        if marked := _marked(self.tokenizer, str(self.template)):
+            turns, names = [dict(turn) for turn in messages], self.tokenizer.special_tokens_map
             how: Json = {**names, **options, "chat_template": marked, "return_assistant_tokens_mask": True}
             marks: Any = render_jinja_template([turns], **how)  # by conversation the text, and its answers' spans
-            rendered = marks[0][0], marks[1][0]
-        if rendered is None:
-            raise ValueError(
-                "the template renders the turns before an answer differently without it (another --template)"
-            )
-        return rendered
-
-    def _answers(self, example: Fields) -> tuple[str, list[tuple[int, int]]] | None:
-        """Render a conversation with its answers' spans; None if a turn reads otherwise where others follow it."""
-        messages, render = example["messages"], partial(self.render, options=example.get("options", {}))
-        text, asked, spans = render(messages, answers=False), example.get("asked"), []
+            return marks[0][0], marks[1][0]
         for index, message in enumerate(messages):
-            if index == asked or (asked is None and message["role"] == "assistant"):
+            if message["role"] == "assistant":
                 # transformers refuses to render no turns
-                before = render(messages[:index], answers=True) if index else ""
-                through = text if asked is not None else render(messages[: index + 1], answers=False)
+                before = self.render(messages[:index], answers=True, options=options) if index else ""
+                through = self.render(messages[: index + 1], answers=False, options=options)
                 if not (through.startswith(before) and text.startswith(through)):
-                    return None
+                    raise ValueError(
+                        "the template renders the turns before an answer differently without it (another --template)"
+                    )
                 spans.append((len(before), len(through)))
         return text, spans
 
-    def _tokens(self, text: str, *, special: bool) -> tuple[list[int], list[int]]:
-        """A text's token ids, and the character at which each ends."""
+    def _tokens(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """A text's token ids, and the characters at which each begins and ends."""
         encoded: Any = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-        return list(encoded["input_ids"]), [int(end) for _, end in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), encoded["offset_mapping"]

@@ -163,9 +163,17 @@ class RewardModeling(PairStage[RewardSettings]):
     columns = (("chosen_ids", "chosen_whole"), ("rejected_ids", "rejected_whole"))
 
     def encoded(self, row: Fields) -> Json:
-        """Encode a preference, with its margin. Raises ValueError for a margin that is no number."""
+        """Encode a preference, with its margin. Raises ValueError for a margin that is no number, and a cut answer.
+
+        TRL, too, leaves out pairs that are too long: the score at the last token would not be the whole answer's.
+        """
         margin = {"margin": _margin(row["margin"])} if "margin" in row else {}
-        return super().encoded(row) | margin
+        encoded = super().encoded(row)
+        if encoded["truncated"]:
+            raise ValueError(
+                f"an answer ends after {self.encoder.longest} tokens, prompt included (allowed: at most that)"
+            )
+        return encoded | margin
 
     def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
         data = super().dataset(encoded_rows, train=train)

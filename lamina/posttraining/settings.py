@@ -86,8 +86,8 @@ class DataSettings(Settings, group="data"):
     eval_examples: int = setting(256, "held-out examples per evaluation (0 for all)", at_least(0))
     template: str = setting(
         "auto",
-        "how turns become text: auto (the tokenizer's template; else alpaca, or chat), none, tokenizer, alpaca, "
-        "human, chat, plain, or a Jinja file",
+        "how turns become text: auto (the tokenizer's template; else alpaca, or chat), none, or, also for texts, "
+        "tokenizer, alpaca, human, chat, plain, or a Jinja file",
         place,
     )
     sequence_length: int | None = setting(

@@ -11,7 +11,7 @@ from lamina.errors import UserError
 from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
 from lamina.modeling.processes import Processes
-from lamina.posttraining.examples import IGNORED, Fields, as_turns, example_of, read_template
+from lamina.posttraining.examples import IGNORED, Fields, example_of, read_template
 from lamina.posttraining.settings import SftSettings
 from lamina.posttraining.trainer import Passed, TunedTrainer, trl
 from lamina.posttraining.tuning import Row, TuningStage, tune
@@ -59,12 +59,10 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         return None  # with ``auto``, the first conversation decides
 
     def encoded(self, row: Fields) -> Json:
-        example, encoder, choice = example_of(row), self.encoder, self.settings.template
-        if "completion" in example and choice not in ("auto", "none"):
-            example = {"messages": [*as_turns(example["prompt"]), *as_turns(example["completion"], "assistant")]}
-        if encoder.template is None and "messages" in example:
+        example, encoder = example_of(row), self.encoder
+        if encoder.template is None and ("messages" in example or encoder.wraps_texts):
             default = "alpaca" if "instruction" in row else "chat"
-            encoder.template = read_template(choice, self.start.tokenizer, default=default)
+            encoder.template = read_template(self.settings.template, self.start.tokenizer, default=default)
         return encoder.example(example)
 
     def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:

@@ -374,6 +374,7 @@ class TuningStage(TrainingStage[S]):
             template=self.template(),
             longest=self.start.longest,
             loss_on_all=getattr(settings, "loss_on", "answer") == "all",
+            wraps_texts=settings.template not in ("auto", "none"),
         )
         rows, skipped = read("data", str(settings.data), self.encoded, skip_bad=settings.skip_bad)
         apart, others = None, 0

@@ -47,15 +47,16 @@ TABLE = [
     ("sft", "turns", f"{LORA} --use_rslora", "", ""),
     ("sft", "turns", f"{LORA} --lora_modules_to_save lm_head", "", ""),
     ("sft", "turns", LORA, "--dtype bfloat16", "--weights bf16"),
-    ("dpo", "pairs", "--beta 0.3 --loss_type ipo", "", "--template none"),
-    ("dpo", "pairs", f"{MPO} --label_smoothing 0.1", "", "--template none"),
-    ("dpo", "pairs", "--precompute_ref_log_probs --precompute_ref_batch_size 5 --ld_alpha 0.3", "", "--template none"),
-    ("dpo", "pairs", f"{LORA} --precompute_ref_log_probs", "", "--template none"),
+    ("dpo", "pairs", "--beta 0.3 --loss_type ipo", "", ""),
+    ("dpo", "pairs", f"{MPO} --label_smoothing 0.1", "", ""),
+    ("dpo", "pairs", "--precompute_ref_log_probs --precompute_ref_batch_size 5 --ld_alpha 0.3", "", ""),
+    ("dpo", "pairs", f"{LORA} --precompute_ref_log_probs", "", ""),
     ("dpo", "turns of pairs", "--f_divergence_type js_divergence --ld_alpha 0.5 --use_weighting", "", ""),
-    ("dpo", "pairs", f"{LORA} --use_dora", "", "--template none"),
-    ("dpo", "pairs", f"{LORA} --lora_modules_to_save lm_head", "", "--template none"),
-    ("reward", "pairs", "--center_rewards_coefficient 0.01", "", "--template none"),
-    ("reward", "margins", "--gradient_checkpointing True --max_length 30", "", "--template none"),
+    ("dpo", "pairs", f"{LORA} --use_dora", "", ""),
+    ("dpo", "longer turns of pairs", "", "", ""),
+    ("dpo", "pairs", f"{LORA} --lora_modules_to_save lm_head", "", ""),
+    ("reward", "pairs", "--center_rewards_coefficient 0.01", "", ""),
+    ("reward", "margins", "--gradient_checkpointing True --max_length 30", "", ""),
     ("reward", "turns of pairs", f"{LORA} --gradient_accumulation_steps 2", "--lora_task_type SEQ_CLS", ""),
     ("grpo", "prompts", f"{POLICY} --gradient_accumulation_steps 2", "", ""),
     ("grpo", "prompts", f"{POLICY} --loss_type dr_grpo --scale_rewards none --num_iterations 2", "", ""),
@@ -90,6 +91,7 @@ def rows_of(form):
             "margins": {**pair, "margin": len(word) / 5},
             "pairs": pair,
             "turns of pairs": {"chosen": [*asked, *answer], "rejected": [*asked, *worse]},
+            "longer turns of pairs": {"prompt": asked, "chosen": [*answer, *asked, *answer], "rejected": worse},
         }[form])  # fmt: skip
     return made
 
@@ -185,7 +187,7 @@ def test_trls_flags_train_as_trl_does(job, form, both, theirs, ours, start, tmp_
         f"--max_steps {STEPS} --logging_steps 1 --learning_rate 1e-2 --batch-size {size} --device cpu {both} {ours}"
     )
     if policy:
-        flags += f" --algorithm {job} --reward-function rewards.py:low --reward-clip 0 --template none"
+        flags += f" --algorithm {job} --reward-function rewards.py:low --reward-clip 0"
     assert main(["rlhf" if policy else job, *shlex.split(flags)]) == 0, capsys.readouterr().err
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if "loss" in record]

@@ -22,6 +22,7 @@ from lamina.posttraining.examples import (
     prompt_of,
     read,
 )
+from lamina.posttraining.pairs import PairStage
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -103,6 +104,15 @@ TOOLS = [
         {"prompt": TURNS[:4], "completion": TURNS[4:]},
         {"prompt": TURNS[:2], "completion": TURNS[2:]},
         {"prompt": TURNS[:2], "completion": TURNS[2:3], "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": TURNS[1:4]},
+        {"prompt": TURNS[:2], "completion": TURNS[2:4]},
+        {"prompt": [user("q"), assistant("The sky")], "completion": [assistant(" is blue.")]},
+        {
+            "prompt": [user("q")],
+            "completion": [assistant("a") | {"reasoning_content": "hm"}],
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
     ],
 )
 def test_what_a_family_s_own_template_reads_is_encoded_as_trl_does(tokenizer, row, family, loss):
@@ -118,6 +128,40 @@ def test_what_a_family_s_own_template_reads_is_encoded_as_trl_does(tokenizer, ro
     form = chat_template_utils.get_training_chat_template(tokenizer) if marked else template
     ids, labels = trl_labels(tokenizer, row, form, marked)
     assert (ours["input_ids"], ours["labels"]) == (ids, ids if loss == "all" else labels)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gptoss"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},  # texts stay texts
+        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+        {"prompt": TURNS[:2], "chosen": TURNS[2:3], "rejected": [assistant("No.")]},
+        {"chosen": TURNS, "rejected": [*TURNS[:4], assistant("Hm.")]},
+        {"prompt": TURNS[:2], "chosen": TURNS[2:], "rejected": [*TURNS[2:4], assistant("Hm.")]},
+        {"prompt": TURNS[:2], "chosen": TURNS[2:], "rejected": [assistant("No.")]},
+        {"chosen": TURNS, "rejected": [*TURNS[:2], assistant("No."), *TURNS[3:]]},
+        {"prompt": TURNS[:2], "chosen": TURNS[2:3], "rejected": [assistant("No.")], "tools": TOOLS},
+    ],
+)
+def test_a_pair_is_encoded_as_trl_does(tokenizer, row, family):
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+
+    template = getattr(chat_template_utils, f"{family}_chat_template")
+    ours = SimpleNamespace(encoder=encoder(tokenizer, template, longest=4096))
+    if family == "llama3" and "tools" in row:
+        with pytest.raises(ValueError, match="it has 'tools', which the template does not take"):
+            PairStage.encoded(ours, row)
+        return
+    ours = PairStage.encoded(ours, row)
+    tokenizer.chat_template = template
+    given = {"output_dir": "none", "max_length": None, "use_cpu": True, "bf16": False}
+    data, trainer = Dataset.from_list([row]), SimpleNamespace(_tokenizer=tokenizer)
+    (pair,) = DPOTrainer._prepare_dataset(trainer, data, tokenizer, DPOConfig(**given), "train")
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    assert {name: ours[name] for name in names} == {name: pair[name] for name in names}
+    (whole,) = RewardTrainer._prepare_dataset(trainer, data, tokenizer, RewardConfig(**given), "train")
+    assert (ours["chosen_whole"], ours["rejected_whole"]) == (whole["chosen_ids"], whole["rejected_ids"])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -155,13 +199,15 @@ def test_adam_minis_template_is_its_own(tokenizer):
     ],
 )
 def test_formats_of_the_same_conversation_are_the_same(row):
-    assert example_of(row) == {"messages": [user("q"), assistant("a")]}
+    example = example_of(row)
+    assert example.pop("asked", 1) == 1
+    assert example == {"messages": [user("q"), assistant("a")]}
     assert prompt_of(row) == [user("q")]
 
 
 def test_of_a_row_with_several_forms_the_complete_one_counts():
     both = {"prompt": "p", "instruction": "q", "output": "a"}
-    assert example_of(both) == {"messages": [user("q"), assistant("a")]}
+    assert example_of(both) == {"messages": [user("q"), assistant("a")], "asked": 1}
     assert prompt_of(both) == [user("q")]
     assert example_of({**both, "completion": "b"}) == {"prompt": "p", "completion": "b"}
     assert prompt_of({"prompt": "p", "instruction": "q"}) == "p"
@@ -232,7 +278,7 @@ def test_preferences_of_texts_share_their_beginning_as_trl_finds_it(answers):
 def test_preferences_of_whole_conversations_share_their_beginning():
     row = {"chosen": [user("q"), assistant("good")], "rejected": [user("q"), assistant("bad")]}
     assert preference_of(row) == {"prompt": [user("q")], "chosen": "good", "rejected": "bad"}
-    with pytest.raises(ValueError, match="differ before their last turn"):
+    with pytest.raises(ValueError, match="'chosen' and 'rejected' begin with different turns"):
         preference_of({**row, "rejected": [user("other"), assistant("bad")]})
 
 
