@@ -11,7 +11,6 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from lamina import __version__
 from lamina.core.json_types import Json
 
 _WRITTEN = ("studies/records", "docs/results")  # recording one study does not make the next one's code another
@@ -19,7 +18,7 @@ _WRITTEN = ("studies/records", "docs/results")  # recording one study does not m
 
 def environment(seed: int, kind: str = "") -> Json:
     """Return the content of environment.json: kind, versions, machine, seed, and git revision of the source tree."""
-    versions = {"lamina": __version__}  # also where the package runs from a checkout that is not installed
+    versions = {"lamina": sys.modules["lamina"].__version__}  # of a checkout that is not installed, too
     for package in ("torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow", "trl", "peft"):
         try:
             versions[package] = metadata.version(package)
