@@ -81,7 +81,7 @@ class LaminaConfig(PreTrainedConfig):
             )
         super().__post_init__(**kwargs)
 
-    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
+    def convert_rope_params_to_dict(self, **kwargs: object) -> dict[str, object]:
         """Return the fields as they are: the backbone's configuration has converted the rotary parameters already.
 
         Transformers 5.17 would spoil ModernBERT's.
