@@ -16,7 +16,7 @@ from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
 from lamina.placements.matching import layer_facts
 from lamina.probes.census import census
-from lamina.probes.census.census import stirred
+from lamina.probes.census.census import _MOST_PARAMETERS, _narrower, _size, _smaller, stirred
 
 LAYERS = 8
 
@@ -250,3 +250,9 @@ def test_code_beside_a_checkpoint_is_not_run(tmp_path, capsys):
     assert main(["placements", "--of", str(tmp_path)]) == 2
     assert "code of its own" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_a_large_type_is_made_with_few_experts_and_channels(family):
+    config = _smaller(AutoConfig.for_model(family))
+    assert _size(config) > _MOST_PARAMETERS > _size(_narrower(config))

@@ -46,7 +46,9 @@ from lamina.probes.structure.sites import NormSite, Point, Structure, SublayerSi
 _SEQUENCES = 3
 _LENGTHS = (13, 11, 17, 19, 23)
 _FEW_LAYERS, _FEW_TOKENS = 4, 512
-_MOST_PARAMETERS = 1_000_000_000  # of a model that is made of a configuration alone
+# Of a model that is made of a configuration alone: those above which it gets smaller, and the most.
+_MANY_PARAMETERS, _MOST_PARAMETERS = 100_000_000, 1_000_000_000
+_FEW_EXPERTS, _FEW_CHANNELS = 16, 256
 _CLOSE = 1e-5
 _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 
@@ -507,12 +509,15 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
     """Return a model of a configuration with random weights, with fewer layers and tokens where it would be large."""
     note = "made of the configuration alone, with random weights"
     count = _size(config)
-    if count > _MOST_PARAMETERS // 10:
+    if count > _MANY_PARAMETERS:
         config = _smaller(config)
         note += (
             f", {_FEW_LAYERS} layers and {_FEW_TOKENS} tokens: a factor that depends on the depth is that of so many"
         )
         count = _size(config)
+    if count > _MANY_PARAMETERS:
+        narrow = _narrower(config)
+        config, count = narrow, _size(narrow)
     if count > _MOST_PARAMETERS:
         raise UserError(
             f"model: {config.model_type!r} has {count:,} parameters even with {_FEW_LAYERS} layers (allowed: its "
@@ -556,4 +561,16 @@ def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:
             setattr(text, name, 0)
     if getattr(text, "vocab_size", None):
         text.vocab_size = min(text.vocab_size, _FEW_TOKENS)
+    return small
+
+
+def _narrower(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration with few experts and feed-forward channels, which no placement depends on."""
+    small = copy.deepcopy(config)
+    text = backbone_of(small)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, int) and name.endswith(("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")):
+            setattr(text, name, min(value, _FEW_CHANNELS))
+        elif isinstance(value, int) and name.endswith(("num_experts", "local_experts", "routed_experts")):
+            setattr(text, name, min(value, _FEW_EXPERTS))
     return small
