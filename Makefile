@@ -12,7 +12,7 @@ PROSE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs lamina examples
 SUITES := command_lines damaged_files models kills families
 SEED ?= 0
 
-.PHONY: eval-data commonsense-data ladder-text demo test test-all check format reliability bench bench-gpu bench-peers pictures docs results results-docs clean
+.PHONY: eval-data commonsense-data ladder-text demo test test-all test-gpu check format reliability bench bench-gpu bench-peers pictures docs results results-docs clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
@@ -22,6 +22,10 @@ test: $(VENV)/.development
 
 test-all: $(VENV)/.development
 	$(BIN)/python -m pytest -n 2 -m "" $(ARGS)
+
+# Needs a GPU, and what lamina[posttrain] and pytest need, of whatever Python is there (make PYTHON=...).
+test-gpu:
+	CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-0} $(PYTHON) -m pytest -m "" tests/gpu $(ARGS)
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .

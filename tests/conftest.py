@@ -6,6 +6,7 @@ import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # numbers are those of a CPU; make test-gpu shows a GPU
 
 import pytest
 import torch
