@@ -67,6 +67,8 @@ class MonitoredTrainer(_Trainer):
     overflows: int = 0
     overflows_in_a_row: int = 0
     first_failure: FirstFailure | None = None
+    _wrapped: nn.Module | None = None
+    _bare: LaminaForCausalLM
 
     def _clip_grad_norm(self, model: nn.Module) -> Norm:
         squares = self._squares()  # before clipping: a norm that is not finite would spoil every layer's gradient
@@ -148,9 +150,11 @@ class MonitoredTrainer(_Trainer):
         """Restore, when training begins, what the resumed trainer had collected since its last record."""
 
     def bare_model(self) -> LaminaForCausalLM:
-        """The model without the wrappers of accelerate and DDP."""
+        """The model without the wrappers of accelerate and DDP; accelerate searches all of its modules for them."""
         assert self.model is not None
-        return self.accelerator.unwrap_model(self.model)
+        if self._wrapped is not self.model:
+            self._wrapped, self._bare = self.model, self.accelerator.unwrap_model(self.model)
+        return self._bare
 
 
 TWICE_SECONDS = 3.0
