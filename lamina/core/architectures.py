@@ -178,6 +178,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "vit": Architecture(title="ViT", roles=_VIT),
 }
 _STARCODER2 = {"feed_forward.c_fc": "feed_forward_in", "feed_forward.c_proj": "feed_forward_out"}
+_STARCODER2 |= {"attention.out_proj": "attention_out"}  # of Mamba's relatives
 # The names of all rows: other backbones are likely to use them, too. No two rows disagree on a name.
 ROLES: dict[str, str] = {name: role for row in ARCHITECTURES.values() for name, role in row.roles.items()} | _STARCODER2
 HIDDEN = "hidden"  # a weight of a block whose name has no role

@@ -40,13 +40,16 @@ from .wiring_lamina import SCALES, Block, InitializesPlan, LaminaNorm, NormStyle
 logger = logging.get_logger(__name__)
 
 
+HALVES = ("attention", "feed_forward")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """The names of a model type's modules and the heads that fit it. A module's name may be a path ("encoder.layer").
 
     Args:
-        layers: the backbone's list of layers; ``attention`` and ``feed_forward``: a layer's two modules; ``norm``: the
-            backbone's final norm.
+        layers: the backbone's list of layers; ``attention`` and ``feed_forward``: a layer's two modules, of several
+            names ("self_attn|mamba") the first that it has; ``norm``: the backbone's final norm.
         dropout: the configuration's field for the dropout that the layer (not its modules) applies to its branches.
         head_bias: whether the readout has a bias.
         stacked: the attention's one projection to queries, keys and values, where it has one.
@@ -60,8 +63,8 @@ class Adapter:
     """
 
     layers: str = "layers"
-    attention: str = "self_attn"
-    feed_forward: str = "mlp"
+    attention: str = "self_attn|linear_attn|mamba|conv"
+    feed_forward: str = "mlp|feed_forward"
     norm: str = "norm"
     dropout: str | None = None
     head_bias: bool = False
@@ -73,6 +76,17 @@ class Adapter:
     heads: tuple[str, ...] = ("causal_lm", "sequence_classification")
     roles: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The path in a Block of each module that a layer may have."""
+        return {name: f"{half}.module" for half in HALVES for name in getattr(self, half).split("|")}
+
+    def halves(self, layer: nn.Module) -> list[str]:
+        """The paths of a layer's two modules."""
+        have = {name for name, _ in layer.named_modules()}
+        names = [getattr(self, half).split("|") for half in HALVES]
+        return [next((name for name in every if name in have), every[0]) for every in names]
 
     @classmethod
     def of(cls, names: object) -> Adapter:
@@ -156,12 +170,11 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     width = backbone_config.hidden_size
     dropout = float(getattr(backbone_config, adapter.dropout)) if adapter.dropout else 0.0
     scaled = {
-        part: [name for name in SCALES if any(w[part].get(name, 1.0) != 1.0 for w in plan["layers"])]
-        for part in ("attention", "feed_forward")
+        part: [name for name in SCALES if any(w[part].get(name, 1.0) != 1.0 for w in plan["layers"])] for part in HALVES
     }
     state = StatePlan(plan, width, style.eps)
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
-        attention, feed_forward = layer.get_submodule(adapter.attention), layer.get_submodule(adapter.feed_forward)
+        attention, feed_forward = map(layer.get_submodule, adapter.halves(layer))
         ways = bool((wiring.get("sources") or {}).get("multiway"))
         norm_projections(attention, plan, style, adapter.stacked, wiring["attention"].get("inner_norm"), ways)
         norm_projections(feed_forward, NO_QKV, style, inner=wiring["feed_forward"].get("inner_norm"))
@@ -208,7 +221,7 @@ def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: di
     The layers' own norms are gone from the plans: Lamina's stand where every process has all channels. Those on
     queries, keys and values do so only in a head; over the full width the projections are gathered, as in OLMo 2.
     """
-    parts = {adapter.attention: "attention.module", adapter.feed_forward: "feed_forward.module"}
+    parts = adapter.parts
     inside = re.compile(rf"({re.escape(adapter.layers)}\.(?:\*|\d+)\.)([^.]+)(?=\.|$)(.*)")
     for name in ("_tp_plan", "_ep_plan", "_fsdp_plan"):
         renamed = {}
@@ -218,12 +231,12 @@ def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: di
             elif found[2] in parts:
                 renamed[f"{found[1]}{parts[found[2]]}{found[3]}"] = style
         setattr(backbone, name, renamed)
-    prefix = f"{adapter.layers}.*.{parts[adapter.attention]}."
+    prefix = f"{adapter.layers}.*.attention.module."
     if "full" in (plan["qk_norm"], plan["v_norm"]) and f"{prefix}q_proj" in backbone.tp_plan:
         for key, style in (CONFIG_MAPPING["olmo2"].base_model_tp_plan or {}).items():
             if ".self_attn." in key:
                 backbone.tp_plan[prefix + key.rpartition(".")[2]] = style
-    for half in ("attention", "feed_forward"):  # a norm before the last projection reads all of its channels
+    for half in HALVES:  # a norm before the last projection reads all of its channels
         if any(layer[half].get("inner_norm") for layer in plan["layers"]):
             whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
             inside_half = f"{adapter.layers}.*.{half}.module."
@@ -247,14 +260,14 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{kind}: layers: {adapter.layers!r} is a {type(layers).__name__} (needed: a ModuleList)")
     for index, layer in enumerate(layers):
-        for name in ("attention", "feed_forward"):
-            _check_module(backbone, f"{adapter.layers}.{index}.{getattr(adapter, name)}", f"{kind}: {name}")
-            if isinstance(layer.get_submodule(getattr(adapter, name)), nn.ModuleList):
-                raise ValueError(f"{kind}: {name}: {getattr(adapter, name)!r} is a ModuleList (needed: one module)")
+        for name, path in zip(HALVES, adapter.halves(layer), strict=True):
+            _check_module(backbone, f"{adapter.layers}.{index}.{path}", f"{kind}: {name}")
+            if isinstance(layer.get_submodule(path), nn.ModuleList):
+                raise ValueError(f"{kind}: {name}: {path!r} is a ModuleList (needed: one module)")
     if adapter.dropout and not hasattr(backbone.config, adapter.dropout):
         raise ValueError(f"{kind}: dropout: its configuration has no field {adapter.dropout!r}")
     known = backbone.config.model_type in ADAPTERS  # there a branch's factor is the placement's, as the norms are
-    halves = [layer[half] for layer in plan["layers"] for half in ("attention", "feed_forward")]
+    halves = [layer[half] for layer in plan["layers"] for half in HALVES]
     scaled = all("out_scale" in half or "out_scale_learned" in half for half in halves)  # left out where it is 1
     for scale in ("residual_multiplier", "scale_depth"):
         if not (scaled or known) and getattr(backbone.config, scale, None) not in (None, 1, 1.0):
@@ -263,8 +276,8 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
                 "placement with an out_scale, such as granite or minicpm)"
             )
     norm = type(backbone.get_submodule(adapter.norm))
-    used = {getattr(adapter, name).partition(".")[0] for name in ("attention", "feed_forward")}
-    others = {key: one for layer in layers for key, one in layer.named_children() if key not in used}
+    used = {(layer, path.partition(".")[0]) for layer in layers for path in adapter.halves(layer)}
+    others = {key: one for layer in layers for key, one in layer.named_children() if (layer, key) not in used}
     norms = {key for key, one in others.items() if "Norm" in type(one).__name__ or type(one) is norm}
     parallel = all(layer["feed_forward"].get("read") == "block_input" for layer in plan["layers"])
     beside = len(norms) < 2 or any(getattr(backbone.config, name, False) for name in PARALLEL)

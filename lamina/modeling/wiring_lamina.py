@@ -8,6 +8,7 @@ Copied beside a checkpoint by transformers, so it imports only torch, transforme
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -496,23 +497,29 @@ class Block(GradientCheckpointingLayer):
         arguments: Sequence[str] = ("attention_mask",),
     ):
         super().__init__()
-        self.arguments = tuple(arguments)
         self.attention = attention
         self.feed_forward = feed_forward
         self.streams, self.sources, self.remembers, self.has_memory, self.slots = state
-        takes = inspect.signature(attention.module.forward).parameters.values()
-        self._takes_mask = any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in takes)
+        takes = inspect.signature(attention.module.forward).parameters
+        known = (*takes, "attention_mask")  # what the attention does not know would be lost without a word
+        self.arguments = tuple(itertools.takewhile(known.__contains__, arguments))
+        self._takes_mask = "attention_mask" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        self._is_recurrent = "cache_params" in takes  # the cache's name in Mamba's relatives
 
     def forward(self, hidden_states: torch.Tensor | State, *args: object, **kwargs: object) -> torch.Tensor | State:
         """``hidden_states`` (the stream x^i) and the result: [batch, tokens, hidden_size]; attention gets the rest.
 
         [batch, tokens, n, hidden_size] of n streams; a State where the plan has a memory.
         """
+        if len(args) > len(self.arguments):
+            raise TypeError(f"layers get more than the attention takes by name: {', '.join(self.arguments)}")
         kwargs.update(zip(self.arguments, args, strict=False))
         if self._takes_mask:  # a module of the user's own may not know of masks
             kwargs.setdefault("attention_mask", None)
         else:
             kwargs.pop("attention_mask", None)
+        if self._is_recurrent:
+            kwargs["cache_params"] = kwargs.pop("past_key_values", None)
         if self.has_memory:
             return self._with_memory(hidden_states, **kwargs)
         x = cast(torch.Tensor, hidden_states)

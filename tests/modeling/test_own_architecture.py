@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reliability.tiny_families import MORE, tiny_model
 from talking import NAMES, Model, TalkConfig, Turn
 from tiny import OF_TEXT, shake, streams, token_ids
 from torch import nn
@@ -190,3 +191,52 @@ def test_gpt2s_embedding_is_normed_with_its_positions():
     wte, wpe = (getattr(model.model.backbone, name).weight for name in ("wte", "wpe"))
     x = 2.0 * (wte[token_ids()] + wpe[:9])
     torch.testing.assert_close(seen[0], torch.nn.functional.layer_norm(x, (32,)))
+
+
+HYBRIDS = {
+    "qwen3_next": ({}, {}, 1),  # its stored gain w means 1 + w
+    "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1}, {"norm": "final_layernorm"}, 0),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, {"norm": "embedding_norm"}, 0),
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@torch.no_grad()
+def test_a_hybrid_is_wired_as_transformers_wires_it(family, monkeypatch, tmp_path):
+    """Its layers mix tokens by attention or by a recurrence, under names of their own; so is the cache's there."""
+    changes, names, offset = HYBRIDS[family]
+    monkeypatch.setitem(MORE, family, {**MORE.get(family, {}), **changes})
+    theirs = tiny_model(family)
+    ours = lamina.build(theirs.config, "pre_ln", adapter=names or None).eval()
+    layers, ids = ours.model.layers, token_ids()
+    assert len({type(block.attention.module) for block in layers}) == 2
+    body, backbone = theirs.base_model, ours.model.backbone
+    for name in ("embed_tokens", names.get("norm", "norm")):
+        backbone.get_submodule(name).weight.copy_(body.get_submodule(name).weight + offset * (name != "embed_tokens"))
+    ours.lm_head.load_state_dict(theirs.lm_head.state_dict())
+    for layer, block in zip(body.layers, layers, strict=True):
+        parts = [part for name, part in layer.named_children() if "norm" not in name]
+        before = [part for name, part in layer.named_children() if "norm" in name]
+        mixer, feed_forward = sorted(parts, key=lambda part: type(part) is not type(block.attention.module))
+        halves = (block.attention, block.feed_forward)
+        for half, module, norm in zip(halves, (mixer, feed_forward), before, strict=True):
+            half.module.load_state_dict(module.state_dict())
+            half.pre_norm.weight.copy_(norm.weight + offset)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
+        assert torch.equal(*(one(**given).logits[mask == 1] for one in (ours, theirs)))
+    how = {"do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7, "pad_token_id": 0}
+    assert torch.equal(ours.generate(ids, **how), theirs.generate(ids, **how))
+    ours.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(input_ids=ids).logits, ours(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("placement", ["keel(wiring=mhc)", "fusenorm(wiring=x0)", "mix_ln(wiring=attn_res)"])
+def test_a_hybrid_takes_any_placement(placement):
+    model = lamina.build(tiny_model("qwen3_next").config, placement).train()
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    assert all(p.grad.isfinite().all() for name, p in model.named_parameters() if "experts" not in name)
+    with pytest.raises(UserError, match=r"Qwen3NextGatedDeltaNet has no projection 'q_proj'"):
+        lamina.build(tiny_model("qwen3_next").config, "pre_ln", wiring="mudd")

@@ -130,8 +130,7 @@ def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> 
     inner = key.removeprefix(prefix)
     if match := re.fullmatch(rf"({re.escape(adapter.layers)}\.\d+)\.(\w+)\.(.+)", inner):
         layer, part, rest = match.groups()
-        modules = {adapter.attention: "attention.module", adapter.feed_forward: "feed_forward.module"}
-        inner = f"{layer}.{norms.get(part) or modules.get(part, part)}.{rest}"
+        inner = f"{layer}.{norms.get(part) or adapter.parts.get(part, part)}.{rest}"
     return f"model.backbone.{inner}"
 
 
