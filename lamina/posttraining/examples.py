@@ -7,7 +7,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -411,6 +411,7 @@ class ExampleEncoder:
         longest: tokens of the longest sequence.
         loss_on_all: whether the prompt's tokens are labels, too.
         wraps_texts: whether a text is a turn for the template; else it is used unchanged, as in TRL.
+        options: the template's, for prompts without an answer.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -418,6 +419,7 @@ class ExampleEncoder:
     longest: int
     loss_on_all: bool = False
     wraps_texts: bool = False
+    options: Fields = field(default_factory=dict)
 
     def example(self, example: Fields) -> Json:
         """Encode an example of ``example_of`` as ``input_ids`` and ``labels``, cut to ``longest``.
@@ -453,7 +455,7 @@ class ExampleEncoder:
         """Return a prompt as the text that the model continues."""
         if isinstance(prompt, str) and not self.wraps_texts:
             return prompt
-        return self.render(as_turns(prompt), answers=True)
+        return self.render(as_turns(prompt), answers=True, options=self.options)
 
     def preference(self, preference: Fields) -> tuple[Json, Json]:
         """Encode the better and the worse answer of ``preference_of``, each with the prompt. Raises ValueError."""

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
 
 from lamina.core.json_types import Json
+from lamina.core.values import mapping
 from lamina.errors import UserError
 from lamina.jobs.files import write_text
 from lamina.jobs.job import Job
@@ -46,7 +47,7 @@ from lamina.training.run import TrainingRun
 _Online: Passed = object  # one of TRL's online trainers, in the classes below
 
 REUSE = {"steps_per_generation", "num_iterations"}  # TRL's: the steps that train on the same answers
-SAMPLING = {"top_p", "top_k", "min_p", "repetition_penalty"}  # TRL's arguments for sampled answers
+SAMPLING = {"top_p", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs"}  # TRL's, of prompts and answers
 _ENTROPY = ("entropy_coef", "_last_world_entropy")  # what TRL's GRPOTrainer adapts
 HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-out prompt, by evaluation
 
@@ -367,6 +368,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
             self.part, self.theirs = PolicyTrainer, job.settings.algorithm.upper()
         elif others := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers are transformers'
             raise UserError(f"trl.{min(others)}: no effect on remax (allowed: {', '.join(sorted(SAMPLING))})")
+        mapping("trl.chat_template_kwargs", job.settings.trl.get("chat_template_kwargs") or {})
         for name in REUSE & job.settings.trl.keys():
             at_least(1)(f"trl.{name}", job.settings.trl[name])
         if job.settings.trl.get("use_vllm") and importlib.util.find_spec("vllm") is None:

@@ -32,7 +32,7 @@ _FLAGGED = re.compile(
 )
 _REFUSED = {
     r"model_init_kwargs|trust_remote_code|pad_token": "the model and its tokenizer are those of --from",
-    r"(dataset|chat_template)_\w+|shuffle_dataset|truncation_mode|packing_strategy|eval_packing": (
+    r"dataset_\w+|chat_template_path|shuffle_dataset|truncation_mode|packing_strategy|eval_packing": (
         "rows are read, encoded and ordered by Lamina, so that a run resumes exactly"
     ),
     r"sync_ref_model|ref_model_\w+": "records and checkpoints hold a policy to the model that it starts from",

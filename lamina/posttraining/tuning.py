@@ -375,6 +375,7 @@ class TuningStage(TrainingStage[S]):
             longest=self.start.longest,
             loss_on_all=getattr(settings, "loss_on", "answer") == "all",
             wraps_texts=settings.template not in ("auto", "none"),
+            options=settings.trl.get("chat_template_kwargs") or {},
         )
         rows, skipped = read("data", str(settings.data), self.encoded, skip_bad=settings.skip_bad)
         apart, others = None, 0

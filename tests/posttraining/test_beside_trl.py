@@ -54,17 +54,20 @@ TABLE = [
     ("dpo", "turns of pairs", "--f_divergence_type js_divergence --ld_alpha 0.5 --use_weighting", "", ""),
     ("dpo", "pairs", f"{LORA} --use_dora", "", ""),
     ("dpo", "longer turns of pairs", "", "", ""),
+    ("dpo", "pairs", "--max_length 14", "", ""),
     ("dpo", "pairs", f"{LORA} --lora_modules_to_save lm_head", "", ""),
     ("reward", "pairs", "--center_rewards_coefficient 0.01", "", ""),
     ("reward", "margins", "--gradient_checkpointing True --max_length 30", "", ""),
     ("reward", "turns of pairs", f"{LORA} --gradient_accumulation_steps 2", "--lora_task_type SEQ_CLS", ""),
+    ("reward", "pairs", "--max_length 19", "", "--skip-bad"),  # the longer pairs are left out
     ("grpo", "prompts", f"{POLICY} --gradient_accumulation_steps 2", "", ""),
     ("grpo", "prompts", f"{POLICY} --loss_type dr_grpo --scale_rewards none --num_iterations 2", "", ""),
     ("grpo", "prompts", f"{POLICY} --loss_type bnpo --scale_rewards batch --mask_truncated_completions", "", ""),
     ("grpo", "prompts", f"{POLICY} {LORA} --epsilon_high 4e-4 --importance_sampling_level sequence --loss_type grpo "
      "--gradient_accumulation_steps 2 --steps_per_generation 4", "--epsilon 3e-4", "--trl.epsilon 3e-4"),
     ("grpo", "prompts", f"{POLICY} --use_adaptive_entropy --entropy_target 5 --top_p 0.9", "", ""),
-    ("rloo", "prompts", f"{POLICY} --gradient_accumulation_steps 2", "", ""),
+    ("grpo", "asked", f"{POLICY} --chat_template_kwargs '{{\"mood\": \" Ha!\"}}'", "", ""),
+    ("rloo", "asked", f"{POLICY} --gradient_accumulation_steps 2", "", ""),
     ("rloo", "prompts", f"{POLICY} {LORA} --normalize_advantages --steps_per_generation 3", "", ""),
     ("rloo", "prompts", f"{POLICY} --num_iterations 3 --top_k 40", "--epsilon 0.1", "--trl.epsilon 0.1"),
 ]  # fmt: skip
@@ -88,6 +91,7 @@ def rows_of(form):
             "messages": {"messages": [*asked, *answer, turn("user", "sure"), turn("assistant", word)]},
             "turns": {"prompt": [*asked, *answer, turn("user", "sure")], "completion": [turn("assistant", word)]},
             "prompts": {"prompt": f"the {word} is"},
+            "asked": {"prompt": [*asked, *answer, turn("user", "sure")]},
             "margins": {**pair, "margin": len(word) / 5},
             "pairs": pair,
             "turns of pairs": {"chosen": [*asked, *answer], "rejected": [*asked, *worse]},
@@ -100,7 +104,7 @@ def rows_of(form):
 def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
     tokenizer = load_tokenizer("bytes")
-    tokenizer.chat_template = TEMPLATES["chat"]
+    tokenizer.chat_template = TEMPLATES["chat"] + "{% if add_generation_prompt and mood %}{{ mood }}{% endif %}"
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ends = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
@@ -123,7 +127,8 @@ def low(prompt, answer, row):
 def rewarded(prompts, completions, **rest):
     names = {}
     exec(REWARD, names)
-    return [names["low"](prompt, answer, {}) for prompt, answer in zip(prompts, completions, strict=True)]
+    texts = [answer if isinstance(answer, str) else answer[0]["content"] for answer in completions]
+    return [names["low"](prompt, text, {}) for prompt, text in zip(prompts, texts, strict=True)]
 
 
 class Reseeded(TrainerCallback):
