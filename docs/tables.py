@@ -21,7 +21,7 @@ from measured_tables import (
 from results_pages import tolerance
 from scipy import stats
 
-from lamina.core.architectures import conversions, verified
+from lamina.core.architectures import ARCHITECTURES, conversions
 from lamina.jobs.columns import RESULT_COLUMNS
 from lamina.placements import get, names
 from lamina.placements.wirings import WIRINGS
@@ -68,14 +68,20 @@ def columns_table() -> str:
     return f"{', '.join(columns)}.\n\n\\* where it applies; in parentheses: the name on the pages, if it is another one"
 
 
+def verified_types() -> str:
+    """The model types whose wiring is tested against transformers: all that Lamina knows."""
+    others = [row.title for row in ARCHITECTURES.values() if row.conversion is None]
+    return f"what [`lamina convert`](convert.md) takes, {', '.join(others)}."
+
+
 def conversions_table() -> str:
     """One row per placement that model types of transformers have: the types, the placement, half precision."""
     rows = {}
     for model_type, conversion in conversions().items():
         note = f": {conversion.note}" if conversion.note else ""
-        half = "differs by rounding" if conversion.rounds else "the same logits"
+        half = "rounded" if conversion.rounds else "the same"
         rows.setdefault(f"`{conversion.placement}`{note} | {half} |", []).append(f"`{model_type}`")
-    lines = ["| model type | placement in Lamina | in half precision |", "|---|---|---|"]
+    lines = ["| model type | placement in Lamina | logits in half precision |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {', '.join(types)} | {row}" for row, types in rows.items())])
 
 
@@ -351,7 +357,7 @@ def tables() -> dict[str, str]:
     found |= {
         "front-page": front_page_table(),
         "initializers": initializers_table(),
-        "verified": f"{verified()}.",
+        "verified": verified_types(),
         "conversions": conversions_table(),
         "columns": columns_table(),
     }

@@ -117,11 +117,12 @@ class Adapter:
 # backbone is taken for a decoder. What else Lamina knows of these model types is in core/architectures.py.
 DECODER = Adapter()
 ADAPTERS: dict[str, Adapter] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text"), DECODER),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DECODER),
-    **dict.fromkeys(("olmo3", "smollm3", "granite", "hyperclovax", "minicpm3"), DECODER),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "ernie4_5"), DECODER),
+    "phi3": Adapter(dropout="resid_pdrop"),
+    **dict.fromkeys(("seed_oss", "starcoder2", "apertus", "exaone4", "olmo2", "olmo3"), DECODER),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "glm4", "granite", "hyperclovax"), DECODER),
+    **dict.fromkeys(("stablelm", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "minicpm3"), DECODER),
     "gpt_neox": Adapter(attention="attention", norm="final_layer_norm", dropout="hidden_dropout"),
-    **dict.fromkeys(("stablelm", "cohere", "cohere2"), DECODER),
     "phi": Adapter(norm="final_layernorm", dropout="resid_pdrop", head_bias=True),
     "modernbert": Adapter(
         attention="attn",

@@ -29,11 +29,10 @@ class PlanWiring:
 
     def apply(self, plan: Plan, size: int | None) -> Plan:
         """Return the wired plan. Raises UserError for a size or a plan that the wiring does not take."""
-        sizes = (size if size is None else whole_number("size", size),)
-        if "size" not in inspect.signature(self.make).parameters:
-            if size is not None:
-                raise UserError(f"size: {size!r} has no effect (allowed: none)")
-            sizes = ()
+        takes = "size" in inspect.signature(self.make).parameters
+        if size is not None and not takes:
+            raise UserError(f"size: {size!r} has no effect (allowed: none)")
+        sizes = (size if size is None else whole_number("size", size),) if takes else ()
         with guarded("its function"):
             wired = self.make(plan, *sizes)
         if not isinstance(wired, Plan) or wired.num_layers != plan.num_layers:

@@ -40,6 +40,10 @@ def parallel():
     return resolve("pre_ln", NUM_LAYERS, wiring="parallel")
 
 
+def sandwich():
+    return resolve("sandwich_ln", NUM_LAYERS)
+
+
 def scaled():
     return resolve("granite", NUM_LAYERS, multiplier=0.3)
 
@@ -52,6 +56,13 @@ def scaled_by_depth():
     return resolve("minicpm", NUM_LAYERS)
 
 
+APERTUS = {"attention_layernorm": "attention.pre_norm", "feedforward_layernorm": "feed_forward.pre_norm"}
+GLM4 = {
+    "input_layernorm": "attention.pre_norm",
+    "post_self_attn_layernorm": "attention.out_norm",
+    "post_attention_layernorm": "feed_forward.pre_norm",
+    "post_mlp_layernorm": "feed_forward.out_norm",
+}
 HYPERCLOVA = {**PRE_LN, "post_norm1": "attention.out_norm", "post_norm2": "feed_forward.out_norm"}
 MUP = {"embedding_multiplier": 3.0, "logits_scaling": 0.7, "attention_multiplier": 0.2}
 MLA = {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "head_dim": 8}
@@ -59,6 +70,14 @@ GEMMA3 = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
 GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 BACKBONES = {
     "llama": (pre_ln, PRE_LN, {}),
+    "apertus": (pre_ln, APERTUS, {}),
+    "ernie4_5": (pre_ln, PRE_LN, {}),
+    "exaone4": (out_ln, OUT_LN, {"sliding_window": 4, "sliding_window_pattern": 2}),
+    "gemma": (pre_ln, PRE_LN, {"head_dim": 16}),
+    "glm4": (sandwich, GLM4, {"head_dim": 8}),
+    "phi3": (pre_ln, PRE_LN, {"resid_pdrop": 0.0}),
+    "seed_oss": (pre_ln, PRE_LN, {"head_dim": 8}),
+    "starcoder2": (pre_ln, PRE_LN, {"sliding_window": 4}),
     "mistral": (pre_ln, PRE_LN, {"sliding_window": 4}),
     "qwen2": (pre_ln, PRE_LN, {}),
     "qwen3": (pre_ln, PRE_LN, {"head_dim": 16}),
@@ -88,8 +107,11 @@ BACKBONES = {
 }
 
 
-PLUS_ONE = {"gemma2", "gemma3_text"}
+PLUS_ONE = {"gemma", "gemma2", "gemma3_text"}
 NO_MORE_NORMS = {
+    "apertus",
+    "exaone4",
+    "phi3",
     "qwen3",
     "olmo2",
     "olmo3",

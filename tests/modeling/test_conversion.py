@@ -21,6 +21,8 @@ MLA = {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "head_dim": 8, "
 MORE = {
     "mistral": {"sliding_window": 4},
     "qwen3": {"head_dim": 16},
+    "exaone4": {"sliding_window": 4, "sliding_window_pattern": 2},
+    **{name: {"head_dim": 8} for name in ("gemma", "glm4", "seed_oss")},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "granite": {"residual_multiplier": 0.3, **MUP},
     "hyperclovax": {"residual_multiplier": 0.3, "use_post_norm": True, **MUP},
@@ -177,7 +179,7 @@ def test_an_unknown_architecture_is_refused(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=61))
     model.save_pretrained(tmp_path)
     for source in (tmp_path, model):
-        with pytest.raises(UserError, match=r"unknown model_type 'gpt2'.*allowed: cohere, .*llama"):
+        with pytest.raises(UserError, match=r"unknown model_type 'gpt2'.*allowed: apertus, .*llama"):
             from_transformers(source)
 
 

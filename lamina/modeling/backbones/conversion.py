@@ -90,12 +90,7 @@ class Equivalent:
 
 _PRE = conversions()["llama"].norms
 _OUT = conversions()["olmo2"].norms
-_AROUND = {
-    "input_layernorm": "attention.pre_norm",
-    "post_self_attn_layernorm": "attention.out_norm",
-    "post_attention_layernorm": "feed_forward.pre_norm",
-    "post_mlp_layernorm": "feed_forward.out_norm",
-}
+_AROUND = conversions()["glm4"].norms
 # With the attention and feed-forward of a Llama.
 EQUIVALENTS: dict[str, Equivalent] = {
     "llama": Equivalent(placement="pre_ln", norms=_PRE),
