@@ -124,6 +124,15 @@ class PairStage(TuningStage[S]):
 
     monitored = "chosen_whole"
 
+    def new_model(self) -> PreTrainedModel:
+        """Load or build the model without its own dropout, as TRL does by default; LoRA's comes later, and stays."""
+        from trl.trainer.utils import disable_dropout_in_model
+
+        model = self.start.scorer() if self.head == "sequence_classification" else super().new_model()
+        if self.settings.trl.get("disable_dropout", True):
+            disable_dropout_in_model(model)
+        return model
+
     def encoded(self, row: Fields) -> Json:
         """Encode a preference: whole texts, and the prompt (what both begin with) and the answers apart."""
         better, worse = self.encoder.preference(preference_of(row))
@@ -180,9 +189,6 @@ class RewardModeling(PairStage[RewardSettings]):
         if not any("margin" in row for row in encoded_rows):
             return data
         return data.add_column("margin", [row.get("margin", 0.0) for row in encoded_rows])
-
-    def new_model(self) -> PreTrainedModel:
-        return self.start.scorer()
 
     def fields(self, run: TrainingRun) -> Json:
         return {"max_length": None, "disable_dropout": False}

@@ -7,8 +7,16 @@ import pandas as pd
 import pytest
 import torch
 from posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+)
 
+from lamina.data.tokenizers import load_tokenizer
 from lamina.jobs.run_folder import RunFolder
 from lamina.modeling.processes import Processes
 from lamina.posttraining.pairs import dpo, reward
@@ -140,6 +148,30 @@ def test_the_adapter_of_a_reward_model_has_its_score_as_peft_reads_it(base, tmp_
         scores = wrapped(input_ids=ids).logits
         torch.testing.assert_close(scores, merged(input_ids=ids).logits, atol=1e-6, rtol=1e-5)
     assert wrapped.peft_config["default"].task_type == "SEQ_CLS"
+
+
+@pytest.mark.parametrize("job", list(JOBS))
+def test_the_models_own_dropout_is_off_as_in_trl_unless_asked_for(job, tmp_path):
+    tokenizer = load_tokenizer("bytes")
+    drops = {"attn_pdrop": 0.3, "resid_pdrop": 0.3, "embd_pdrop": 0.3}
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": len(tokenizer), "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=256, eos_token_id=256)).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    rows = write_rows(tmp_path / "rows.jsonl", preferences(4))
+    first = {}
+    for off in (True, False):
+        folder = tmp_path / str(off)
+        more = {
+            "eval_data": str(rows),
+            "steps": 1,
+            "precision": "fp32",
+            "trl": {} if off else {"disable_dropout": False},
+        }
+        JOBS[job]({**common(tmp_path / "gpt2", rows, folder), **more}, bar=False)
+        trained = next(line["loss"] for line in RunFolder(folder).metrics if "loss" in line)
+        first[off] = abs(trained - evaluations(folder)[0]["eval_loss"])  # of the same four pairs, by the same model
+    assert first[True] < 1e-6
+    assert first[False] > 1e-4
 
 
 @pytest.mark.parametrize(("train", "rows"), [(sft, sorting(24)), (dpo, preferences(24)), (reward, preferences(24))])
