@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lamina.core.json_types import Json
 
+_DRIVER = Path("/proc/driver/nvidia/gpus")
 _WRITTEN = ("studies/records", "docs/results")  # recording one study does not make the next one's code another
 
 
@@ -27,7 +28,7 @@ def environment(seed: int, kind: str = "") -> Json:
     return {
         **({"kind": str(kind)} if kind else {}),
         "versions": {"python": platform.python_version(), **versions},
-        "machine": {"platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+        "machine": {"platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count(), **_gpus()},
         "seed": seed,
         "git_revision": git_revision(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -50,6 +51,13 @@ def git_revision() -> str | None:
     revision = re.search(r"^# branch\.oid ([0-9a-f]{12})", status, re.MULTILINE)
     changed = any(not line.startswith("#") for line in status.splitlines())
     return None if revision is None else revision[1] + "-dirty" * changed
+
+
+def _gpus() -> Json:
+    """Return the names of NVIDIA's GPUs, which their driver tells without torch; nothing where there is none."""
+    told = [path.read_text(encoding="utf-8") for path in sorted(_DRIVER.glob("*/information"))]
+    names = [name[1] for text in told if (name := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
+    return {"gpus": names} if names else {}
 
 
 def _processor() -> str:

@@ -201,6 +201,14 @@ def test_a_checkout_that_is_not_installed_knows_its_own_folders(tmp_path, monkey
         assert resumes
 
 
+def test_the_machines_gpus_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "_DRIVER", tmp_path)
+    assert "gpus" not in environment.environment(0)["machine"]
+    (tmp_path / "0000:06").mkdir()
+    (tmp_path / "0000:06" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 0\n")
+    assert environment.environment(0)["machine"]["gpus"] == ["NVIDIA H200"]
+
+
 @pytest.fixture(autouse=True)
 def forgotten():
     """git is asked once per process."""
