@@ -200,6 +200,9 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
         *(plain(first[name]) for name in ("machine", "date") if first.get(name)),
         *([f"revision {plain(first['revision'])}"] if first.get("revision") else []),
     ]
+    machines = [(one["trials"], (one.get("gpus") or [one["processor"]])[0]) for one in header.get("trained", ())]
+    trained = [f"{count} on {plain(name)}" for count, name in machines]
+    facts += [f"trained {', '.join(trained)}"] if len(trained) > 1 else []
     again = code(said.command(folder.name, folder.scale))
     pdf = code(f"lamina report runs/studies/{folder.name}-{folder.scale} --figures")
     return f"{', '.join(facts)}. Run it again: {again}; {pdf} then writes its figures as SVG and PDF."

@@ -5,6 +5,7 @@ import shutil
 
 import pandas as pd
 import pytest
+import torch
 import yaml
 from scripts import loaded
 from studies.study_files import CLAIMS, run_here, write_study
@@ -102,6 +103,8 @@ def test_records_stand_in_for_trials(run, tmp_path, corpus):
     record = read_folder(tmp_path / "records" / "mine-cpu")
     assert (record.name, record.scale, record.axes) == ("mine", "cpu", ("learning_rate", "placement", "seed"))
     assert str(tmp_path) not in (record.folder / "study.yaml").read_text()
+    (trained,) = yaml.safe_load((record.folder / "study.yaml").read_text())["trained"]
+    assert (trained["trials"], trained["torch"]) == (len(first.results), torch.__version__)
     tables = {path.name for path in (record.folder / "tables").iterdir()}
     assert tables == {"end-hidden_states.parquet", "records-metrics.parquet"}
     for name in tables:

@@ -101,10 +101,10 @@ def run_study(
     except KeyboardInterrupt:
         if record:
             _write_tables(plan, results_table(plan, store), store, job.folder)
-            _record(study, complete, job.folder, whole=False)
+            _record(study, complete, job.folder, store, whole=False)
         raise
     if record:
-        _record(study, complete, job.folder)
+        _record(study, complete, job.folder, store)
     return results
 
 
@@ -248,7 +248,7 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
         )
 
 
-def _record(study: StudyDefinition, settings: StudySettings, folder: Path, *, whole: bool = True) -> None:
+def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store: Store, *, whole: bool = True) -> None:
     """Copy a study's tables and verdicts to the records, without models and without paths of this machine.
 
     A study that is not ``whole`` has no verdicts yet, and never replaces one that has.
@@ -278,6 +278,7 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, *, wh
             "revision": known["git_revision"],
             "versions": known["versions"],
             "machine": known["machine"],
+            "trained": store.machines(recorded_keys(folder)),  # without trials that come from other records
             **({"looks": looks} if looks else {}),  # the trials at each recording of verdicts
             "definition": read_mapping(study.file),
         },

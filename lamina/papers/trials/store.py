@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,10 +16,10 @@ from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.catalog import load
-from lamina.jobs.files import read_result, write_json, write_parquet, write_text
+from lamina.jobs.files import noted, read_result, write_json, write_parquet, write_text
 from lamina.jobs.folder import lock
 from lamina.jobs.manifest import MODEL, what_is_broken
-from lamina.jobs.names import CONFIG, MANIFEST, RESULTS
+from lamina.jobs.names import CONFIG, ENVIRONMENT, MANIFEST, RESULTS
 from lamina.jobs.status import ENDED, Status
 from lamina.papers.trials import measures
 from lamina.papers.trials.jobs import JOBS
@@ -218,6 +219,15 @@ class Store:
             refuse_another(folder)
             self._verified.add(key)
         return folder
+
+    def machines(self, keys: Iterable[str]) -> list[Json]:
+        """Return what the trials here were trained on, with counts: machine, torch, and revision, the most first."""
+        counts = Counter[str]()
+        for name in keys:
+            if machine := (known := noted(self.folder / name / ENVIRONMENT)).get("machine"):
+                versions = {"torch": known.get("versions", {}).get("torch"), "revision": known.get("git_revision")}
+                counts[json.dumps({**machine, **versions}, sort_keys=True)] += 1
+        return [{"trials": count, **json.loads(text)} for text, count in counts.most_common()]
 
     def task(self, trial: StudyTrial) -> StoredTask:
         """The trial as a process runs it."""
