@@ -183,6 +183,13 @@ def test_the_pages_adapter_wires_gpt2_as_transformers_does(tmp_path, monkeypatch
     assert sizes[:3] == [("query_key_value", 32, 96), ("attention_out", 32, 32), ("feed_forward_in", 32, 128)]
 
 
+def test_gpt2_may_have_another_width():
+    names = {"layers": "h", "attention": "attn", "norm": "ln_f"}
+    for inner, wide in ((None, 256), (48, 96)):
+        model = lamina.build(GPT2Config(**OF_GPT2, n_inner=inner), "keel", hidden_size=64, adapter=names)
+        assert model.model.layers[0].feed_forward.module.c_fc.weight.shape == (64, wide)
+
+
 def test_gpt2s_embedding_is_normed_with_its_positions():
     config = GPT2Config(**OF_GPT2)
     names = {"layers": "h", "attention": "attn", "norm": "ln_f", "embeddings": "drop"}

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from lamina.core.architectures import ROLES, UNCONVERTED, Conversion, Target, conversions
-from lamina.errors import UserError, unknown
+from lamina.errors import UserError
 from lamina.jobs import folder as job_folder
 from lamina.jobs.environment import environment
 from lamina.jobs.files import disk_full, full_disk, write_json
@@ -113,7 +113,7 @@ def conversion_of(model_type: str) -> Conversion:
     if model_type in UNCONVERTED:
         raise UserError(f"model_type: {model_type!r} is not converted: {UNCONVERTED[model_type]}")
     if model_type not in rows:
-        raise unknown("model_type", model_type, rows)
+        raise UserError(f"model_type: {model_type!r} is not converted (allowed: {', '.join(sorted(rows))})")
     return rows[model_type]
 
 

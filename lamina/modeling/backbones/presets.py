@@ -57,10 +57,13 @@ def resolve_backbone(
     if hidden_size is not None and hidden_size != config.hidden_size:
         if num_heads is None:
             num_heads = _heads(hidden_size, head_dim_of(config))
-        ratio = config.intermediate_size / config.hidden_size
-        changes |= {"hidden_size": hidden_size, "intermediate_size": _round_up(ratio * hidden_size)}
-        if (expert := getattr(config, "moe_intermediate_size", None)) is not None:
-            changes["moe_intermediate_size"] = _round_up(expert / config.hidden_size * hidden_size)
+        inner = {
+            name: getattr(config, name, None) for name in ("intermediate_size", "moe_intermediate_size", "n_inner")
+        }
+        ratios = {name: size / config.hidden_size for name, size in inner.items() if size}  # GPT-2's default is None
+        changes |= {name: _round_up(ratio * hidden_size) for name, ratio in ratios.items()} | {
+            "hidden_size": hidden_size
+        }
     if num_heads is not None:
         width = config.hidden_size if hidden_size is None else hidden_size
         if width % num_heads or (width // num_heads) % 2:
