@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -200,8 +201,10 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
         *(plain(first[name]) for name in ("machine", "date") if first.get(name)),
         *([f"revision {plain(first['revision'])}"] if first.get("revision") else []),
     ]
-    machines = [(one["trials"], (one.get("gpus") or [one["processor"]])[0]) for one in header.get("trained", ())]
-    trained = [f"{count} on {plain(name)}" for count, name in machines]
+    machines = Counter[str]()
+    for one in header.get("trained", ()):
+        machines[(one.get("gpus") or [one["processor"]])[0]] += one["trials"]
+    trained = [f"{count} on {plain(name)}" for name, count in machines.most_common()]
     facts += [f"trained {', '.join(trained)}"] if len(trained) > 1 else []
     again = code(said.command(folder.name, folder.scale))
     pdf = code(f"lamina report runs/studies/{folder.name}-{folder.scale} --figures")
