@@ -57,13 +57,10 @@ def resolve_backbone(
     if hidden_size is not None and hidden_size != config.hidden_size:
         if num_heads is None:
             num_heads = _heads(hidden_size, head_dim_of(config))
-        inner = {
-            name: getattr(config, name, None) for name in ("intermediate_size", "moe_intermediate_size", "n_inner")
-        }
-        ratios = {name: size / config.hidden_size for name, size in inner.items() if size}  # GPT-2's default is None
-        changes |= {name: _round_up(ratio * hidden_size) for name, ratio in ratios.items()} | {
-            "hidden_size": hidden_size
-        }
+        names = ("intermediate_size", "moe_intermediate_size", "n_inner")
+        inner = {name: size for name in names if (size := getattr(config, name, None))}  # GPT-2's default is None
+        changes |= {name: _round_up(size / config.hidden_size * hidden_size) for name, size in inner.items()}
+        changes["hidden_size"] = hidden_size
     if num_heads is not None:
         width = config.hidden_size if hidden_size is None else hidden_size
         if width % num_heads or (width // num_heads) % 2:
