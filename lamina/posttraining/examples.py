@@ -412,6 +412,7 @@ class ExampleEncoder:
         loss_on_all: whether the prompt's tokens are labels, too.
         wraps_texts: whether a text is a turn for the template; else it is used unchanged, as in TRL.
         options: the template's, for prompts without an answer.
+        warned: whether a prompt has been seen that reads otherwise where its answer follows.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -420,6 +421,7 @@ class ExampleEncoder:
     loss_on_all: bool = False
     wraps_texts: bool = False
     options: Fields = field(default_factory=dict)
+    warned: bool = False
 
     def example(self, example: Fields) -> Json:
         """Encode an example of ``example_of`` as ``input_ids`` and ``labels``, cut to ``longest``.
@@ -510,7 +512,11 @@ class ExampleEncoder:
         asked = example.get("asked")
         prompt = example["prompt"] if plain else self.render(example["messages"][:asked], answers=True, options=options)
         # as in TRL, the completion begins where its tokens are not the prompt's alone
-        first = _shared(self._tokens(prompt, special=plain)[0], ids)
+        alone = self._tokens(prompt, special=plain)[0]
+        if (first := _shared(alone, ids)) < len(alone) and not self.warned:
+            self.warned = True
+            end = self.tokenizer.decode(alone[first:])
+            logger.warning("a prompt ends in %r only where no answer follows; as in TRL, the answer begins there", end)
         return ids, [place >= first for place in range(len(ids))]
 
     def _answers(self, messages: Messages, options: Fields) -> tuple[str, list[tuple[int, int]]]:

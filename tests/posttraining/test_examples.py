@@ -164,6 +164,17 @@ def test_a_pair_is_encoded_as_trl_does(tokenizer, row, family):
     assert (ours["chosen_whole"], ours["rejected_whole"]) == (whole["chosen_ids"], whole["rejected_ids"])
 
 
+def test_a_prompt_that_reads_otherwise_before_its_answer_is_told_once(tokenizer, caplog):
+    row = {"prompt": [user("q")], "completion": [assistant("a") | {"reasoning_content": "hm"}]}
+    row["chat_template_kwargs"] = {"enable_thinking": False}
+    thinks = encoder(tokenizer, chat_template_utils.qwen3_chat_template)
+    thinks.example(example_of({**row, "completion": [assistant("a")]}))
+    assert not caplog.records
+    for _ in range(2):
+        thinks.example(example_of(row))
+    assert [record.message.partition(" ends in ")[0] for record in caplog.records] == ["a prompt"]
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_answer_of_a_conversation_is_a_label_with_its_end(tokenizer, name):
     tokens = encoder(tokenizer, TEMPLATES[name]).example({"messages": TURNS})

@@ -53,7 +53,7 @@ def runs(base, pairs, tmp_path_factory):
     (folder / "reward.py").write_text(
         "def length(prompt, answer, row):\n    return answer.count('a') - len(answer) / 9\n"
     )
-    filled = {"eval_corpus": str(other), "from_model": str(write_foreign(folder, "phi3"))}
+    filled = {"eval_corpus": str(other), "from_model": str(write_foreign(folder, "arcee"))}
 
     def given(name, output):
         job, own, _, _ = RUNS[name]
