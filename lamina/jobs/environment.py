@@ -25,10 +25,11 @@ def environment(seed: int, kind: str = "") -> Json:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    gpus = {"gpus": names} if (names := gpu_names()) else {}
     return {
         **({"kind": str(kind)} if kind else {}),
         "versions": {"python": platform.python_version(), **versions},
-        "machine": {"platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count(), **_gpus()},
+        "machine": {"platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count(), **gpus},
         "seed": seed,
         "git_revision": git_revision(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -53,11 +54,10 @@ def git_revision() -> str | None:
     return None if revision is None else revision[1] + "-dirty" * changed
 
 
-def _gpus() -> Json:
-    """Return the names of NVIDIA's GPUs, which their driver tells without torch; nothing where there is none."""
+def gpu_names() -> list[str]:
+    """Return the names of NVIDIA's GPUs, which their driver tells without torch; empty where there is none."""
     told = [path.read_text(encoding="utf-8") for path in sorted(_DRIVER.glob("*/information"))]
-    names = [name[1] for text in told if (name := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
-    return {"gpus": names} if names else {}
+    return [name[1] for text in told if (name := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
 
 
 def _processor() -> str:

@@ -70,7 +70,7 @@ class WorkerSettings(Settings, group="machine"):
 
     workers: int | None = setting(
         None,
-        "trials that run at the same time, each in its own process (default: one per core)",
+        "trials that run at the same time, each in its own process (default: one per GPU, or per core)",
         at_least(1),
         decides=False,
     )

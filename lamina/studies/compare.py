@@ -22,7 +22,7 @@ from lamina.jobs.names import RESULTS
 from lamina.jobs.status import ENDED
 from lamina.modeling.processes import launched
 from lamina.studies.record import refuse_another_trial, stored_study, write_study
-from lamina.studies.running import cores, run_tasks
+from lamina.studies.running import cores, run_tasks, usual_workers
 from lamina.studies.settings import CompareSettings, MaxRateSettings, MaxRateStudySettings, TransferSettings
 from lamina.studies.task import Task
 from lamina.training.checkpointing.resuming import refuse_another_text
@@ -123,7 +123,7 @@ def run_study(
     ``of_trial`` is what a trial does, "module:function".
     """
     settings, folder = job.settings, job.folder
-    workers = min(settings.workers or cores(), len(trials))
+    workers = min(settings.workers or usual_workers(settings.device), len(trials))
     # On small models, two processes with one thread each beat one process with two.
     trials = {t: replace(s, threads=s.threads or max(1, cores() // workers)) for t, s in trials.items()}
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

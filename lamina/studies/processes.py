@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeAlias
 
 from lamina.core.json_types import Json
@@ -24,11 +26,11 @@ LOST = 255  # the exit code of a trial whose server has ended
 _CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; sys.exit(worker.{call})"
 
 
-def start(task: Task) -> Process:
-    """Start a trial in its own process."""
+def start(task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> Process:
+    """Start a trial in its own process; ``environment`` replaces variables of this one's."""
     request = {
         **task.to_request(),
-        "environment": dict(os.environ),
+        "environment": {**os.environ, **environment},
         "path": list(sys.path),
         "argv": list(sys.argv),
         "directory": os.getcwd(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeAlias
 
@@ -12,6 +13,7 @@ from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.progress import ProgressLines, has_bars
+from lamina.jobs.environment import gpu_names
 from lamina.jobs.files import full_disk, read_result, write_json
 from lamina.jobs.names import RESULT
 from lamina.jobs.run_folder import RunFolder
@@ -78,12 +80,13 @@ def run_trials(
     """Run every trial, ``workers`` at a time; ``ended`` gets each trial's id and result, ``tick`` the running ids.
 
     On KeyboardInterrupt the running trials save a checkpoint and end as `interrupted`; then the exception is raised
-    again. A trial whose process dies gets a result with status `failed`.
+    again. A trial whose process dies gets a result with status `failed`. Each sees the GPU with the fewest trials.
 
     Raises:
         OSError: the disk is full; what was finished is kept.
     """
     waiting, running = list(trials), dict[str, Process]()
+    devices, uses = gpus(), dict[str, str]()
     busy: dict[str, float] = {}  # when to try again
 
     def wait() -> None:
@@ -101,7 +104,11 @@ def run_trials(
                 busy = {trial: due for trial, due in busy.items() if trial not in waiting}
                 while waiting and len(running) < workers:
                     trial = waiting.pop(0)
-                    running[trial] = processes.start(trials[trial])
+                    seen = {}
+                    if devices:
+                        uses[trial] = min(devices, key=Counter(uses[one] for one in running).__getitem__)
+                        seen = {"CUDA_VISIBLE_DEVICES": uses[trial]}
+                    running[trial] = processes.start(trials[trial], seen)
                 for trial in _reap(running, trials, ended):
                     busy[trial] = time.monotonic() + BUSY_SECONDS
                 tick(list(running))
@@ -180,6 +187,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def gpus() -> list[str]:
+    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return [str(index) for index, _ in enumerate(gpu_names())]
+
+
+def usual_workers(device: str = "auto") -> int:
+    """Return how many trials run at a time where nothing is said: one per GPU, or one per core."""
+    return (0 if device == "cpu" else len(gpus())) or cores()
+
+
 def run_tasks(
     tasks: Mapping[str, Task],
     *,
@@ -196,7 +216,7 @@ def run_tasks(
         tasks: by name.
         done: how many more trials the study has that need not run, for the bar.
         waiting: how many more wait for these, for the bar.
-        workers: how many run at a time; None for one per core.
+        workers: how many run at a time; None for one per GPU, or per core without one.
         bar: whether to show progress.
         ended: called after each task.
         execute: what runs them.
@@ -212,6 +232,8 @@ def run_tasks(
         ended(name, result)
 
     try:
-        execute(tasks, workers=max(1, min(workers or cores(), len(tasks))), ended=one_ended, tick=progress.tick)
+        devices = {getattr(task.settings, "device", "auto") for task in tasks.values()}
+        most = workers or usual_workers("cpu" if devices == {"cpu"} else "auto")
+        execute(tasks, workers=max(1, min(most, len(tasks))), ended=one_ended, tick=progress.tick)
     finally:
         progress.close()

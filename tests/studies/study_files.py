@@ -1,5 +1,7 @@
 """Tiny studies as files: a YAML and its claims."""
 
+import os
+import time
 from pathlib import Path
 
 import yaml
@@ -48,3 +50,11 @@ def run_here(trials, *, workers, ended, tick):
             task.folder.mkdir(parents=True, exist_ok=True)
             write_json(task.folder / "environment.json", environment(0, Kind.RUN))  # as a worker does
             ended(name, task.run())
+
+
+def note_the_gpu(settings, *, resume, bar):
+    """A job that notes which GPU its process sees, and stays for a while."""
+    time.sleep(0.5)
+    result = {"status": "finished", "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    write_json(Path(settings.output) / "result.json", result)
+    return result

@@ -10,7 +10,7 @@ import pytest
 from training.tiny_runs import SMALL, wait_for
 
 from lamina.jobs.files import read_result, write_json
-from lamina.studies import processes, worker
+from lamina.studies import processes, running, worker
 from lamina.studies.task import Task
 from lamina.training.settings import PretrainSettings
 
@@ -96,3 +96,25 @@ def test_a_lost_server_is_a_failed_trial_and_the_next_one_gets_another(corpus, t
     server.process.wait()
     assert trial.exit_code() == processes.LOST
     assert processes.Server.running() is not server
+
+
+@pytest.mark.parametrize(("visible", "workers", "seen"), [("0,3", 4, ["0", "0", "3", "3"]), ("5", None, ["5"] * 4)])
+def test_trials_share_out_the_gpus_that_the_study_sees(monkeypatch, tmp_path, visible, workers, seen):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    tasks = {
+        name: Task(settings=PretrainSettings(output=str(tmp_path / name)), job="studies.study_files:note_the_gpu")
+        for name in "abcd"
+    }
+    found = {}
+    running.run_tasks(
+        tasks, done=0, workers=workers, bar=False, ended=lambda name, result: found.update({name: result})
+    )
+    assert sorted(result["gpu"] for result in found.values()) == seen
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "workers"), [("0,1", "auto", 2), ("0,1", "cpu", None), ("", "auto", None)]
+)
+def test_a_study_runs_one_trial_per_gpu_or_one_per_core(monkeypatch, visible, device, workers):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert running.usual_workers(device) == (workers or running.cores())

@@ -13,7 +13,7 @@ from lamina.papers.judging.findings import seeds_text
 from lamina.papers.study_catalog import StudyDefinition, Tuning, read_study
 from lamina.papers.trials import measures
 from lamina.papers.trials.jobs import JOBS
-from lamina.studies.running import cores
+from lamina.studies.running import usual_workers
 from lamina.studies.settings import MaxRateSettings
 from lamina.training.settings import PretrainSettings
 
@@ -86,6 +86,6 @@ def dry_run_text(settings: StudySettings) -> str:
     note = "" if JOBS[scale.job].trains else f"The job {scale.job} trains nothing: only the models are built.\n"
     frame = dry_run(arms)
     here = scale.name == "cpu" and JOBS[scale.job].trains
-    workers = settings.workers or cores()
+    workers = settings.workers or usual_workers()
     time = minutes_here(arms, frame, workers=workers, threads=settings.threads) if here else ""
     return "\n".join(filter(None, (f"{study.name}, scale {scale.name}\n{note}{table(frame)}", time)))
