@@ -291,25 +291,30 @@ def preference_of(row: Fields) -> Json:
     if not ("chosen" in named and "rejected" in named):
         raise _no_form(row, "chosen and rejected, with or without a prompt")
     better, worse = named["chosen"], named["rejected"]
-    texts = isinstance(better, str) and isinstance(worse, str)
-    if not texts:
-        better, worse = as_turns(better, "assistant"), as_turns(worse, "assistant")
-    # whole conversations begin with the user's turn, also where a row has their prompt again
-    if "prompt" in named and (texts or better[0]["role"] == "assistant"):
-        prompt = prompt_of(named)
-    else:  # TRL's implicit prompt: what both begin with, of a text without its last space
-        shared, shorter = _shared(better, worse), min(len(better), len(worse))
-        prompt = better[: min(shared, shorter - 1)]
-        if texts and shared < shorter:
-            prompt = prompt.removesuffix(" ")
-        better, worse = better[len(prompt) :], worse[len(prompt) :]
-    if texts:
+    if isinstance(better, str) and isinstance(worse, str):
+        prompt = prompt_of(named) if "prompt" in named else _beginning(better, worse)
+        if "prompt" not in named:
+            better, worse = better[len(prompt) :], worse[len(prompt) :]
         return {"prompt": prompt_of({"prompt": prompt}), "chosen": better, "rejected": worse, **_options(row)}
-    if not prompt:
+    chosen, rejected = as_turns(better, "assistant"), as_turns(worse, "assistant")
+    # whole conversations begin with the user's turn, also where a row has their prompt again
+    if "prompt" in named and chosen[0]["role"] == "assistant":
+        asked = as_turns(prompt_of(named))
+    else:
+        asked = chosen[: min(_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)]
+        chosen, rejected = chosen[len(asked) :], rejected[len(asked) :]
+    if not asked:
         raise ValueError("'chosen' and 'rejected' begin with different turns")
-    answers = {"chosen": _answered(better), "rejected": _answered(worse)}
+    answers = {"chosen": _answered(chosen), "rejected": _answered(rejected)}
     plain = {n: t[0]["content"] if [{*turn} for turn in t] == [{"role", "content"}] else t for n, t in answers.items()}
-    return {"prompt": as_turns(prompt), **plain, **_options(row)}
+    return {"prompt": asked, **plain, **_options(row)}
+
+
+def _beginning(better: str, worse: str) -> str:
+    """Return TRL's implicit prompt: what both texts begin with, without its last space."""
+    shared, shorter = _shared(better, worse), min(len(better), len(worse))
+    start = better[: min(shared, shorter - 1)]
+    return start.removesuffix(" ") if shared < shorter else start
 
 
 def prompt_of(row: Fields) -> Prompt:

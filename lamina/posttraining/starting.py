@@ -112,7 +112,8 @@ class Start:
             model: Passed = LaminaForSequenceClassification(cast(LaminaConfig, config))
         model.model = policy.model
         # drawn once, as transformers draws it: from the same seed, score and LoRA matrices begin as TRL's
-        model.score = skip_init(nn.Linear, model.score.in_features, 1, bias=False, dtype=self.dtype)
+        score = skip_init(nn.Linear, model.score.in_features, 1, bias=False, dtype=self.dtype)
+        model.score = cast(nn.Linear, score)
         nn.init.normal_(model.score.weight, std=float(getattr(config.get_text_config(), "initializer_range", 0.02)))
         return model.train()
 

@@ -123,7 +123,7 @@ def run_study(
     ``of_trial`` is what a trial does, "module:function".
     """
     settings, folder = job.settings, job.folder
-    workers = min(settings.workers or usual_workers(settings.device), len(trials))
+    workers = min(settings.workers or usual_workers(), len(trials))
     # On small models, two processes with one thread each beat one process with two.
     trials = {t: replace(s, threads=s.threads or max(1, cores() // workers)) for t, s in trials.items()}
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
