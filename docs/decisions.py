@@ -97,4 +97,4 @@ def _evidence(one: Json) -> str:
 
 
 def _open(one: Json) -> str:
-    return f"[{plain(one['says']).rstrip('.')}](results/{one['study']}.md)"
+    return f"[`{one['claim']}`](results/{one['study']}.md)"

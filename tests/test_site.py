@@ -182,7 +182,7 @@ def test_advice_is_on_the_page_only_with_its_verdict(advice):
     for verdict, head in UNDECIDED:
         undecided = advice(verdict)
         assert "## Speed\n\nMeasure it.\n" in undecided
-        assert f"{head}: [a/b says](results/a.md)" in undecided
+        assert f"{head}: [`a/b`](results/a.md)" in undecided
         assert "Take A." not in undecided
     explained = advice("explained by loss")
     assert "Take A." not in explained
