@@ -269,7 +269,7 @@ def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(polic
         ({"algorithm": "ppo"}, "algorithm: 'ppo'"),
         (
             {"trl": {"epsilon": 0.1}},
-            "trl.epsilon: no effect on remax (allowed: min_p, repetition_penalty,",
+            "trl.epsilon: no effect on remax (allowed: chat_template_kwargs, min_p,",
         ),
         (
             {"algorithm": "rloo", "trl": {"num_generations_eval": 2}},

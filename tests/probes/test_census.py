@@ -236,7 +236,7 @@ def test_a_text_fits_few_positions_and_any_sizes(model_type, sizes):
 
 
 def test_a_large_configuration_of_laminas_keeps_its_first_layers(monkeypatch):
-    monkeypatch.setattr(census, "_MOST_PARAMETERS", 1_000_000)
+    monkeypatch.setattr(census, "_MANY_PARAMETERS", 100_000)
     config = LaminaConfig(backbone_config=llama(layers=40).config, plan=resolve("keel", 40).to_dict())
     found = lamina.placement_of(config)
     assert found.num_layers == 4
