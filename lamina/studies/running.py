@@ -188,7 +188,14 @@ def cores() -> int:
 
 
 def gpus() -> list[str]:
-    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA."""
+    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA.
+
+    None for a PyTorch that is built for the CPU alone.
+    """
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip() not in ("", "-1")]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from training.tiny_runs import SMALL, wait_for
 
 from lamina.jobs.files import read_result, write_json
@@ -98,8 +99,13 @@ def test_a_lost_server_is_a_failed_trial_and_the_next_one_gets_another(corpus, t
     assert processes.Server.running() is not server
 
 
+@pytest.fixture
+def built_for_gpus(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+
+
 @pytest.mark.parametrize(("visible", "workers", "seen"), [("0,3", 4, ["0", "0", "3", "3"]), ("5", None, ["5"] * 4)])
-def test_trials_share_out_the_gpus_that_the_study_sees(monkeypatch, tmp_path, visible, workers, seen):
+def test_trials_share_out_the_gpus_that_the_study_sees(built_for_gpus, monkeypatch, tmp_path, visible, workers, seen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     tasks = {
         name: Task(settings=PretrainSettings(output=str(tmp_path / name)), job="studies.study_files:note_the_gpu")
@@ -115,6 +121,12 @@ def test_trials_share_out_the_gpus_that_the_study_sees(monkeypatch, tmp_path, vi
 @pytest.mark.parametrize(
     ("visible", "device", "workers"), [("0,1", "auto", 2), ("0,1", "cpu", None), ("", "auto", None)]
 )
-def test_a_study_runs_one_trial_per_gpu_or_one_per_core(monkeypatch, visible, device, workers):
+def test_a_study_runs_one_trial_per_gpu_or_one_per_core(built_for_gpus, monkeypatch, visible, device, workers):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert running.usual_workers(device) == (workers or running.cores())
+
+
+def test_a_pytorch_for_the_cpu_runs_one_trial_per_core(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert running.usual_workers() == running.cores()

@@ -126,9 +126,10 @@ class MonitoredTrainer(_Trainer):
         first = step = self.state.global_step + 1
         recorded = is_recorded(step, self.args)
         self.layer_rows = []
-        if late := reading_waits(squares) and self.scaler() is None:
-            self._failure().see(step, norm, squares)
-        if not recorded and reading_waits(squares):
+        waits = reading_waits(squares)
+        if late := waits and self.scaler() is None:
+            self._failure().see(step, torch.as_tensor(norm, device=squares.device), squares)
+        if waits and not recorded:
             return norm
         value = float(norm)
         if late and not math.isfinite(value):
