@@ -205,7 +205,7 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
     for one in header.get("trained", ()):
         machines[(one.get("gpus") or [one["processor"]])[0]] += one["trials"]
     trained = [f"{count} on {plain(name)}" for name, count in machines.most_common()]
-    facts += [f"trained {', '.join(trained)}"] if len(trained) > 1 else []
+    facts += [f"trained {', '.join(trained)}"] if set(machines) - {first.get("machine")} else []
     again = code(said.command(folder.name, folder.scale))
     pdf = code(f"lamina report runs/studies/{folder.name}-{folder.scale} --figures")
     return f"{', '.join(facts)}. Run it again: {again}; {pdf} then writes its figures as SVG and PDF."
