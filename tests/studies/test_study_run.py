@@ -105,6 +105,8 @@ def test_records_stand_in_for_trials(run, tmp_path, corpus):
     assert str(tmp_path) not in (record.folder / "study.yaml").read_text()
     (trained,) = yaml.safe_load((record.folder / "study.yaml").read_text())["trained"]
     assert (trained["trials"], trained["torch"]) == (len(first.results), torch.__version__)
+    run(file, "more", record=True)
+    assert yaml.safe_load((record.folder / "study.yaml").read_text())["trained"] == [trained], "without the trials"
     tables = {path.name for path in (record.folder / "tables").iterdir()}
     assert tables == {"end-hidden_states.parquet", "records-metrics.parquet"}
     for name in tables:

@@ -258,6 +258,7 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
         return
     known = environment(0)  # before the records change: they are part of the repository
     looks = verdicts.looks_of(records, recorded_keys(folder)) if whole else []
+    trained = _trained(records, recorded_keys(folder), store)
     shutil.rmtree(records / TABLES, ignore_errors=True)
     records.mkdir(parents=True, exist_ok=True)
     for name in (RESULTS, CLAIMS) if whole else (RESULTS,):
@@ -278,11 +279,22 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
             "revision": known["git_revision"],
             "versions": known["versions"],
             "machine": known["machine"],
-            "trained": store.machines(recorded_keys(folder)),  # without trials that come from other records
+            "trained": trained,
             **({"looks": looks} if looks else {}),  # the trials at each recording of verdicts
             "definition": read_mapping(study.file),
         },
     )
+
+
+def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:
+    """Return what the trials were trained on, without those that come from other records.
+
+    Where the records know it of more of them than the store, whose trials may be gone, it is the records' word.
+    """
+    found = [store.machines(keys)]
+    if (records / STUDY).is_file() and set(recorded_keys(records)) <= set(keys):
+        found.append(read_mapping(records / STUDY).get("trained", []))
+    return max(found, key=lambda ones: sum(one["trials"] for one in ones))
 
 
 _NOTES = {*columns.NOTES, "rollbacks", "key", "tuned", "at_edge"}
