@@ -110,7 +110,7 @@ def watching_sentence(record: dict[str, Any] | None, where: str) -> str:
         f"A watched loop takes {100 * (record['time_ratio'] - 1):.1f} % longer than the same loop left alone, with a "
         f"record every {record['every']} steps (median of {len(ratios)} turns, {min(ratios):.3f} to {max(ratios):.3f} "
         f"times; a Llama of size {settings['size']}, batch {settings['batch_size']} × {settings['sequence_length']}). "
-        "The smaller the model, the more it costs. " + where
+        + where
     )
 
 

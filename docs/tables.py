@@ -366,6 +366,7 @@ def tables() -> dict[str, str]:
         "alarms": alarms_table,
         "census": census_table,
         "watching": watching_sentence,
+        "watching-71m": watching_sentence,
         "mnist": mnist_table,
         "evaluation": evaluation_table,
         "studies": studies_sentence,
