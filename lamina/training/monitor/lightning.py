@@ -13,7 +13,6 @@ from torch import nn
 from lamina.errors import UserError
 from lamina.jobs.status import Status
 from lamina.training.monitor.guard import Diverged
-from lamina.training.monitor.monitor import OnAlarm
 from lamina.training.monitor.watch import WatchCallback
 
 Lightning = Any
@@ -50,12 +49,8 @@ class LightningMonitor(WatchCallback, _callback()):
         UserError: for invalid settings; when training begins, for an output folder in use.
     """
 
-    def __init__(self, output: str, *, overwrite: bool = False, on_alarm: OnAlarm | None = None, **settings: object):
-        super().__init__(output, overwrite=overwrite, on_alarm=on_alarm, **settings)
-        self._steps = 0
-        self._shares: list[torch.Tensor] = []
-
     def on_train_start(self, trainer: Lightning, pl_module: nn.Module) -> None:
+        self._shares: list[torch.Tensor] = []
         self._steps, count = trainer.global_step, sum(1 for _ in pl_module.parameters())
         inner = [child for child in pl_module.children() if sum(1 for _ in child.parameters()) == count]
         self._begin(inner[0] if len(inner) == 1 else pl_module, trainer.optimizers, self._steps)

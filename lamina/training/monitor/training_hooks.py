@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from accelerate.state import GradientState
@@ -257,30 +257,14 @@ def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple
 _INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 
 
-class Listener(Protocol):
-    """Is told what torch is about to do."""
-
-    def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
-        """Get the parameters, and the norm to which their gradients are clipped; None for clipping by value."""
-
-    def differentiates(self, loss: torch.Tensor) -> None:
-        """Get the scalar whose gradients are computed."""
-
-    def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Get what a GradScaler made of a loss."""
-
-    def tries(self, optimizer: object) -> None:
-        """Get an optimizer whose step a GradScaler has just taken, or left out."""
-
-
 Telling: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
 """Makes of a function of torch's one that tells the listeners first."""
-_LISTENERS: list[Listener] = []
+_LISTENERS: list[Instruments] = []
 _PATCHED = ExitStack()  # while there are listeners
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listening(listener: Instruments) -> Iterator[None]:
     """Tell ``listener`` before torch computes gradients and before it clips them; both are torch's own.
 
     Several may listen, and leave in any order; torch's functions are its own again once the last has left.
@@ -497,7 +481,7 @@ class Instruments:
             self._ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
-        """Measure gradients before torch clips them, if this model's are among them."""
+        """Measure gradients before torch clips them to a norm, or by value (None), if this model's are among them."""
         own = {id(parameter) for parameter in self.model.parameters()}
         if any(id(parameter) in own for parameter in parameters):
             self._clipped_at = limit

@@ -192,13 +192,7 @@ def open_monitor(
 
 
 class WatchCallback:
-    """What the callbacks of two libraries' trainers share: arguments as of ``lamina.watch``, and a monitor.
-
-    Args:
-        output: the folder of the records.
-        overwrite: replace what it holds.
-        on_alarm, settings: those of ``lamina.watch``.
-    """
+    """What the callbacks of two libraries' trainers share: arguments as of ``lamina.watch``, and a monitor."""
 
     def __init__(self, output: str, *, overwrite: bool = False, on_alarm: OnAlarm | None = None, **settings: object):
         super().__init__()
@@ -240,9 +234,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         UserError: for invalid settings; when training begins, for an output folder in use.
     """
 
-    def __init__(self, output: str, *, overwrite: bool = False, on_alarm: OnAlarm | None = None, **settings: object):
-        super().__init__(output, overwrite=overwrite, on_alarm=on_alarm, **settings)
-        self._release: Callable[[], None] | None = None
+    _release: Callable[[], None] | None = None
 
     def on_train_begin(
         self,
