@@ -1,13 +1,13 @@
 """FuseNorm Figure 4: which learning rates train is the same on a narrow proxy and on a wide target."""
 
 from lamina.papers.judging import Finding, Trials, Verdict, claim, fraction
-from lamina.papers.judging.curves import ENDED
+from lamina.papers.judging.checks import TRAINED
 
 
 def trains_at(trials: Trials, width: str) -> dict[float, bool]:
     """By learning rate whether more than half of the seeds trained to the end."""
     table = trials.where(width=width).table
-    return {float(rate): rows["status"].isin(ENDED).mean() > 0.5 for rate, rows in table.groupby("learning_rate")}
+    return {float(rate): rows["status"].isin(TRAINED).mean() > 0.5 for rate, rows in table.groupby("learning_rate")}
 
 
 @claim(

@@ -25,11 +25,6 @@ class Status(StrEnum):
     FAILED = "failed"
 
     @property
-    def severity(self) -> int:
-        """0 for the best."""
-        return list(Status).index(self)
-
-    @property
     def ended(self) -> bool:
         """Whether the run is over, so that a resumed job does not run it again."""
         return self not in (Status.INTERRUPTED, Status.FAILED)
@@ -39,5 +34,5 @@ ENDED = tuple(status.value for status in Status if status.ended)
 
 
 def severity(status: str) -> int:
-    """Return the severity of a status in a file; an unknown word counts as the worst."""
-    return Status(status).severity if status in set(Status) else len(Status)
+    """Return the severity of a status in a file, 0 for the best; an unknown word counts as the worst."""
+    return list(Status).index(Status(status)) if status in set(Status) else len(Status)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 from lamina.core.frames import Frame
 from lamina.jobs.status import Status
+from lamina.papers.judging.checks import TRAINED
 from lamina.papers.judging.findings import MOST
 from lamina.papers.judging.trials import Arm, Trials
 
-ENDED = (Status.FINISHED.value, Status.SHORT.value)  # runs whose trained model says something
 BySeed = dict[int, float]
 
 
@@ -31,7 +31,7 @@ def trained(trials: Trials) -> Trials:
     """Keep the trials that trained to the end, maybe none; all of them in a study without training."""
     if trials.statuses().isna().all():
         return trials
-    present = [status for status in ENDED if status in trials.values("status")]
+    present = [status for status in TRAINED if status in trials.values("status")]
     return trials.where(status=present)
 
 
@@ -57,8 +57,7 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
     short = int(chosen.statuses().eq(Status.SHORT.value).sum()) if at != "init" else 0
     if not len(chosen) or (at != "init" and short >= MOST * len(chosen)):
         return {}
-    table = chosen.record(probe) if at == "records" else chosen.measure(probe, at=at)
-    by_seed = {int(str(seed)): float(value(part)) for seed, part in table.groupby("seed")}
+    by_seed = {int(str(seed)): float(value(part)) for seed, part in chosen.measure(probe, at=at).groupby("seed")}
     return {seed: number for seed, number in by_seed.items() if math.isfinite(number)}
 
 

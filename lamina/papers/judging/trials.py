@@ -171,13 +171,6 @@ class Trials:
         placement, learning_rate, seed and key. A column of the probe that has one of these names gets the probe's name
         as a prefix. Raises NotMeasured if no trial has the table.
         """
-        return self._tables(name, at)
-
-    def record(self, name: str) -> Frame:
-        """Return a training record, "metrics" or "layers", of all trials that have one, as ``measure`` does."""
-        return self._tables(name, "records")
-
-    def _tables(self, name: str, at: str) -> Frame:
         import pandas as pd
 
         columns = dict.fromkeys([*self.axes, "placement", "learning_rate", "seed", "key"])
@@ -196,6 +189,10 @@ class Trials:
             where = "as a training record" if at == "records" else f"at {at}"
             raise NotMeasured(f"{name} {where}")
         return pd.concat(frames, ignore_index=True)
+
+    def record(self, name: str) -> Frame:
+        """Return a training record, "metrics" or "layers", of all trials that have one, as ``measure`` does."""
+        return self.measure(name, at="records")
 
     def _of(self, table: Frame) -> Trials:
         return Trials(table, axes=self.axes, scale=self.scale, measures=self._measures, reads=self.reads)

@@ -15,13 +15,13 @@ from lamina.jobs import columns
 from lamina.jobs.names import CLAIMS, RESULTS
 from lamina.papers.engine.verdicts import read_claims
 from lamina.papers.judging.checks import TRAINED
+from lamina.papers.judging.trials import NO_ARM
 from lamina.papers.study_catalog import STAGE
 from lamina.papers.trials.jobs import SCORE
 from lamina.papers.trials.store import TABLES
-from lamina.reports.records import Frame, complete, read_parquet, rows_of, study_header
+from lamina.reports.records import Frame, complete, groups, read_parquet, rows_of, study_header
 
 OURS = "ours"  # the source of a study that follows no paper
-_NO_ARM = ("learning_rate", "seed")
 _COUNTED = {"num_layers": "layers", "steps": "steps"}
 _MEASURED = "measured_"  # ahead of a measure's column that has an axis's name
 _OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
@@ -71,7 +71,7 @@ class StudyFolder:
     @property
     def arm_axes(self) -> tuple[str, ...]:
         """The axes that tell arms apart; the placement in a study without axes."""
-        return tuple(axis for axis in self.axes if axis not in _NO_ARM) or ("placement",)
+        return tuple(axis for axis in self.axes if axis not in NO_ARM) or ("placement",)
 
     @cached_property
     def varied(self) -> tuple[str, ...]:
@@ -177,13 +177,13 @@ def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
     "3 finished, 2 diverged"). A column that is no loss counts whatever the status.
     """
     means = []
-    for key, group in rows.groupby(by, sort=False, dropna=False):
+    for key, group in groups(rows, by):
         counted = group[group["status"].isin(TRAINED)] if column in ("eval_loss", "perplexity") else group
         values = counted[column].dropna()
         ended = ", ".join(f"{count} {status}" for status, count in group["status"].value_counts().items() if status)
         means.append(
             {
-                **dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True)),
+                **key,
                 "mean": values.mean(),
                 "std": values.std(ddof=1),
                 "low": values.min(),
@@ -224,7 +224,7 @@ def arms(study: StudyFolder) -> Frame:
     rows = study.tuned
     if rows.empty:
         return pd.DataFrame()
-    rows = rows.assign(label=[study.label(row, without=_NO_ARM) for row in rows_of(rows)])
+    rows = rows.assign(label=[study.label(row, without=NO_ARM) for row in rows_of(rows)])
     by = list(dict.fromkeys(["label", "placement", *study.varied, "learning_rate"]))
     table = pd.concat([over_seeds(part, by, value_of(part, study.value)) for part in by_stage(rows)])
     table = table.reset_index(drop=True)
