@@ -65,6 +65,29 @@ def uninitialised_memory_is_nan(monkeypatch):
 
 
 @pytest.fixture
+def refused(capsys, tmp_path):
+    """Run a command in this process that is refused and touches no file; give the one line that it says."""
+    from lamina.cli import main
+
+    def files():
+        return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()}
+
+    def run(*argv):
+        capsys.readouterr()
+        before = {path: file for path, file in files().items() if path.name != ".lock"}
+        code = main([str(word) for word in argv])
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if line.strip() and "%|" not in line]
+        assert code == 2, out + err
+        assert len(lines) == 1, err
+        assert lines[0].startswith("lamina: ")
+        assert {path: file for path, file in files().items() if path.name != ".lock"} == before
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture
 def tiny_llama():
     """Four heads that share two key-value heads, so that grouped attention is run as well."""
     return LlamaConfig(

@@ -11,12 +11,11 @@ from lamina.errors import UserError
 from lamina.modeling.generation import Speaker, Teller, until
 
 
-def test_code_beside_a_model_runs_only_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
+def test_code_beside_a_model_runs_only_where_it_is_asked_for(tmp_path, monkeypatch, refused):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     (tmp_path / "config.json").write_text('{"model_type": "mystery", "auto_map": {"AutoConfig": "evil.Config"}}')
-    assert main(["generate", str(tmp_path)]) == 2
-    assert "--trust-remote-code" in capsys.readouterr().err
+    assert "--trust-remote-code" in refused("generate", tmp_path)
     assert not (tmp_path / "ran").exists()
     assert main(["generate", str(tmp_path), "--trust-remote-code"]) == 2  # the code has no class Config
     assert (tmp_path / "ran").exists()
@@ -30,11 +29,11 @@ def saved(folder, **head):
     return str(folder)
 
 
-def test_a_prompt_that_fills_the_context_is_refused(tmp_path, capsys):
+def test_a_prompt_that_fills_the_context_is_refused(tmp_path, refused):
     folder = saved(tmp_path)
     assert main(["generate", folder, "--prompt", "a" * 31, "--max-new-tokens", "1"]) == 0
-    assert main(["generate", folder, "--prompt", "a" * 32]) == 2
-    assert "prompt: its 32 tokens leave no room for another in the model's context of 32" in capsys.readouterr().err
+    said = refused("generate", folder, "--prompt", "a" * 32)
+    assert "prompt: its 32 tokens leave no room for another in the model's context of 32" in said
 
 
 @pytest.mark.parametrize("kind", [GPT2Config, OPTConfig])
@@ -54,9 +53,9 @@ def test_rotary_positions_go_on_beyond_the_context(tmp_path):
     assert ids.shape[1] > speaker.longest
 
 
-def test_a_reward_model_is_refused_as_such(tmp_path, capsys):
-    assert main(["generate", saved(tmp_path, head="sequence_classification")]) == 2
-    assert "is a LaminaForSequenceClassification, which gives scores" in capsys.readouterr().err
+def test_a_reward_model_is_refused_as_such(tmp_path, refused):
+    said = refused("generate", saved(tmp_path, head="sequence_classification"))
+    assert "is a LaminaForSequenceClassification, which gives scores" in said
 
 
 def test_an_answer_ends_at_a_stop_after_the_system_s_turn(tmp_path, monkeypatch, capsys):
@@ -91,9 +90,8 @@ def test_a_small_top_p_leaves_the_likeliest_token_only(tmp_path):
         (["--system", "S"], "system: 'S' has no effect here (allowed: with --chat)"),
     ],
 )
-def test_what_cannot_be_sampled_is_one_line(tmp_path, capsys, words, said):
-    assert main(["generate", saved(tmp_path), *words]) == 2
-    assert said in capsys.readouterr().err
+def test_what_cannot_be_sampled_is_one_line(tmp_path, refused, words, said):
+    assert said in refused("generate", saved(tmp_path), *words)
 
 
 @pytest.mark.parametrize("stops", [(), ("END",), ("\n\n", "ab")])

@@ -182,13 +182,10 @@ def test_a_named_probe_that_has_no_meaning_is_one_line_and_the_others_are_writte
         ({"layers": "no.such"}, "no.such"),
     ],
 )
-def test_bad_input_is_one_line_and_touches_no_folder(given, said, checkpoint, corpus, own, tmp_path, capsys):
+def test_bad_input_is_one_line_and_touches_no_folder(given, said, checkpoint, corpus, own, tmp_path, refused):
     settings = {"checkpoint": str(checkpoint), "corpus": str(corpus), "tokenizer": "bytes", "probes": own[0], **given}
     checkpoints = [path for path in [settings.pop("checkpoint")] if path]
-    assert main(["probe", *checkpoints, *flags(**settings, output=tmp_path / "out")]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert len(err.strip().splitlines()) == 1
+    assert said in refused("probe", *checkpoints, *flags(**settings, output=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 

@@ -7,7 +7,6 @@ from importlib import metadata
 
 import pytest
 
-from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs import environment
 from lamina.jobs.files import write_json, write_text, write_yaml, writing
@@ -158,10 +157,9 @@ def test_a_lock_that_is_a_folder_is_refused(folder):
 
 
 @pytest.mark.parametrize("argv", [["pretrain", "--steps", "1"], ["compare", "--steps", "1"]])
-def test_a_command_refuses_a_linked_lock_in_one_line(folder, precious, capsys, argv):
+def test_a_command_refuses_a_linked_lock_in_one_line(folder, precious, refused, argv):
     (folder / ".lock").symlink_to(precious)
-    assert main([*argv, "--output", str(folder)]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lamina:")]
+    line = refused(*argv, "--output", folder)
     assert line.endswith(".lock' is a link (allowed: no link there, or another folder)")
     assert precious.read_text() == "mine"
     assert [path.name for path in folder.iterdir()] == [".lock"]

@@ -217,11 +217,8 @@ def test_the_command_measures_a_folder_a_configuration_and_a_model_type(tmp_path
         (["--of", "llama", "--svg", "{tmp}/a.svg"], "has no effect here (allowed: without --of)"),
     ],
 )
-def test_what_is_no_model_is_one_line(words, message, tmp_path, capsys):
-    assert main(["placements", *(word.format(tmp=tmp_path) for word in words)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_what_is_no_model_is_one_line(words, message, tmp_path, refused):
+    assert message in refused("placements", *(word.format(tmp=tmp_path) for word in words))
 
 
 GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 60, "n_positions": 8}
@@ -243,12 +240,11 @@ def test_a_large_configuration_of_laminas_keeps_its_first_layers(monkeypatch):
     assert found.placement == "keel(alpha=80)"
 
 
-def test_code_beside_a_checkpoint_is_not_run(tmp_path, capsys):
+def test_code_beside_a_checkpoint_is_not_run(tmp_path, refused):
     config = {"model_type": "strange", "auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert main(["placements", "--of", str(tmp_path)]) == 2
-    assert "code of its own" in capsys.readouterr().err
+    assert "code of its own" in refused("placements", "--of", tmp_path)
     assert not (tmp_path / "ran").exists()
 
 

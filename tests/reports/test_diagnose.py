@@ -149,13 +149,9 @@ def test_a_run_that_ended_in_numbers_that_are_not_finite(tmp_path, capsys, poiso
     assert main(["report", str(tmp_path / "run")]) == 0
 
 
-def test_what_it_cannot_read_is_one_line(tmp_path, broken, capsys):
-    assert main(["diagnose", str(tmp_path / "nothing")]) == 2
-    assert main(["diagnose", str(tmp_path)]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 2
-    assert "is not a folder" in said[0]
-    assert "has no records by layer" in said[1]
+def test_what_it_cannot_read_is_one_line(tmp_path, broken, refused):
+    assert "is not a folder" in refused("diagnose", tmp_path / "nothing")
+    assert "has no records by layer" in refused("diagnose", tmp_path)
     record = json.loads((broken / "watched.json").read_text())
     (tmp_path / "watched.json").write_text(json.dumps({**record, "record": 2}))
     with pytest.raises(UserError, match="version 2"):
@@ -163,13 +159,12 @@ def test_what_it_cannot_read_is_one_line(tmp_path, broken, capsys):
 
 
 @pytest.mark.parametrize("layers", [3, ["h.0"], {"path": "h.0"}])
-def test_a_damaged_watched_json_is_one_line(tmp_path, broken, capsys, layers):
+def test_a_damaged_watched_json_is_one_line(tmp_path, broken, refused, layers):
     damaged = tmp_path / "run"
     shutil.copytree(broken, damaged)
     (damaged / "watched.json").write_text(json.dumps({"record": 1, "layers": layers}))
     for command in ("diagnose", "report"):
-        assert main([command, str(damaged)]) == 2
-        (said,) = capsys.readouterr().err.strip().splitlines()
+        said = refused(command, damaged)
         assert "layers: " in said
         assert "watched.json" in said
 

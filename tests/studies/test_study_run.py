@@ -257,11 +257,10 @@ def test_a_scale_without_trials_has_no_workers(tmp_path, corpus):
     assert not (tmp_path / "trials").exists()
 
 
-def test_the_default_output_is_resumed(tmp_path, corpus, monkeypatch, capsys):
+def test_the_default_output_is_resumed(tmp_path, corpus, monkeypatch, refused):
     file = write_study(tmp_path / "files", corpus=corpus)
     monkeypatch.chdir(tmp_path)
-    assert main(["study", "run", str(file), "--resume", *places(tmp_path)]) == 2
-    assert "runs/studies/mine-cpu" in capsys.readouterr().err
+    assert "runs/studies/mine-cpu" in refused("study", "run", file, "--resume", *places(tmp_path))
 
 
 def test_a_study_folder_has_one_driver(tmp_path, corpus):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from training.tiny_runs import SMALL, assert_same_weights, at_step, cut_back, records, result, settings
 
-from lamina.cli import main
 from lamina.data import corpus as corpora
 from lamina.data import streamed
 from lamina.errors import UserError
@@ -218,20 +217,16 @@ def test_a_mix_is_streamed_in_its_shares_and_goes_on_exactly(train, folder, tmp_
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_a_file_that_changed_since_the_run_began_is_named(train, folder, tmp_path, capsys):
+def test_a_file_that_changed_since_the_run_began_is_named(train, folder, tmp_path, refused):
     train(steps=4, save_steps=2)
     (tmp_path / "run" / "result.json").unlink()
     with (folder / "b.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     os.utime(folder / "b.jsonl", (2**31, 2**31))
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert main(["pretrain", "--output", str(tmp_path / "run"), "--resume"]) == 2
-    said = capsys.readouterr().err.strip()
-    assert "\n" not in said
+    said = refused("pretrain", "--output", tmp_path / "run", "--resume")
     assert str(folder / "b.jsonl") in said
     assert "a.txt" not in said
     assert "not what it was" in said
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
 def test_a_file_that_is_lost_meanwhile_is_one_line_and_the_run_can_go_on(train, folder, tmp_path, small_chunks, capsys):
@@ -262,11 +257,7 @@ def test_the_order_of_a_run_cannot_be_changed_when_it_goes_on(train, tmp_path):
         (["compare", "--streaming"], "--streaming"),
     ],
 )
-def test_what_has_no_meaning_with_streaming_is_refused_in_a_line(argv, said, tmp_path, capsys, monkeypatch):
+def test_what_has_no_meaning_with_streaming_is_refused_in_a_line(argv, said, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([*argv, "--output", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err.strip()
-    assert said in error
-    assert "Traceback" not in error
-    assert "\n" not in error
+    assert said in refused(*argv, "--output", tmp_path / "run")
     assert not (tmp_path / "run").exists()

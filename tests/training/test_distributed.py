@@ -292,11 +292,9 @@ def test_a_full_disk_behind_a_librarys_error_is_one_to_the_other_processes_too()
     assert isinstance(_sendable(RuntimeError("shapes differ")), RuntimeError)
 
 
-def test_a_study_in_several_processes_is_refused(monkeypatch, capsys):
+def test_a_study_in_several_processes_is_refused(monkeypatch, refused):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["compare", "--steps", "2"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("lamina: WORLD_SIZE: 2 processes (allowed: 1")
+    assert refused("compare", "--steps", "2").startswith("lamina: WORLD_SIZE: 2 processes (allowed: 1")
 
 
 FEW = {**SMALL, "steps": 4, "save_steps": 2}

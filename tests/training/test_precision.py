@@ -15,7 +15,6 @@ from training.tiny_runs import SMALL, cut_back, flags, settings
 from transformers import Gemma2Config, LlamaConfig
 
 import lamina
-from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling.parts import uncompiled
 from lamina.modeling.processes import Processes
@@ -374,8 +373,8 @@ def test_a_checkpoint_has_the_overflows_and_an_older_one_none():
     assert (resumed.overflows, resumed.overflows_in_a_row) == (0, 0)
 
 
-def test_fp16_on_the_cpu_is_refused_since_it_would_be_fp32_without_a_word(corpus, tmp_path, capsys):
+def test_fp16_on_the_cpu_is_refused_since_it_would_be_fp32_without_a_word(corpus, tmp_path, refused):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert main(["pretrain", *flags(**SMALL, corpus=corpus, output=tmp_path / "run", precision="fp16")]) == 2
-    assert "precision: 'fp16' needs a GPU" in capsys.readouterr().err
+    argv = flags(**SMALL, corpus=corpus, output=tmp_path / "run", precision="fp16")
+    assert "precision: 'fp16' needs a GPU" in refused("pretrain", *argv)
