@@ -71,7 +71,7 @@ def initializer(name: str, help: str, truncated: float | None = None) -> Callabl
     """
 
     def register(function: Initializer) -> Initializer:
-        INITIALIZERS.add(name, _Entry(function=function, help=help, truncated=truncated))
+        INITIALIZERS.add(name, _Entry(function=function, help=help, truncated=truncated), function.__module__)
         return function
 
     return register

@@ -24,7 +24,7 @@ def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
     """
     if not announced:
         _say(kind, path)
-    spec = importlib.util.spec_from_file_location(f"lamina_{kind}_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(path.name, path)
     assert spec is not None
     assert spec.loader is not None
     with guarded(f"{kind} {str(path)!r}: the file"):

@@ -15,6 +15,15 @@ from lamina.errors import UserError, unknown
 Entry = TypeVar("Entry")
 
 
+def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> None:
+    """Raise UserError where a module registers a name that another has: one name stands for one thing.
+
+    A module may register a name again, as a file does that is read twice.
+    """
+    if holder not in (None, owner):
+        raise UserError(f"{kind} {name!r}: {owner} registers it, and {holder} has it (allowed: another name)")
+
+
 class Registry(Generic[Entry]):
     """Entries by name, loaded when the first one is asked for.
 
@@ -27,17 +36,21 @@ class Registry(Generic[Entry]):
     def __init__(self, kind: str, *, modules: Callable[[], Iterable[str]] = tuple, plugins: str | None = None) -> None:
         self.kind = kind
         self._modules, self._plugins = modules, plugins
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, tuple[Entry, str]] = {}  # with the module that registered it
         self._state = "new"  # new, loading, loaded
         self._failure: UserError | None = None
 
-    def add(self, name: str, entry: Entry) -> None:
-        """Register an entry, in place of an earlier one of its name. For decorators: it loads nothing."""
-        self._entries[name] = entry
+    def add(self, name: str, entry: Entry, owner: str) -> None:
+        """Register an entry of the module ``owner``. For decorators: it loads nothing.
+
+        Raises UserError where another module has the name (``refuse_namesake``).
+        """
+        refuse_namesake(self.kind, name, owner, self._entries.get(name, (None, None))[1])
+        self._entries[name] = entry, owner
 
     def registered(self, name: str) -> Entry | None:
         """Return the entry added under this name so far. Loads nothing, so decorators can use it."""
-        return self._entries.get(name)
+        return self._entries[name][0] if name in self._entries else None
 
     def names(self) -> list[str]:
         """All names, sorted."""
@@ -49,7 +62,7 @@ class Registry(Generic[Entry]):
         self._load()
         if name not in self._entries:
             raise unknown(self.kind, name, [*self._entries, *other_names])
-        return self._entries[name]
+        return self._entries[name][0]
 
     def from_file(self, path: Path) -> Entry:
         """Return the one entry that a user's Python file registers, and leave the registry unchanged.
@@ -61,7 +74,7 @@ class Registry(Generic[Entry]):
         with self.isolated():
             before = dict(self._entries)
             run_file(self.kind, path)
-            new = [entry for name, entry in self._entries.items() if before.get(name) is not entry]
+            new = [entry[0] for name, entry in self._entries.items() if before.get(name) is not entry]
         if len(new) != 1:
             raise UserError(
                 f"{self.kind} {str(path)!r}: registers {len(new)} {self.kind}s with @{self.kind} (needed: one)"

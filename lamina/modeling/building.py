@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.core import initializers
 from lamina.core.architectures import UNCONVERTED
+from lamina.core.registry import refuse_namesake
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError, one_line, shortened, unknown
 from lamina.modeling import initialization
@@ -223,13 +224,14 @@ N = TypeVar("N", bound=type[LaminaNorm])
 def norm(kind: str) -> Callable[[N], N]:
     """Register a subclass of LaminaNorm as a kind of norm, for plans and for the option ``norm`` of every placement.
 
-    Raises UserError for a name that is taken, or that is no name.
+    Raises UserError for a name that another module has (``refuse_namesake``), or that is no name.
     """
-    taken = [known for known in NORMS if known not in OWN_KINDS]
-    if not str(kind).isidentifier() or kind in (*taken, "backbone"):
-        raise UserError(f"norm: {kind!r} (allowed: a name other than {', '.join(taken)}, backbone)")
+    if not str(kind).isidentifier():
+        raise UserError(f"norm: {kind!r} (allowed: a name)")
 
     def register(cls: N) -> N:
+        holder = LaminaNorm if kind == "backbone" else NORMS.get(kind)
+        refuse_namesake("norm", kind, cls.__module__, holder and holder.__module__)
         if not issubclass(cls, LaminaNorm):
             raise UserError(f"norm: {cls.__name__} is no LaminaNorm (allowed: a subclass of it)")
         NORMS[kind] = cls

@@ -16,6 +16,7 @@ from typing import Any
 
 from lamina.core.json_types import Json
 from lamina.core.python_files import guarded
+from lamina.core.registry import refuse_namesake
 from lamina.core.values import is_finite
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, shortened, unknown
@@ -68,8 +69,12 @@ def _load_yaml(path: Path) -> Placement:
 
     def make(num_layers: int) -> Plan:
         try:
-            fields = data if "layers" in data else from_rules(data, num_layers)
-            return Plan.from_dict({"placement": name, **fields})
+            if "layers" in data:
+                return Plan.from_dict({"placement": name, **data})
+            plan = Plan.from_dict({"placement": name, **from_rules(data, num_layers)})
+            if name in PLACEMENTS.names() and PLACEMENTS.get(name).make(num_layers).layers != plan.layers:
+                refuse_namesake("placement", name, "the file", "another placement")
+            return plan
         except UserError as error:
             raise UserError(f"placement {str(path)!r}: {error}") from None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-from lamina.core.registry import Registry
+from lamina.core.registry import Registry, refuse_namesake
 from lamina.core.scaling_schemes import DepthScheme
 from lamina.errors import UserError
 from lamina.placements.plan import OWN_KINDS, HeadNorm, NormKind, Plan
@@ -151,7 +151,9 @@ def placement(
     def register(make: Callable[..., Plan]) -> Callable[..., Plan]:
         texts = {"title": title, "source": source, "initialization": initialization, "advice": advice}
         texts["description"], options = read_options(make)
-        PLACEMENTS.add(name, Placement(name=name, equation=equation, options=options, make=make, **texts))
+        refuse_namesake("placement", name, make.__module__, OTHER_NAMES.get(name))
+        entry = Placement(name=name, equation=equation, options=options, make=make, **texts)
+        PLACEMENTS.add(name, entry, make.__module__)
         return make
 
     return register

@@ -49,7 +49,7 @@ def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
     """Register a function (plan, size) -> plan, or (plan) -> plan where no size matters, as the wiring ``name``."""
 
     def register(make: Make) -> Make:
-        WIRINGS.add(name, PlanWiring(make=make, equation=equation, source=source))
+        WIRINGS.add(name, PlanWiring(make=make, equation=equation, source=source), make.__module__)
         return make
 
     return register

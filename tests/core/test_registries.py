@@ -1,5 +1,6 @@
 """Specs, and the one registry: lazy loading, plug-ins, and files of the user's own."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,7 +11,7 @@ from lamina.core import specs
 from lamina.core.registry import Registry
 from lamina.errors import UserError
 
-MODULE = "from colors import COLORS\nCOLORS.add({name!r}, object())\n"
+MODULE = "from colors import COLORS\nCOLORS.add({name!r}, object(), __name__)\n"
 
 
 @pytest.fixture
@@ -75,10 +76,26 @@ def test_a_broken_plug_in_is_named_at_every_call_and_leaves_no_half_of_itself(co
 
 
 def test_a_file_gives_its_one_entry_and_leaves_the_registry_as_it_was(colors, site):
-    path = site("mine", MODULE.format(name="red")) / "mine.py"
-    own = colors.from_file(path)
-    assert own is not colors.get("red")
+    path = site("mine", MODULE.format(name="green")) / "mine.py"
+    assert colors.from_file(path) is not colors.from_file(path)
     assert colors.names() == ["red"]
+
+
+def test_one_name_stands_for_one_thing_whoever_registers_it_first(colors, site):
+    path, own = site("mine", MODULE.format(name="red")) / "mine.py", colors.get("red")
+    said = "color 'red': mine.py registers it, and own_colors has it (allowed: another name)"
+    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+        colors.from_file(path)
+    assert colors.get("red") is own
+    late = Registry("color", modules=lambda: ["late_colors"])
+    late.add("red", object(), "a notebook")
+    late.add("red", object(), "a notebook")
+    site("late_colors", "import colors\ncolors.LATE.add('red', object(), __name__)\n")
+    import colors as module  # type: ignore[import-not-found]  # written by the fixture
+
+    module.LATE = late
+    with pytest.raises(UserError, match="^color 'red': late_colors registers it, and a notebook has it"):
+        late.names()
 
 
 @pytest.mark.parametrize(

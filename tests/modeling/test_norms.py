@@ -160,8 +160,9 @@ def test_a_norm_of_ones_own_may_have_parameters_of_its_own(clipped, tmp_path):
 def test_a_kind_that_nothing_registers_and_a_name_that_is_taken_are_refused():
     with pytest.raises(UserError, match=r"'clipped' is not one of .*'derf'"):
         Norm(kind="clipped")
-    with pytest.raises(UserError, match=r"'rms'.*other than"):
-        norm("rms")
+    for kind in ("rms", "backbone"):
+        with pytest.raises(UserError, match=rf"^norm {kind!r}: .*test_norms registers it, and lamina.*wiring_lamina has"):
+            norm(kind)(type("Own", (LaminaNorm,), {"__module__": __name__}))
     with pytest.raises(UserError, match="no LaminaNorm"):
         norm("mine")(nn.Identity)
 

@@ -152,10 +152,7 @@ def probe(cls: type[Kind]) -> type[Kind]:
     for attribute in ("name", "title", "summary", "source"):
         if not isinstance(getattr(cls, attribute, None), str):
             raise TypeError(f"{cls.__name__}: a probe needs a {attribute}")
-    namesake = REGISTRY.registered(cls.name)
-    if namesake is not None and namesake.__module__ != cls.__module__:
-        raise ValueError(f"two probes are named {cls.name!r}")
-    REGISTRY.add(cls.name, cls)
+    REGISTRY.add(cls.name, cls, cls.__module__)
     return cls
 
 

@@ -118,7 +118,7 @@ _registry: Registry[Objective] = Registry(
 
 def objective(cls: type[Objective]) -> type[Objective]:
     """Register an objective by its head. A decorator."""
-    _registry.add(cls.head, cls())
+    _registry.add(cls.head, cls(), cls.__module__)
     return cls
 
 
