@@ -94,7 +94,7 @@ def test_one_name_stands_for_one_thing_whoever_registers_it_first(colors, site):
     import colors as module  # type: ignore[import-not-found]  # written by the fixture
 
     module.LATE = late
-    with pytest.raises(UserError, match="^color 'red': late_colors registers it, and a notebook has it"):
+    with pytest.raises(UserError, match=r"^color 'red': late_colors registers it, and a notebook has it"):
         late.names()
 
 
