@@ -129,13 +129,13 @@ _DECODER = {
     "gate_up_proj": "gate_and_in",
     "down_proj": "feed_forward_out",
 }
-_LATENT = {  # DeepSeek's multi-head latent attention and its mixture of experts
-    **_DECODER,
+_EXPERTS = {**_DECODER, **dict.fromkeys(("gate", "router", "shared_expert_gate"), "router")}
+_LATENT = {  # DeepSeek's multi-head latent attention
+    **_EXPERTS,
     "q_a_proj": "query_down",
     "q_b_proj": "query",
     "kv_a_proj_with_mqa": "key_value_down",
     "kv_b_proj": "key_value",
-    "gate": "router",
 }
 _NEOX_ROLES = {
     "query_key_value": "query_key_value_by_head",
@@ -158,14 +158,19 @@ _PHI_ROLES = {
 _VIT = {name: _PHI_ROLES[name] for name in ("q_proj", "k_proj", "v_proj", "fc1", "fc2")} | {"o_proj": "attention_out"}
 
 
-def _rows(conversion: Conversion, **titles: str) -> dict[str, Architecture]:
-    return {name: Architecture(title=title, roles=_DECODER, conversion=conversion) for name, title in titles.items()}
+def _rows(conversion: Conversion, roles: Mapping[str, str] = _DECODER, /, **titles: str) -> dict[str, Architecture]:
+    return {name: Architecture(title=title, roles=roles, conversion=conversion) for name, title in titles.items()}
 
 
 # Norms on queries and keys that are the attention module's own (OLMo 2, Qwen 3, Gemma 3) come along with the module.
 ARCHITECTURES: dict[str, Architecture] = {
     **_rows(_PRE_LN, llama="Llama", mistral="Mistral", qwen2="Qwen 2", qwen3="Qwen 3", smollm3="SmolLM 3"),
     **_rows(_PRE_LN, ernie4_5="ERNIE 4.5", phi3="Phi-3", seed_oss="Seed-OSS", starcoder2="StarCoder2"),
+    **_rows(_PRE_LN, arcee="Arcee", bitnet="BitNet", cwm="CWM", glm="GLM", jais2="Jais 2", ministral3="Ministral 3"),
+    **_rows(_PRE_LN, _EXPERTS, exaone_moe="EXAONE MoE", glm4_moe="GLM-4.5"),
+    **_rows(_PRE_LN, _EXPERTS, minimax_m2="MiniMax-M2", mixtral="Mixtral", olmoe="OLMoE", phimoe="Phi-3.5 MoE"),
+    **_rows(_PRE_LN, _EXPERTS, qwen2_moe="Qwen 2 MoE", qwen3_moe="Qwen 3 MoE", solar_open="Solar Open"),
+    **_rows(_PRE_LN, _LATENT, deepseek_v2="DeepSeek-V2", deepseek_v3="DeepSeek-V3"),
     **_rows(_APERTUS, apertus="Apertus"),
     **_rows(replace(_OLMO2, rounds="", note=""), exaone4="EXAONE 4"),
     **_rows(_OLMO2, olmo2="OLMo 2", olmo3="OLMo 3"),
@@ -173,12 +178,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_rows(_GEMMA, gemma2="Gemma 2", gemma3_text="Gemma 3 text"),
     **_rows(_GLM4, glm4="GLM-4"),
     **_rows(_GRANITE, granite="Granite"),
+    **_rows(_GRANITE, _EXPERTS, granitemoe="Granite MoE"),
     **_rows(_HYPERCLOVA, hyperclovax="HyperCLOVA X"),
     **_rows(_STABLELM, stablelm="StableLM"),
     **_rows(_COHERE, cohere="Cohere", cohere2="Cohere 2"),
-    "deepseek_v2": Architecture(title="DeepSeek-V2", roles=_LATENT),
-    "deepseek_v3": Architecture(title="DeepSeek-V3", roles=_LATENT),
-    "minicpm3": Architecture(title="MiniCPM 3", roles=_LATENT, conversion=_MINICPM),
+    **_rows(_MINICPM, _LATENT, minicpm3="MiniCPM 3"),
     "gpt_neox": Architecture(title="GPT-NeoX", roles=_NEOX_ROLES, conversion=_NEOX),
     "phi": Architecture(title="Phi", roles=_PHI_ROLES, conversion=_PHI),
     "modernbert": Architecture(title="ModernBERT", roles=_MODERNBERT),

@@ -157,7 +157,7 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
         place = wirings.get(".".join(name.split(".")[:depth]))
         if isinstance(modules[owner], Residual | LaminaWiring):
             role = "wiring"
-        elif isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2 or owner in gains:
+        elif isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2 or owner in gains or last.endswith("_bias"):
             role = "bias" if last == "bias" and isinstance(modules[owner], nn.Linear | nn.Conv2d) else "vector"
         elif place is not None:
             role = roles.get(f"{place[1]}.{holder}") or roles.get(holder, HIDDEN)

@@ -119,9 +119,13 @@ DECODER = Adapter()
 ADAPTERS: dict[str, Adapter] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "ernie4_5"), DECODER),
     "phi3": Adapter(dropout="resid_pdrop"),
-    **dict.fromkeys(("seed_oss", "starcoder2", "apertus", "exaone4", "olmo2", "olmo3"), DECODER),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "glm4", "granite", "hyperclovax"), DECODER),
-    **dict.fromkeys(("stablelm", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "minicpm3"), DECODER),
+    **dict.fromkeys(("seed_oss", "starcoder2", "arcee", "bitnet", "cwm", "glm", "jais2", "ministral3"), DECODER),
+    **dict.fromkeys(("exaone_moe", "glm4_moe", "minimax_m2", "mixtral", "olmoe"), DECODER),
+    **dict.fromkeys(("phimoe", "qwen2_moe", "qwen3_moe", "solar_open", "deepseek_v2", "deepseek_v3"), DECODER),
+    **dict.fromkeys(("apertus", "exaone4", "olmo2", "olmo3"), DECODER),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "glm4", "granite"), DECODER),
+    "granitemoe": Adapter(feed_forward="block_sparse_moe"),
+    **dict.fromkeys(("hyperclovax", "stablelm", "cohere", "cohere2", "minicpm3"), DECODER),
     "gpt_neox": Adapter(attention="attention", norm="final_layer_norm", dropout="hidden_dropout"),
     "phi": Adapter(norm="final_layernorm", dropout="resid_pdrop", head_bias=True),
     "modernbert": Adapter(

@@ -73,7 +73,8 @@ def decaying(model: nn.Module) -> list[str]:
         if isinstance(module, Residual | LaminaWiring | LaminaNorm) or type(module).__name__.endswith("Norm")
         for parameter in module.parameters(recurse=False)
     }
-    return [name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in kept]
+    matrices = (name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in kept)
+    return [name for name in matrices if not name.endswith("bias")]  # experts' are matrices
 
 
 def drop_branches(model: PreTrainedModel, rate: float) -> None:

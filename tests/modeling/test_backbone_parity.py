@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import LATENT, OF_TEXT, SIZES, TOKENS, VOCABULARY, token_ids
+from tiny import LATENT, OF_EXPERTS, OF_TEXT, SIZES, TOKENS, VOCABULARY, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lamina
@@ -105,6 +105,17 @@ BACKBONES = {
     "phi": (parallel, PRE_LN, {}),
     "minicpm3": (scaled_by_depth, PRE_LN, {**MLA, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 8}),
 }
+# Layers of those above, but for experts, an activation, or norms inside their modules.
+ALIKE = {
+    **dict.fromkeys(("arcee", "bitnet", "glm", "jais2", "ministral3"), (pre_ln, PRE_LN, {"head_dim": 8})),
+    "cwm": (pre_ln, PRE_LN, {"head_dim": 8, "sliding_window": 4}),
+    **dict.fromkeys(
+        ("glm4_moe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open"),
+        (pre_ln, PRE_LN, OF_EXPERTS),
+    ),
+    "exaone_moe": (pre_ln, PRE_LN, {**OF_EXPERTS, "sliding_window": 4, "sliding_window_pattern": 2}),
+    "granitemoe": (scaled, PRE_LN, {**OF_EXPERTS, **MUP, "residual_multiplier": 0.3}),
+}
 
 
 PLUS_ONE = {"gemma", "gemma2", "gemma3_text"}
@@ -126,7 +137,7 @@ NO_MORE_NORMS = {
 
 def configuration(model_type, **changes):
     sizes = {**OF_TEXT, **TOKENS, "num_hidden_layers": NUM_LAYERS}
-    return AutoConfig.for_model(model_type, **{**sizes, **BACKBONES[model_type][2], **changes})
+    return AutoConfig.for_model(model_type, **{**sizes, **{**BACKBONES, **ALIKE}[model_type][2], **changes})
 
 
 LAST_BITS = {"gpt_neox", "cohere", "cohere2", "phi"}  # another order of sums, or LayerNorms step by step
@@ -143,6 +154,7 @@ def copy_weights(theirs, ours, renamed, plus_one):
             key.replace(".attention.", ".self_attn.") if ".attention.query" in key or ".attention.dense" in key else key
         )
         key = key.replace("self_attn.", "attention.module.").replace(".mlp.", ".feed_forward.module.")
+        key = key.replace(".block_sparse_moe.", ".feed_forward.module.")
         key = key.replace("gpt_neox.", "model.").replace("model.", "model.backbone.", 1)
         own = key.endswith(("q_norm.weight", "k_norm.weight"))  # stay the backbone's modules
         is_norm = plus_one and key.endswith("norm.weight") and not own
@@ -152,10 +164,10 @@ def copy_weights(theirs, ours, renamed, plus_one):
     ours.load_state_dict(state)
 
 
-@pytest.fixture(params=BACKBONES)
+@pytest.fixture(params=[*BACKBONES, *ALIKE])
 def pair(request):
     torch.manual_seed(0)
-    make_plan, renamed, _ = BACKBONES[request.param]
+    make_plan, renamed, _ = {**BACKBONES, **ALIKE}[request.param]
     config = configuration(request.param)
     theirs = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -245,7 +257,7 @@ def test_one_layer_without_a_norm_does_not_make_the_branches_parallel():
 def test_a_backbone_whose_layer_does_more_than_a_placement_says_is_refused():
     """Some scale each branch, some run both branches side by side: silently another model otherwise."""
     for model_type, more, why in (
-        ("granitemoe", {"residual_multiplier": 0.22}, ""),
+        ("granitemoe_swa", {"residual_multiplier": 0.22}, ""),
         ("cohere2_moe", {"num_experts": 4, "num_experts_per_tok": 2}, r"side by side \(allowed: wiring=parallel\)"),
     ):
         with pytest.raises(UserError, match=f"{model_type}.*{why}"):

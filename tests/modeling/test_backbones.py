@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from test_backbone_parity import BACKBONES, configuration
+from test_backbone_parity import ALIKE, BACKBONES, configuration
 from tiny import SIZES, llama, token_ids
 from transformers import ModernBertConfig
 
@@ -230,7 +230,7 @@ def test_a_padding_outside_of_a_smaller_vocabulary_is_dropped():
 
 def test_what_travels_and_what_stays_are_rows_of_the_same_model_types():
     assert list(ADAPTERS) == list(ARCHITECTURES)
-    assert set(ARCHITECTURES) == {*BACKBONES, "vit", "modernbert"}  # those two in test_encoders.py
+    assert set(ARCHITECTURES) == {*BACKBONES, *ALIKE, "vit", "modernbert"}  # those two in test_encoders.py
 
 
 def test_the_heads_of_every_row_exist():

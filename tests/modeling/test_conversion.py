@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from tiny import LATENT, OF_TEXT, TOKENS, VOCABULARY, built, llama
+from tiny import LATENT, OF_EXPERTS, OF_TEXT, TOKENS, VOCABULARY, built, llama
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaModel
 
-from lamina.core.architectures import conversions
+from lamina.core.architectures import ARCHITECTURES, conversions
 from lamina.errors import UserError
 from lamina.modeling import LaminaForCausalLM
 from lamina.modeling.backbones.conversion import from_transformers, largest_difference, load, to_transformers
@@ -22,7 +22,10 @@ MORE = {
     "mistral": {"sliding_window": 4},
     "qwen3": {"head_dim": 16},
     "exaone4": {"sliding_window": 4, "sliding_window_pattern": 2},
-    **{name: {"head_dim": 8} for name in ("gemma", "glm4", "seed_oss")},
+    **{name: OF_EXPERTS for name, row in ARCHITECTURES.items() if "router" in row.roles.values()},
+    **{name: {"head_dim": 8} for name in ("gemma", "glm4", "seed_oss", "arcee", "cwm", "glm", "jais2")},
+    **{name: {**MLA, "q_lora_rank": rank} for name, rank in (("deepseek_v2", None), ("deepseek_v3", 16))},
+    "granitemoe": {**OF_EXPERTS, "residual_multiplier": 0.3, **MUP},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "granite": {"residual_multiplier": 0.3, **MUP},
     "hyperclovax": {"residual_multiplier": 0.3, "use_post_norm": True, **MUP},

@@ -4,15 +4,16 @@ import math
 
 import pytest
 import torch
-from test_backbone_parity import BACKBONES, NO_MORE_NORMS, configuration
-from tiny import llama, token_ids
-from transformers import Starcoder2Config
+from test_backbone_parity import ALIKE, BACKBONES, NO_MORE_NORMS, configuration
+from tiny import OF_EXPERTS, OF_TEXT, llama, token_ids
+from transformers import AutoConfig, Starcoder2Config
 
 import lamina
 from lamina.core import architectures, initializers
 from lamina.errors import UserError
 from lamina.modeling import initialization
 from lamina.modeling.initialization import weights
+from lamina.modeling.parts import decaying
 from lamina.placements import names, resolve
 
 WIDTH, FFN, VOCABULARY, NUM_LAYERS = 256, 640, 512, 3
@@ -147,6 +148,24 @@ def test_every_parameter_is_covered_once_and_has_a_role(name, model_type):
         assert weight.sublayer == (
             weight.name.split(".layers.")[1].split(".")[1] if weight.layer >= 0 else weight.sublayer
         )
+
+
+@pytest.mark.parametrize("model_type", ALIKE)
+def test_the_weights_of_experts_have_roles(model_type):
+    known = {*architectures.ROLES.values(), "embedding", "readout", "vector", "bias"}
+    assert {weight.role for weight in weights(lamina.build(configuration(model_type), "peri_ln"))} <= known
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"), [("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2}), ("gpt_oss", {})]
+)
+def test_biases_of_experts_which_are_matrices_are_neither_drawn_nor_decayed(model_type, more):
+    config = AutoConfig.for_model(model_type, **{**OF_TEXT, **OF_EXPERTS, "moe_layer_end_index": 1, **more})
+    model = lamina.build(config, "pre_ln")
+    biases = {name: p for name, p in model.named_parameters() if name.endswith("_bias") and p.ndim > 1}
+    assert biases
+    assert not any(p.any() for p in biases.values())
+    assert not biases.keys() & set(decaying(model))
 
 
 def test_deepnorms_weights_are_normal_and_its_beta_an_option():

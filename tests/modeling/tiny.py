@@ -11,6 +11,8 @@ OF_TEXT = {**SIZES, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_pos
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 EXPERTS |= {"first_k_dense_replace": 1}
+OF_EXPERTS = {**EXPERTS, "num_experts": 4, "num_local_experts": 4, "n_shared_experts": 1, "head_dim": 8}
+OF_EXPERTS |= {"shared_expert_intermediate_size": 16}
 LATENT = {**EXPERTS, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
