@@ -38,6 +38,7 @@ Prompt: TypeAlias = str | Messages
 """A text, or the turns before the answer."""
 IGNORED = -100
 ROLES = ("system", "user", "assistant", "tool", "developer")  # the last two for templates that know them
+_ANY_ROLE = "another-role"
 READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 GENERATED = "generated:"
 ALLOWED_GENERATED = "generated:KIND[:TASK[+TASK...]][@test]"
@@ -221,6 +222,8 @@ def _turn(name: str, number: int, turn: object) -> Message:
     content = fields.get("content", fields.get("value", "" if fields.get("tool_calls") else None))
     if isinstance(content, list):  # the parts of OpenAI's form
         parts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if any(isinstance(part, dict) and "image" in str(part.get("type")) for part in content):
+            raise ValueError(f"turn {number + 1} of {name!r} has an image, which no model here reads")
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if role not in ROLES or not isinstance(content, str):
         raise ValueError(f"turn {number + 1} of {name!r} has no role (allowed: {', '.join(ROLES)}) with a text")
@@ -488,16 +491,21 @@ class ExampleEncoder:
         if self.template is None:
             raise ValueError("turns need a chat template (allowed: a --template, or prompts and answers as texts)")
         turns, template = [dict(message) for message in messages], self.template
-        beyond = {"tools": options.get("tools")} | {role: role for turn in turns if (role := turn["role"]) in ROLES[3:]}
-        for word in (word for word, present in beyond.items() if present and word not in template):
-            raise ValueError(f"it has {word!r}, which the template does not take (allowed: a --template that does)")
         given = {**options, "chat_template": template, "tokenize": False, "add_generation_prompt": answers}
+        lost = ["tools"] if options.get("tools") and "tools" not in template else []
         try:
-            return str(self.tokenizer.apply_chat_template(turns, **given))
+            for role in (role for role in ROLES[3:] if role not in template):  # it may write any role's name
+                renamed = [{**turn, "role": _ANY_ROLE} if turn["role"] == role else turn for turn in turns]
+                if renamed != turns and _ANY_ROLE not in str(self.tokenizer.apply_chat_template(renamed, **given)):
+                    lost.append(role)
+            text = str(self.tokenizer.apply_chat_template(turns, **given))
         except TemplateSyntaxError as error:
             raise UserError(f"template: no Jinja in its line {error.lineno} ({one_line(error)})") from None
         except Exception as error:  # Jinja's own, and whatever a template raises by its raise_exception
             raise ValueError(f"the template does not take it: {one_line(error)}") from None
+        for word in lost:
+            raise ValueError(f"it has {word!r}, which the template does not take (allowed: a --template that does)")
+        return text
 
     def _tokens_and_labels(self, example: Fields) -> tuple[list[int], list[bool]]:
         """Return an example's tokens, and for each whether it is a label."""

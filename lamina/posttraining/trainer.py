@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -116,15 +117,21 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         """Write no card into a checkpoint."""
 
     def training_step(self, *args: Passed, **kwargs: Passed) -> torch.Tensor:
-        try:
+        with self._arguments_told():
             loss = super().training_step(*args, **kwargs)
-        except ValueError as error:  # TRL checks some of its arguments where it uses them
-            if not self.trl or isinstance(error, UserError):
-                raise
-            raise UserError(f"trl: {one_line(error)}") from error
         if (value := self.failed_loss(loss)) is not None:
             self.guard.see_loss(self.state.global_step + 1, value)
         return loss
+
+    @contextmanager
+    def _arguments_told(self) -> Iterator[None]:
+        """Raise UserError for an argument of TRL's that it checks where it uses it."""
+        try:
+            yield
+        except ValueError as error:
+            if not self.trl or isinstance(error, UserError):
+                raise
+            raise UserError(f"trl: {one_line(error)}") from error
 
     def state_dict(self) -> Json:
         """The same as for pretraining, and what TRL has measured since the last record."""
@@ -144,7 +151,8 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
         """Measure every held-out example once, whatever the batches and the processes, and log it."""
-        metrics = self.held_out()
+        with self._arguments_told():
+            metrics = self.held_out()
         self.evaluation = self.watched.measure(self)
         self.evaluating(lambda: self.log(metrics))  # in training mode TRL would add its training means, and forget them
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

@@ -130,6 +130,21 @@ def test_what_a_family_s_own_template_reads_is_encoded_as_trl_does(tokenizer, ro
     assert (ours["input_ids"], ours["labels"]) == (ids, ids if loss == "all" else labels)
 
 
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("role", ["tool", "developer"])
+def test_a_template_that_writes_any_role_takes_those_that_it_does_not_name(tokenizer, role):
+    row = {"messages": [user("q"), {"role": role, "content": f"the {role} says"}, assistant("a")]}
+    ours = encoder(tokenizer, CHATML, longest=4096, loss_on_all=True).example(example_of(row))
+    assert ours["input_ids"] == trl_labels(tokenizer, row, CHATML, False)[0]
+    with pytest.raises(ValueError, match=f"it has '{role}', which the template does not take"):
+        encoder(tokenizer, TEMPLATES["chat"]).example(example_of(row))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "llama3", "gptoss"])
 @pytest.mark.parametrize(
     "row",
@@ -244,7 +259,9 @@ def test_texts_stay_as_they_are(row, prompt):
         ({"messages": [user("q")]}, "no turn of the assistant's"),
         ({"messages": [{"role": "robot", "content": "q"}]}, "turn 1 of 'messages' has no role"),
         ({"messages": [user("q"), assistant("a")], "images": ["a.png"]}, "the field 'images' has images"),
-        ({"messages": [user([{"type": "image"}]), assistant("a")]}, "turn 1 of 'messages' has no role .* with a text"),
+        ({"messages": [user([{"type": "image"}]), assistant("a")]}, "turn 1 of 'messages' has an image, which no"),
+        ({"messages": [user([{"type": "image_url", "image_url": {}}]), assistant("a")]}, "turn 1 .* has an image"),
+        ({"messages": [user([{"type": "audio"}]), assistant("a")]}, "turn 1 of 'messages' has no role .* with a text"),
         ({"messages": [user("q"), assistant("a")], "tools": "[{"}, "Expecting property name"),
         ({"messages": "q"}, "must be a list of turns"),
         ({"prompt": "a", "output": "b"}, r"no known fields .*the row has: prompt, output\)"),

@@ -88,6 +88,7 @@ def test_prompts_are_those_of_the_answers_in_use():
     [
         ("dpo", {"trl": {"sync_ref_model": True}}, "trl.sync_ref_model: records and checkpoints hold a policy to the"),
         ("dpo", {"trl": {"rpo_alpha": 1.0}}, "unknown trl argument 'rpo_alpha'"),
+        ("dpo", {"trl": {"loss_type": ["aot_pair"]}}, "trl: ValueError: Unknown loss type: aot_pair"),
         ("dpo", {"trl": {"use_liger_kernel": True}}, "trl.use_liger_kernel: set by --trainer.use_liger_kernel"),
         ("dpo", {"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's"),
         ("sft", {"trl": {"chat_template_path": "x"}}, "trl.chat_template_path: set by --template"),
