@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -59,6 +59,10 @@ class Processes:
     def first(self) -> bool:
         """Whether this process writes the run's folder."""
         return self.rank == 0
+
+    def apart(self) -> Processes:
+        """Return the same processes with CPU collectives of their own, for another thread; all call it."""
+        return self if self.size == 1 else replace(self, group=distributed.new_group(backend="gloo", timeout=PATIENCE))
 
     def anyone(self, mine: bool) -> bool:
         """Whether ``mine`` is true in any process."""

@@ -38,7 +38,7 @@ from lamina.jobs.status import ENDED, Status
 from lamina.modeling.processes import GONE, Processes, join, lost_another, reported_once
 from lamina.modeling.scaling import StepFactors
 from lamina.placements import Plan
-from lamina.training.checkpointing.checkpoints import Checkpoints, Stateful, run_state, step_of
+from lamina.training.checkpointing.checkpoints import Background, Checkpoints, Stateful, run_state, step_of
 from lamina.training.checkpointing.resuming import (
     DATA,
     Rollbacks,
@@ -412,6 +412,8 @@ class TrainingRun:
 
     def _make_trainer(self) -> Any:
         trainer = self.stage.trainer(self)
+        if self.settings.async_checkpoints:
+            trainer.background = Background(self.processes)
         for callback in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(callback)
         for callback in (self.recorder, *self._further):
@@ -422,7 +424,10 @@ class TrainingRun:
         """Train; returns how the run ended, and why, the same in every process."""
         trainer, recorder, steps = self.trainer, self.recorder, self.settings.steps
         self._warn_of_repetition()
-        with stop_signals(recorder):
+        with stop_signals(recorder), ExitStack() as ending:
+            ending.callback(recorder.close)
+            if trainer.background is not None:
+                ending.callback(trainer.background.wait)
             try:
                 if self.checkpoint is not None and step_of(self.checkpoint) >= steps:
                     trainer._load_from_checkpoint(str(self.checkpoint))  # Trainer would take another step
@@ -438,8 +443,6 @@ class TrainingRun:
             except Diverged as diverged:
                 recorder.record_divergence(diverged)
                 return diverged
-            finally:
-                recorder.close()
         return self.processes.by_first(lambda: self.stage.verdict(self, step >= steps))
 
     def _warn_of_repetition(self) -> None:

@@ -307,6 +307,9 @@ class RecordSettings(Settings, group="records"):
         0, "steps between two checkpoints (0 for the final model only)", at_least(0), decides=False
     )
     keep: int = setting(2, "checkpoints to keep", at_least(1), decides=False)
+    async_checkpoints: bool = setting(
+        False, "write checkpoints while training goes on, from a copy in CPU memory", decides=False
+    )
     monitor_blocks: int | None = setting(
         None, "held-out blocks for the layer monitor (default: a quarter of the batch)", at_least(1)
     )

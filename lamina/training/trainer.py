@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from lamina.modeling.processes import Processes
 from lamina.modeling.scaling import StepFactors
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing import state as saving
-from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, Stateful, collected
+from lamina.training.checkpointing.checkpoints import Background, Checkpoints, RunState, Stateful, collected
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.recorder import MonitoredTrainer
@@ -45,6 +46,7 @@ class CheckpointedTrainer(_Trainer):
         keep_also: whether an older checkpoint is not pruned, by its run state.
         rate_factor: the rollbacks' factor on all learning rates.
         average: of the weights; a checkpoint holds it, and evaluations use it.
+        background: writes checkpoints while training goes on; None if training waits for them.
         sharded: whether each process holds a part of the model.
     """
 
@@ -54,6 +56,7 @@ class CheckpointedTrainer(_Trainer):
     keep_also: Callable[[Json], bool] | None = None
     rate_factor: float = 1.0
     average: WeightAverage | None = None
+    background: Background | None = None
     sharded: bool = False
     overflows: int
     overflows_in_a_row: int
@@ -82,24 +85,39 @@ class CheckpointedTrainer(_Trainer):
     def training_step(
         self, model: nn.Module, inputs: Json, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
+        if self.background is not None:
+            self.background.look()
         if self.sharded:  # gradients are reduced once per step, not once per micro-batch
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint, whole or not at all, then prune the old ones."""
+        """Write a checkpoint, whole or not at all, then prune the old ones; the tensors in the background if it may."""
         step, checkpoints = self.state.global_step, Checkpoints(Path(str(self.args.output_dir)))
+        background, processes = self.background, self.processes
+        if background is not None:
+            background.wait()
+            processes = background.processes
         own = self.state_dict()
         if not math.isfinite(loss := sum(own["losses"])):  # on a GPU, not every step's loss is checked
             self.guard.see_loss(step, loss)
         self.store_flos()
         state = {**own, **collected((*self.states, self.guard))}  # the recorder shows the guard its last steps
-        with checkpoints.save(step, self.processes) as path:
-            saving.write(self, self.processes, path, state)
-            if self.average is not None:
-                self.processes.by_first(partial(self.average.write, path))
-        keep = self.args.save_total_limit or 1
-        self.processes.by_first(lambda: checkpoints.prune(step, keep, self.keep_also))
+        with ExitStack() as opened:
+            path = opened.enter_context(checkpoints.save(step, processes))
+            tensor_files = saving.write(self, processes, path, state, self.average, copied=background is not None)
+            draft = opened.pop_all()
+
+        def finish() -> None:
+            with draft:
+                tensor_files()
+            keep = self.args.save_total_limit or 1
+            processes.by_first(lambda: checkpoints.prune(step, keep, self.keep_also))
+
+        if background is None:
+            finish()
+        else:
+            background.begin(finish)
 
     def state_dict(self) -> Json:
         """Return the trainer's run state: the losses since the last record, the rate factor, fp16's overflows."""

@@ -32,6 +32,7 @@ from lamina.jobs.files import disk_full
 from lamina.modeling import processes
 from lamina.modeling.processes import _sendable, launched, lost_another, parallel_of
 from lamina.training import pretrain as pretraining
+from lamina.training.checkpointing.checkpoints import what_is_broken
 from lamina.training.resolve import SHARDED_OPTIMIZERS, check_sharded
 from lamina.training.settings import PretrainSettings
 
@@ -39,7 +40,7 @@ STEPS = 20
 OPTIONS = {
     **SMALL, "hidden_size": 20, "placement": "keel(qk_norm=head)", "steps": STEPS, "batch_size": 4,
     "gradient_accumulation": 2,
-    "logging_steps": 1, "eval_steps": 10, "save_steps": 10, "learning_rate": 1e-2, "eval_blocks": 5,
+    "logging_steps": 1, "eval_steps": 10, "save_steps": 10, "learning_rate": 1e-2, "eval_blocks": 5, "keep": 3,
 }  # fmt: skip
 WAYS = ("ddp", "fsdp2", "one-then-two", "two-then-one", "tensor", "tensor-then-one")
 TENSOR = {"parallel": "fsdp2", "tensor_parallel": 2}
@@ -52,6 +53,7 @@ REFUSED = [
         "tensor_parallel: 2 for deepseek_v3 (allowed: 1, or a model of text without experts)",
     ),
 ]
+ASYNC = ("ddp", "fsdp2")
 STREAMED = {"streaming": True, "shuffle_buffer": 6}
 
 
@@ -105,6 +107,7 @@ def runs(corpus, session_cache, tmp_path_factory):
             {"settings": given("tensor", **TENSOR).to_dict(), "terminate": 13},
             {"settings": given("tensor-then-one", **TENSOR).to_dict(), "terminate": 13},
             {"settings": given("tensor", **TENSOR).to_dict(), "resume": True},
+            *({"settings": given(f"{way}-async", parallel=way, async_checkpoints=True).to_dict()} for way in ASYNC),
             *({"settings": given("refused", **{**TENSOR, **changed}).to_dict()} for changed, _ in REFUSED),
         ]
         said = train(folder, plan)
@@ -187,6 +190,25 @@ def test_a_sharded_runs_checkpoints_are_sharded_safetensors(runs):
     assert len(list((path / "model").glob("*.safetensors"))) == 2
     assert len(list((path / "optimizer").glob("*.safetensors"))) == 2
     assert not list(path.rglob("*.distcp"))
+
+
+def content(path):
+    """A safetensors file's header, whose metadata have a random order, and the bytes of its tensors."""
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    return json.loads(whole[8:end]), whole[end:]
+
+
+@pytest.mark.parametrize("way", ASYNC)
+def test_checkpoints_that_training_does_not_wait_for_are_the_same(runs, way):
+    folder = runs[0]
+    assert curve(folder / f"{way}-async", "loss") == curve(folder / way, "loss")
+    for name in ("checkpoint-10", "checkpoint-20"):
+        one, other = (folder / run / "checkpoints" / name for run in (way, f"{way}-async"))
+        assert what_is_broken(other) is None
+        files = [sorted(p.relative_to(path) for p in path.rglob("*.safetensors")) for path in (one, other)]
+        assert files[0] == files[1] != []
+        assert all(content(one / file) == content(other / file) for file in files[0])
 
 
 def test_processes_that_do_not_divide_the_batch_are_refused(runs):

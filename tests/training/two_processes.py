@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from torch import distributed
 
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
+from lamina.training.checkpointing.checkpoints import Background
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
-_STEP = LaminaTrainer.training_step
+_STEP, _BEGIN = LaminaTrainer.training_step, Background.begin
+STEP_OF = [0]  # the step that was begun last
 
 
 def at_step(step, act, rank):
@@ -39,12 +42,36 @@ def spoil(trainer, model):
         getattr(weight, "_local_tensor", weight).fill_(float("nan"))
 
 
+def written_late(until):
+    """Hold checkpoints, but that of the last step, until training is two steps on; ``until``: the last step."""
+
+    def begin_late(self, act):
+        saved = STEP_OF[0]
+
+        def later():
+            end = time.monotonic() + 60
+            while STEP_OF[0] < min(saved + 2, until):
+                assert time.monotonic() < end, "training waits for its checkpoint"
+                time.sleep(0.01)
+            act()
+
+        _BEGIN(self, later)
+
+    def training_step(self, *args, **kwargs):
+        STEP_OF[0] = self.state.global_step + 1
+        return _STEP(self, *args, **kwargs)
+
+    Background.begin, LaminaTrainer.training_step = begin_late, training_step
+
+
 def main(path):
     distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
     said = []
     for run in json.loads(Path(path).read_text()):
-        LaminaTrainer.training_step = _STEP
+        LaminaTrainer.training_step, Background.begin = _STEP, _BEGIN
+        if run["settings"]["async_checkpoints"]:
+            written_late(run["settings"]["steps"])
         if "terminate" in run:
             at_step(run["terminate"], terminate, rank=1)
         if "spoil" in run:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -132,6 +133,34 @@ class Checkpoints:
         for path in self.paths():
             if step_of(path) > step:
                 _discard(path)
+
+
+class Background:
+    """Finishes one checkpoint at a time in a thread of its own, while training goes on.
+
+    Attributes:
+        processes: the run's, with collectives of their own, which don't cross training's.
+    """
+
+    def __init__(self, processes: Processes):
+        self._training, self.processes = processes, processes.apart()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._written: Future[None] | None = None
+
+    def begin(self, act: Callable[[], None]) -> None:
+        """Act in the thread; ``wait`` first."""
+        self._written = self._thread.submit(act)
+
+    def look(self) -> None:
+        """Raise the thread's error once it has ended in all processes; all call it between the same steps."""
+        if self._written is not None and not self._training.anyone(not self._written.done()):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is whole. Raises the thread's error, the same in all processes."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
 
 
 def step_of(path: Path) -> int:

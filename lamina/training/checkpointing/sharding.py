@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -29,6 +30,8 @@ from lamina.modeling.streams_lamina import LaminaWiring
 from lamina.modeling.wiring_lamina import LaminaNorm, Residual
 
 STATES = "states.safetensors"
+Tensors: TypeAlias = dict[str, torch.Tensor]
+"""Tensors by name."""
 _SCALARS, _TRAINED, _PARTIAL = "_lamina_scalars", "_lamina_only_trained", "_lamina_partial"
 
 
@@ -210,14 +213,27 @@ def own_class(model: nn.Module) -> Iterator[None]:
         object.__setattr__(model, "__class__", kind)
 
 
-def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return copies on the CPU, of a sharded tensor of this process's part; one copy of a tensor with two names."""
+    known: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    made: Tensors = {}
+    for name, tensor in tensors.items():
+        key = (local_part(tensor).data_ptr(), tensor.shape)
+        if key not in known or not tensor.numel():
+            known[key] = tensor.detach().to("cpu", copy=True)
+        made[name] = known[key]
+    return made
+
+
+def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: ProcessGroup | None = None) -> None:
     """Write sharded tensors into a folder by torch.distributed.checkpoint, one safetensors file per process.
 
-    Raises the first process's error in all processes; OSError if a disk is full.
+    ``group``: of the processes' collectives, by default training's. Raises the first process's error in all processes;
+    OSError if a disk is full.
     """
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        save(dict(tensors), storage_writer=storage)
+        save(dict(tensors), storage_writer=storage, process_group=group)
     except CheckpointException as failed:  # not an Exception, and it hides the cause
         raise next(iter(failed.failures.values()))[0] from None
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, Trainer
 
 from lamina.core.json_types import Json
@@ -22,20 +24,43 @@ from lamina.jobs.manifest import listed
 from lamina.modeling.processes import Processes
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing.checkpoints import RUN_STATE
+from lamina.training.optimization.optimizer import AVERAGE, WeightAverage
 
 logger = logging.getLogger(__name__)
 
 
-def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> None:
-    """Write a checkpoint's files into ``folder``, each process its own; an error in one process is raised in all."""
-    model = bare(trainer)
-    sharded = sharding.is_sharded(model)
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    tensors, rest = processes.together(lambda: sharding.optimizer_tensors(model, optimizer))
+def write(
+    trainer: Trainer,
+    processes: Processes,
+    folder: Path,
+    state: Json,
+    average: WeightAverage | None = None,
+    *,
+    copied: bool = False,
+) -> Callable[[], None]:
+    """Write a checkpoint's small files into ``folder``, each process its own, and return what writes its tensors.
 
-    def own_files() -> None:
+    An error in one process is raised in all. With ``copied`` the tensors are copied to the CPU now, and may be written
+    by another thread, with processes of its own.
+    """
+    model = bare(trainer)
+    sharded, writes = sharding.is_sharded(model), processes.first
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+    def gathered() -> tuple[list[sharding.Tensors], Json]:
+        states, rest = sharding.optimizer_tensors(model, optimizer)
+        ours = sharded or sharding.is_only_trained(model)
+        weights = sharding.model_tensors(model) if ours else model.state_dict()
+        parts = [weights, states, {} if average is None else average.tensors()]
+        if copied:
+            parts = [sharding.copies(part) if sharded or writes else {} for part in parts]
+        return parts, rest
+
+    (weights, states, averaged), rest = processes.together(gathered)
+
+    def small_files() -> None:
         trainer._save_rng_state(str(folder))
-        if not processes.first:
+        if not writes:
             return
         torch.save(rest, folder / "optimizer.pt")
         schedule: Any = trainer.lr_scheduler
@@ -45,18 +70,28 @@ def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> 
         callbacks[type(trainer.control).__name__] = trainer.control.state()
         trainer.state.save_to_json(str(folder / "trainer_state.json"))
         (folder / RUN_STATE).write_text(json.dumps(state), encoding="utf-8")
+
+    def whole_files() -> None:
+        if not writes:
+            return
         if sharding.is_only_trained(model):
             model.config.save_pretrained(folder)
-            sharding.write_whole(sharding.model_tensors(model), folder / "model")
+            sharding.write_whole(weights, folder / "model")
         elif not sharded:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=weights)
         if not sharded:
-            sharding.write_whole(tensors, folder / "optimizer")
+            sharding.write_whole(states, folder / "optimizer")
+        if averaged:
+            save_file({name: tensor.detach().contiguous() for name, tensor in averaged.items()}, folder / AVERAGE)
 
-    processes.together(own_files)
-    if sharded:
-        sharding.write_shards(sharding.model_tensors(model), folder / "model")
-        sharding.write_shards(tensors, folder / "optimizer")
+    def tensor_files() -> None:
+        processes.together(whole_files)
+        if sharded:
+            sharding.write_shards(weights, folder / "model", processes.group if copied else None)
+            sharding.write_shards(states, folder / "optimizer", processes.group if copied else None)
+
+    processes.together(small_files)
+    return tensor_files
 
 
 def bare(trainer: Trainer) -> PreTrainedModel:

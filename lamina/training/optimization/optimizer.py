@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast, overload
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.optimizer import StateDict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -242,12 +242,9 @@ class WeightAverage(TrainerCallback):
         if next(self.averaged.parameters()).device != device:
             torch.nn.Module.to(self.averaged, device)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the average's weights, and the number of steps that it is over, for a checkpoint."""
         return {**dict(self.model.named_parameters()), _STEPS: self.averaged.n_averaged}
-
-    def write(self, folder: Path) -> None:
-        """Write the average into a checkpoint."""
-        save_file({name: tensor.detach().contiguous() for name, tensor in self._tensors().items()}, folder / AVERAGE)
 
     def read(self, folder: Path) -> None:
         """Go on with a checkpoint's average. Raises UserError for a checkpoint without one."""
@@ -255,7 +252,7 @@ class WeightAverage(TrainerCallback):
             raise UserError(f"ema_decay: {str(folder)!r} holds no averaged weights (allowed: 0)")
         stored = load_file(folder / AVERAGE)
         with torch.no_grad():
-            for name, tensor in self._tensors().items():
+            for name, tensor in self.tensors().items():
                 tensor.copy_(stored[name])
             for own, trained in zip(self.model.buffers(), self.trained.buffers(), strict=True):
                 own.copy_(trained)  # such as an experts' bias: it is not averaged
