@@ -241,7 +241,7 @@ def _values(settings: PretrainSettings, processes: int) -> Json:
         "run_name": Path(settings.output).resolve().name,
         "project": "lamina",
         "optim": "adamw_torch_fused",
-        "bf16": settings.precision == "bf16",
+        "bf16": settings.precision in ("bf16", "float8"),
         "fp16": settings.precision == "fp16",
         "remove_unused_columns": False,
         "prediction_loss_only": True,

@@ -42,6 +42,7 @@ from lamina.training.checkpointing.resuming import RunIdentity, is_good
 from lamina.training.checkpointing.saved_model import ModelCard
 from lamina.training.checkpointing.sharding import shard
 from lamina.training.execution.compiling import prepare
+from lamina.training.execution.float8 import to_float8
 from lamina.training.monitor.experts import ExpertBalance, find_routers
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, still_falling, usual_guard
 from lamina.training.monitor.recorder import RunRecorder
@@ -116,6 +117,8 @@ class Pretraining(TrainingStage[PretrainSettings]):
         run.average = WeightAverage(model, settings.ema_decay) if settings.ema_decay else None
         if settings.drop_path:
             drop_branches(model, settings.drop_path)
+        if settings.precision == "float8":
+            to_float8(model, self.resolved.device)
         prepare(model, compiled=settings.compile == "on")
         self._arguments = training_arguments(settings, processes.data_size)
         if processes.size > 1 and processes.parallel == "fsdp2":

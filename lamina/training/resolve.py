@@ -26,6 +26,7 @@ from lamina.training import source
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.saved_model import check_repository
 from lamina.training.execution.devices import decided, missing_compiler
+from lamina.training.execution.float8 import check_float8
 from lamina.training.monitor.experts import choose, find_routers
 from lamina.training.objectives.objective import Objective, Processor, objective_of
 from lamina.training.objectives.text import about_eval_corpus
@@ -109,7 +110,11 @@ def resolve_run(
     if parallel == "fsdp2" and (processes > 1 or settings.tensor_parallel > 1):
         check_sharded(settings)
         check_tensor_parallel(settings, config)
-    return ResolvedRun(settings, plan, config)
+    resolved = ResolvedRun(settings, plan, config)
+    if settings.precision == "float8":
+        tokens = settings.batch_size // processes * resolved.item_tokens
+        check_float8(arguments.device, tokens, settings.tensor_parallel)
+    return resolved
 
 
 def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -> PreTrainedConfig:

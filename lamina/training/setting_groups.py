@@ -345,8 +345,10 @@ class SpeedSettings(Settings, group="machine"):
     """Trade-offs of time, memory and precision."""
 
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
-        "auto", "auto (bf16 on a GPU, else fp32), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "float8"] = setting(
+        "auto",
+        "auto (bf16 on a GPU, else fp32), fp32, bf16, fp16 or float8 (mixed: weights and losses stay fp32; float8: the "
+        "blocks' linear layers by torchao, the rest bf16)",
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",

@@ -20,6 +20,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lamina.data.blocks import TokenBlock
+from lamina.errors import UserError
 from lamina.modeling.scaling import StepFactors
 from lamina.training.arguments import training_arguments
 from lamina.training.monitor.experts import ExpertBalance
@@ -63,6 +64,8 @@ class ShortRun(TrainerCallback):
         step_factors: dict[str, StepFactors] | None = None,
         schedule: Callable[[int], float] | None = None,
     ):
+        if settings.precision == "float8":
+            raise UserError("precision: 'float8' (allowed here: auto, fp32, bf16, fp16)")
         precision = "fp32" if settings.precision == "auto" else settings.precision
         self.settings = replace(
             settings, precision=precision, compile="off", device=device, probe_every=0, report_to="none"

@@ -1,0 +1,59 @@
+"""Linear layers that multiply in float8 while training, by torchao; their weights keep float32, and their names."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import torch
+from torch import nn
+
+from lamina.errors import UserError
+from lamina.modeling.wiring_lamina import Block
+
+logger = logging.getLogger(__name__)
+
+_MULTIPLE = 16  # of the sizes that a GPU's float8 product takes
+_CAPABLE = (8, 9)  # the least compute capability that has one
+
+
+def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> None:
+    """Raise UserError if float8 can't be trained in here; ``tokens``: of a process's micro-batch."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("precision: 'float8' needs torchao (to install it: pip install 'lamina[quantize]')")
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABLE:
+        raise UserError(
+            f"precision: 'float8' on a GPU of compute capability {'.'.join(map(str, capability))} (needed: "
+            f"{'.'.join(map(str, _CAPABLE))}; allowed here: auto, fp32, bf16, fp16)"
+        )
+    if device.type not in ("cuda", "cpu"):
+        raise UserError(f"precision: 'float8' on {device.type} (allowed here: auto, fp32, bf16, fp16)")
+    if tokens % _MULTIPLE:
+        raise UserError(
+            f"precision: 'float8' with {tokens} tokens in a process's micro-batch (allowed: multiples of {_MULTIPLE})"
+        )
+    if tensor_parallel > 1:
+        raise UserError(f"precision: 'float8' with tensor_parallel = {tensor_parallel} (allowed: 1)")
+
+
+def to_float8(model: nn.Module, device: str) -> None:
+    """Have the linear layers of a model's blocks multiply in float8, each tensor scaled by its largest magnitude.
+
+    Left as they are: embedding and readout, routers, experts' joint matrices, and layers with a size that is no
+    multiple of 16. On a CPU the products are emulated. Raises UserError if no layer is left.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
+
+    def chosen(layer: nn.Module, name: str) -> bool:
+        sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (1,)
+        found.append(not any(size % _MULTIPLE for size in sizes) and name.rpartition(".")[2] != "gate")
+        return found[-1]
+
+    found: list[bool] = []
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        config = Float8LinearConfig(emulate=device == "cpu")
+        convert_to_float8_training(block, module_filter_fn=chosen, config=config)
+    if not any(found):
+        raise UserError(f"precision: 'float8' has no effect on layers of no multiple of {_MULTIPLE} (allowed: bf16)")
+    if device == "cpu":
+        logger.warning("precision: float8 is emulated on a CPU, slower than fp32")
