@@ -42,7 +42,7 @@ def to_float8(model: nn.Module, device: str) -> None:
     Left as they are: embedding and readout, routers, experts' joint matrices, and layers with a size that is no
     multiple of 16. On a CPU the products are emulated. Raises UserError if no layer is left.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
+    torchao = importlib.import_module("torchao.float8")  # an extra
 
     def chosen(layer: nn.Module, name: str) -> bool:
         sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (1,)
@@ -51,8 +51,8 @@ def to_float8(model: nn.Module, device: str) -> None:
 
     found: list[bool] = []
     for block in [module for module in model.modules() if isinstance(module, Block)]:
-        config = Float8LinearConfig(emulate=device == "cpu")
-        convert_to_float8_training(block, module_filter_fn=chosen, config=config)
+        config = torchao.Float8LinearConfig(emulate=device == "cpu")
+        torchao.convert_to_float8_training(block, module_filter_fn=chosen, config=config)
     if not any(found):
         raise UserError(f"precision: 'float8' has no effect on layers of no multiple of {_MULTIPLE} (allowed: bf16)")
     if device == "cpu":
