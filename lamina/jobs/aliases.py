@@ -1,4 +1,4 @@
-"""Other names of settings: those of transformers, TRL, litgpt and nanoGPT, and our own singulars and plurals."""
+"""Other names of settings: those of transformers, TRL, lm-eval, litgpt and nanoGPT, and our singulars and plurals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ beta1: adam_beta1; beta2: adam_beta2; epsilon: adam_epsilon eps; max_grad_norm: 
 eval_steps: eval_interval; logging_steps: log_interval; keep: save_total_limit; push_to_hub: hub_model_id;
 text_field: dataset_text_field; eval_data: validation_file; lora_rank: lora_r; lora_targets: lora_target_modules;
 label_smoothing: label_smoothing_factor; max_answer: max_completion_length; reward_model: reward_model_name_or_path;
-gradient_checkpointing: activation_checkpointing
+gradient_checkpointing: activation_checkpointing; chat_template: apply_chat_template; system: system_instruction
 """)
 # By our name, the names that do not mean quite the same: the setting is suggested.
 NEAR = _table("""
@@ -36,7 +36,8 @@ weights: load_in_4bit load_in_8bit dtype torch_dtype; precision: bf16 fp16 torch
 compile: torch_compile torch_compile_backend torch_compile_mode; device: use_cpu no_cuda; seed: data_seed;
 data: corpus dataset_name; parallel: fsdp fsdp_config deepspeed parallelism_config; backbone: model model_name_or_path;
 resume: resume_from_checkpoint; loss_on: completion_only_loss assistant_only_loss; template: chat_template_path;
-overwrite: overwrite_output_dir; reward_function: reward_funcs; reward_clip: reward_clip_range
+overwrite: overwrite_output_dir; reward_function: reward_funcs; reward_clip: reward_clip_range;
+generation: gen_kwargs; data_dir: include_path
 """)
 
 

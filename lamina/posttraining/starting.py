@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import logging
 import math
 import shutil
@@ -182,8 +183,26 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
         path=path, tokenizer=tokenizer, plan=plan, config=config, longest=longest, dtype=dtype,
         attention=settings.attn_implementation,
     )  # fmt: skip
+    if settings.trainer.get("use_liger_kernel"):
+        _check_liger(start, settings)
     _check_outline(start, settings)
     return start
+
+
+def _check_liger(start: Start, settings: TuningSettings) -> None:
+    """Raise UserError if Liger has no layers for a model, or can't run here."""
+    name = "trainer.use_liger_kernel"
+    if start.plan is not None:
+        raise UserError(
+            f"{name}: Liger has no layers for Lamina's models, as {start.path!r} is (allowed: leave it out)"
+        )
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise UserError(f"{name}: liger-kernel is not installed (to install it: pip install liger-kernel)")
+    if device_of(settings.device) != "cuda":
+        raise UserError(f"{name}: its kernels need a GPU (allowed here: leave it out)")
+    known = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    if start.config.model_type not in known:
+        raise UserError(f"{name}: Liger has no layers for {start.config.model_type} models (allowed: leave it out)")
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:

@@ -69,13 +69,12 @@ OPTIONS: dict[str, Check] = {
     "run_name": _or_none(_some_text),
     "project": _some_text,
     "trackio_space_id": _or_none(_some_text),
+    "use_liger_kernel": switch,
 }
 
 
 def check_value(name: str, value: Any) -> None:
     """Raise UserError for an option that a run does not accept, or an invalid value."""
-    if name == "use_liger_kernel":
-        raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models (allowed: leave it out)")
     if name not in OPTIONS:
         raise UserError(f"trainer.{name}: has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
     if name == "lr_scheduler_type" and value == "warmup_stable_decay":

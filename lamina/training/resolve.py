@@ -208,6 +208,8 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
         raise UserError(
             f"optimizer: 'muon' with trainer.optim = {settings.trainer['optim']!r} (allowed: one of the two)"
         )
+    if arguments.use_liger_kernel:
+        raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models (allowed: leave it out)")
     if scaling_of(settings) is not None:
         check_optimizer(arguments)
     if settings.precision == "fp16" and arguments.device.type == "cpu":

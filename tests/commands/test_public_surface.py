@@ -128,6 +128,8 @@ def said(command, *words) -> str:
         ("probe", "m --batch_size 2", {"checkpoint": "m", "batch_size": 2}),
         ("probe", "--batch-size 2 m", {"checkpoint": "m", "batch_size": 2}),
         ("eval", "m n --tasks quiz", {"tasks": "quiz", "models": ["m", "n"]}),
+        ("eval", "m --apply_chat_template --system_instruction sort",
+         {"models": ["m"], "chat_template": True, "system": "sort"}),
         ("eval", "--tasks quiz m", {"tasks": "quiz", "models": ["m"]}),
         ("eval", "--tasks quiz", {"tasks": "quiz"}),
         ("study", "mix-ppl --set.steps 9 --resume", {"study": "mix-ppl", "set": {"steps": 9}}),
@@ -186,6 +188,7 @@ def test_singular_and_plural_are_taken_by_every_command_that_has_either(command,
         ("pretrain", "--overwrite_output_dir", "--overwrite"),
         ("compare", "--model_name_or_path", "--backbone"),
         ("sft", "--corpus", "--data"),
+        ("eval", "--gen_kwargs", "--generation"),
     ],
 )
 def test_a_typo_is_answered_with_the_nearest_flag(command, flag, nearest):

@@ -15,7 +15,11 @@ from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.posttraining.pairs import dpo, reward
 from lamina.posttraining.rlhf import rlhf
+from lamina.posttraining.settings import SftSettings
 from lamina.posttraining.sft import sft
+from lamina.training.arguments import arguments_of
+
+trl = pytest.importorskip("trl")
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 256}
@@ -130,3 +134,18 @@ def test_a_model_that_cannot_be_tuned_is_one_line(model, tmp_path):
     with pytest.raises(UserError, match=r"^from: transformers has no ctrl model that gives scores"):
         reward(common(tmp_path / "ctrl", pairs, tmp_path / "run"), bar=False)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_ligers_layers_are_for_a_gpu_with_liger(installed, model, tmp_path, monkeypatch):
+    data = write_rows(tmp_path / "d.jsonl", sorting(12))
+    given = {**common(model("nemotron"), data, tmp_path / "run"), "trainer": {"use_liger_kernel": True}}
+    if installed:
+        (tmp_path / "liger_kernel").mkdir()
+        (tmp_path / "liger_kernel" / "__init__.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+    says = "its kernels need a GPU" if installed else r"liger-kernel is not installed \(to install it: pip"
+    with pytest.raises(UserError, match=rf"^trainer.use_liger_kernel: {says}"):
+        sft({**given, "device": "cpu"}, bar=False)
+    run = SftSettings.from_dict(given).as_run()
+    assert arguments_of(trl.SFTConfig, run).use_liger_kernel

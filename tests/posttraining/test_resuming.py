@@ -91,6 +91,7 @@ def test_prompts_are_those_of_the_answers_in_use():
         ("dpo", {"trl": {"loss_type": ["aot_pair"]}}, "trl: ValueError: Unknown loss type: aot_pair"),
         ("dpo", {"trl": {"use_liger_kernel": True}}, "trl.use_liger_kernel: set by --trainer.use_liger_kernel"),
         ("dpo", {"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's"),
+        ("dpo", {"trainer": {"use_liger_kernel": "x"}}, "trainer.use_liger_kernel: 'x' (allowed: true, false)"),
         ("sft", {"trl": {"chat_template_path": "x"}}, "trl.chat_template_path: set by --template"),
         ("sft", {"trl": {"assistant_only_loss": True}}, "trl.assistant_only_loss: set by --loss-on"),
         ("sft", {"trl": {"shuffle_dataset": False}}, "rows are read, encoded and ordered by Lamina"),
