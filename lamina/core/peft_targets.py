@@ -22,7 +22,7 @@ _STACKED = {
     "gate_and_in": ("gate", "feed_forward_in"),
 }
 # Not the final norm: where a plan has none there is an Identity in its place, at which PEFT fails.
-_NORMS = ("pre_norm", "out_norm", "post_norm", "embedding_norm")
+_NORMS = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", "embedding_norm")
 
 
 def targets(of_llama: Iterable[str]) -> list[str]:

@@ -180,11 +180,12 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     state = StatePlan(plan, width, style.eps)
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
         attention, feed_forward = map(layer.get_submodule, adapter.halves(layer))
-        ways = bool((wiring.get("sources") or {}).get("multiway"))
+        sources = wiring.get("sources") or {}
+        ways, own_norms = bool(sources.get("multiway")), bool(sources.get("own_norms"))
         norm_projections(attention, plan, style, adapter.stacked, wiring["attention"].get("inner_norm"), ways)
         norm_projections(feed_forward, NO_QKV, style, inner=wiring["feed_forward"].get("inner_norm"))
         block = Block(
-            Residual(attention, wiring["attention"], width, style, dropout, scaled["attention"]),
+            Residual(attention, wiring["attention"], width, style, dropout, scaled["attention"], own_norms),
             Residual(feed_forward, wiring["feed_forward"], width, style, dropout, scaled["feed_forward"]),
             state.of_block(index),
             tuple(inspect.signature(layer.forward).parameters)[1:],  # GPT-2 hands on more than the mask by position

@@ -209,8 +209,9 @@ class StateSources(LaminaWiring):
             starts["weight"] = weights.repeat(self.ways, 1)
         if self.dynamic:
             number, own = starts["weight"].numel(), torch.Generator().manual_seed(0)
-            starts["down"] = torch.randn(number, self.width, generator=own) * self.width**-0.5
-            starts["up"] = torch.zeros(number, number)
+            hidden = self.spec.get("hidden") or number
+            starts["down"] = torch.randn(hidden, self.width, generator=own) * self.width**-0.5
+            starts["up"] = torch.zeros(number, hidden)
         return starts
 
     def forward(

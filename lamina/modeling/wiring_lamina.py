@@ -351,11 +351,16 @@ class Residual(nn.Module):
         style: NormStyle,
         dropout: float = 0.0,
         scaled: Collection[str] = (),
+        own_norms: bool = False,
     ):
         super().__init__()
         self.sublayer = Record({**YOUNGER, **sublayer})
         self.module = module
         self.pre_norm = make_norm(sublayer["pre_norm"], hidden_size, style)
+        # Of queries, keys and values that read three states, the pre_norm is then the queries' alone.
+        self.key_norm, self.value_norm = (
+            make_norm(sublayer["pre_norm"] if own_norms else None, hidden_size, style) for _ in range(2)
+        )
         self.out_norm = make_norm(sublayer["out_norm"], hidden_size, style)
         self.post_norm = make_norm(sublayer["post_norm"], hidden_size, style)
         self.dropout: nn.Module | None = nn.Dropout(dropout) if dropout else None
@@ -414,7 +419,7 @@ class Residual(nn.Module):
             hidden = self.depth(memory, x if self.read == "depth" else None)
         elif ways is not None:
             hidden = ways
-        hidden = hidden if self.pre_norm is None else self.pre_norm(hidden)
+        hidden = hidden if self.pre_norm is None else self._normed(hidden, self.pre_norm)
         if self._applied["pre_scale"]:
             hidden = hidden * self.pre_scale
         if ways is not None:
@@ -442,6 +447,13 @@ class Residual(nn.Module):
             parts = zip(self.mixer.spec["normed"], total.unbind(-2), strict=True)
             return torch.stack([self.post_norm(part) if is_normed else part for is_normed, part in parts], dim=-2)
         return total if self.post_norm is None else self.post_norm(total)
+
+    def _normed(self, hidden: torch.Tensor, norm: LaminaNorm) -> torch.Tensor:
+        """A(h); of three states [..., 3, hidden_size] each by its own norm, where there are three."""
+        if self.key_norm is None or self.value_norm is None:
+            return norm(hidden)
+        norms = (norm, self.key_norm, self.value_norm)
+        return torch.stack([one(way) for one, way in zip(norms, hidden.unbind(-2), strict=True)], dim=-2)
 
     def branch_factor(self) -> float | torch.Tensor:
         """What multiplies B(module(...)): a number, [1] or [hidden_size]."""
@@ -532,7 +544,7 @@ class Block(GradientCheckpointingLayer):
     def graph_key(self) -> tuple[object, ...]:
         """What decides the compiled graph beside the sub-layers: the streams that it makes, the memory's states."""
         own = self.sources
-        read = None if own is None else (own.slots, own.dynamic, own.ways)
+        read = None if own is None else (own.slots, own.dynamic, own.ways, own.spec.get("own_norms"))
         return self.streams, self.remembers, self.has_memory, self.slots, read
 
     def _with_memory(self, state: torch.Tensor | State, **kwargs: object) -> State:

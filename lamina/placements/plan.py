@@ -40,7 +40,7 @@ YOUNGER = frozenset(
     (
         *("out_scale", "out_scale_learned", "coupling", "gate_temperature", "inner_norm", "streams", "read"),
         *("sources", "boundary", "readout", "final_sources", "qkv_norm", "zero_centered", "alpha", "norms"),
-        *("dynamic", "multiway"),
+        *("dynamic", "multiway", "own_norms", "hidden"),
     )
 )
 _Record = TypeVar("_Record", bound="Norm | Streams | Sources | Sublayer | Layer | Plan")
@@ -165,8 +165,9 @@ class Sources:
     """What takes the stream x's place in a layer: ``stream`` * x + the sum of ``states``, as (index, where it starts).
 
     State 0 is x^0, state l the output of the l-th block. ``learned``: "scalar" for each weight, or a "vector".
-    ``dynamic``: scalars move with the stream, by two projections of it. ``multiway``: the attention's queries, keys and
-    values each read a sum of their own, by the same pre_norm; the last sum takes x's place (MUDD).
+    ``dynamic``: scalars move with the stream, by two projections of it, with ``hidden`` channels between them (0: as
+    many as there are weights). ``multiway``: the attention's queries, keys and values each read a sum of their own, by
+    the same pre_norm or, with ``own_norms``, by one each; the last sum takes x's place (MUDD).
     """
 
     states: tuple[tuple[int, float], ...]
@@ -174,6 +175,8 @@ class Sources:
     learned: Learned = "scalar"
     dynamic: bool = False
     multiway: bool = False
+    own_norms: bool = False
+    hidden: int = 0
 
     def __post_init__(self) -> None:
         """Raise UserError for weights that are no numbers, or that cannot move."""
@@ -184,7 +187,11 @@ class Sources:
         for weight in (self.stream, *(weight for _, weight in states)):
             _finite("sources", weight)
         _one_of("learned", self.learned, Learned)
-        _typed(self, dynamic=bool, multiway=bool)
+        _typed(self, dynamic=bool, multiway=bool, own_norms=bool)
+        whole_number("hidden", self.hidden, low=0)
+        for name, value, other in (("own_norms", self.own_norms, "multiway"), ("hidden", self.hidden, "dynamic")):
+            if value and not getattr(self, other):
+                raise UserError(f"{name}: {value!r} without {other} (allowed: {name} beside {other})")
         if (self.dynamic or self.multiway) and self.learned != "scalar":
             raise UserError(f"learned: {self.learned!r} of weights that are dynamic or multiway (allowed: 'scalar')")
 

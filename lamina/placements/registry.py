@@ -59,7 +59,12 @@ COMMON: tuple[Option, ...] = (
     Option(name="qk_norm", type=HeadNorm | None, default=None, help="a norm on queries and keys"),
     Option(name="v_norm", type=HeadNorm | None, default=None, help="a norm on values"),
     Option(name="wiring", type=str | None, default=None, help="what the residual carries: x0, mhc, attn_res ..."),
-    Option(name="size", type=int | None, default=None, help="with wiring: streams (4), or layers in a block of depth"),
+    Option(
+        name="size",
+        type=int | None,
+        default=None,
+        help="with wiring: streams (4), layers in a block of depth, mudd's step",
+    ),
     Option(
         name="depth_scaling",
         type=DepthScheme | None,

@@ -177,9 +177,9 @@ def denseformer(plan: Plan) -> Plan:
     return _with_sources(plan, _all_before, _all_before(plan.num_layers))
 
 
-def _all_before(index: int, dynamic: bool = False, multiway: bool = False) -> Sources | None:
+def _all_before(index: int, dynamic: bool = False) -> Sources | None:
     states = tuple((state, 0.0) for state in range(index))
-    return Sources(states=states, dynamic=dynamic, multiway=multiway) if index else None
+    return Sources(states=states, dynamic=dynamic) if index else None
 
 
 @wiring("dynamic_dense", equation="x_l <- sum_i a_li(x_l) x_i after each block", source="arXiv 2502.12170 Eq 5, 6")
@@ -189,10 +189,22 @@ def dynamic_dense(plan: Plan) -> Plan:
 
 
 @wiring("mudd", equation="dynamic_dense, one each for q, k, v and x", source="MUDDFormer (arXiv 2502.12170) Eq 7, 8")
-def mudd(plan: Plan) -> Plan:
-    """Multiway dynamic dense connections: queries, keys, values and the stream read averages of their own."""
-    between = [_all_before(index, dynamic=True, multiway=True) for index in range(plan.num_layers)]
-    return _with_sources(plan, between.__getitem__, _all_before(plan.num_layers, dynamic=True))
+def mudd(plan: Plan, size: int | None) -> Plan:
+    """Multiway dynamic dense connections: queries, keys, values and the stream read averages of their own.
+
+    As in its code, q, k and v have norms of their own, and W_1 is four times as wide after the last block. ``size``
+    rounds W_1's width up to the next multiple of it, which the code does with 64 ("round64"). The paper's feed-forwards,
+    whose width grows with the layer, are the backbone's matter.
+    """
+
+    def one(index: int, ways: int) -> Sources | None:
+        width = 4 * (index + 1)  # the last one's four are not its ways
+        width = width if size is None else (width // size + 1) * size
+        if not (before := _all_before(index, dynamic=True)):
+            return None
+        return replace(before, multiway=ways > 1, own_norms=ways > 1, hidden=width)
+
+    return _with_sources(plan, lambda index: one(index, 4), one(plan.num_layers, 1))
 
 
 @wiring("unet", equation="x <- x + w x_(N-l) in the second half", source="modded-nanogpt's U-net skips")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_streams import BASES, EPS, built, wired
-from tiny import token_ids
+from tiny import llama, token_ids
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,6 +14,7 @@ from lamina.errors import UserError
 from lamina.placements import Layer, Plan, Sublayer, resolve
 from lamina.placements.plan import Sources
 from lamina.training.execution import compiling
+from lamina.training.monitor.parameter_measures import gain_rows
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.resolve import wiring_multiplications
 
@@ -49,6 +50,12 @@ def attended(module, q, k, v, places):
     return module.o_proj(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
+def norms_of(attention):
+    """Of queries, keys and values: their own, or three times the one (MUDDFormer's "sepln")."""
+    own = (attention.pre_norm, attention.key_norm, attention.value_norm)
+    return own if attention.key_norm else own[:1] * 3
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("wiring", WAYS)
 def test_a_whole_model_is_its_equation_written_out(wiring):
@@ -59,12 +66,44 @@ def test_a_whole_model_is_its_equation_written_out(wiring):
     for block in model.model.layers:
         a, f = block.attention, block.feed_forward
         q, k, v, x = [x] * 4 if block.sources is None else dense(block.sources, x, states[:-1], WAYS[wiring])
-        y = x + attended(a.module, *(a.pre_norm(way) for way in (q, k, v)), places)
+        y = x + attended(a.module, *(norm(way) for norm, way in zip(norms_of(a), (q, k, v), strict=True)), places)
         x = y + f.module(f.pre_norm(y))
         states.append(x)
     norm = model.model.norm
     last = norm.norm(dense(norm.reader, x, states[:-1], 1)[-1])
     torch.testing.assert_close(model(ids).logits, last @ model.lm_head.weight.T, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("size", "widths"), [(None, [8, 12, 16, 20]), (64, [64, 64, 64, 64]), (8, [16, 16, 24, 24])])
+def test_mudds_sums_are_those_of_the_published_code(size, widths):
+    """There the states stand from x_0 to the newest, and one product sums them for all ways; eps and 64 are its."""
+    model = wired("mudd", f"pre_ln(size={size})" if size else "pre_ln", layers=4)
+    all_sources = [*(block.sources for block in model.model.layers[1:]), model.model.norm.reader]
+    assert [len(sources.down) for sources in all_sources] == widths
+    for sources, ways in zip(all_sources, (4, 4, 4, 1), strict=True):
+        states = torch.randn(1 + len(sources.slots), 2, 5, 32)
+        order = [*range(1, len(states)), 0]  # theirs, by our numbers: the newest is our first
+        static = sources.weight.view(ways, -1)[:, order]
+        up = sources.up.unflatten(0, (ways, -1))[:, order].flatten(0, 1)
+        low = gelu(states[-1] * torch.rsqrt(states[-1].square().mean(-1, keepdim=True) + EPS) @ sources.down.T)
+        dynamic = (low @ up.T).unflatten(-1, (ways, -1))  # [batch, tokens, ways, states]
+        expected = torch.einsum("lbtd,btcl->cbtd", states, dynamic + static)
+        found = sources(states[-1], tuple(states[:-1]))
+        found = [found] if ways == 1 else [*found[1].unbind(-2), found[0]]
+        torch.testing.assert_close(torch.stack(found), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_of_before_has_one_norm_and_its_keys_norm_is_monitored():
+    plan = resolve("pre_ln", 3, wiring="mudd").to_dict()
+    model = lamina.build(llama(3), Plan.from_dict(plan))
+    assert {row[3] for row in gain_rows(model, 0) if row[1] == 1} == {"pre_norm", "key_norm", "value_norm"}
+    for sources in (plan["final_sources"], *(layer["sources"] for layer in plan["layers"][1:])):
+        for field in ("own_norms", "hidden"):
+            sources.pop(field, None)
+    before = lamina.build(llama(3), Plan.from_dict(plan))
+    assert not [name for name, _ in before.named_parameters() if "key_norm" in name]
+    assert before.model.norm.reader.down.shape == (4, 32)
 
 
 @torch.no_grad()
@@ -120,6 +159,10 @@ def test_what_has_no_meaning_is_refused_in_a_line():
         lamina.build(config, "pre_ln", wiring="mudd")
     with pytest.raises(UserError, match="learned: 'vector' of weights that are dynamic"):
         Sources(states=(), learned="vector", dynamic=True)
+    with pytest.raises(UserError, match="own_norms: True without multiway"):
+        Sources(states=(), own_norms=True)
+    with pytest.raises(UserError, match="hidden: 8 without dynamic"):
+        Sources(states=(), hidden=8)
     many = Sources(states=(), multiway=True)
     with pytest.raises(UserError, match=r"final_sources\.multiway: no attention"):
         Plan(layers=(Layer(),), final_sources=many)

@@ -466,7 +466,7 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
     """Mean and largest magnitude of every norm's gain of a Lamina model, and of every learned scale."""
     reshard(model)
     base = body_of(model, "layer monitor")
-    roles = ("pre_norm", "out_norm", "post_norm", *SCALES, "gate")
+    roles = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", *SCALES, "gate")
     parts = [(index, name, role, getattr(res, role)) for index, name, res in sublayers(base) for role in roles]
     parts += [(-1, "block", "embedding_norm", base.embedding_norm), (-1, "block", "final_norm", base.norm)]
     gains: list[Gain] = []
