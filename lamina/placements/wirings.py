@@ -193,8 +193,8 @@ def mudd(plan: Plan, size: int | None) -> Plan:
     """Multiway dynamic dense connections: queries, keys, values and the stream read averages of their own.
 
     As in its code, q, k and v have norms of their own, and W_1 is four times as wide after the last block. ``size``
-    rounds W_1's width up to the next multiple of it, which the code does with 64 ("round64"). The paper's feed-forwards,
-    whose width grows with the layer, are the backbone's matter.
+    rounds W_1's width up to the next multiple of it, which the code does with 64 ("round64"). That the paper's
+    feed-forwards widen with the layer is the backbone's matter.
     """
 
     def one(index: int, ways: int) -> Sources | None:
