@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import random
 import shutil
 import subprocess
 from collections import Counter
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reliability.damaged_files import HARMS
 
 from lamina.data import cache
 from lamina.data.blocks import BlockStats, bits_per_byte, perplexity
@@ -176,30 +178,13 @@ def test_the_same_corpus_gives_the_same_blocks_byte_by_byte(corpus, tmp_path):
     assert parts[0].stats == parts[1].stats
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-
-
-def a_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize(
-    "harm", [cut, flip, lambda path: path.unlink(), a_folder], ids=["cut", "flip", "gone", "folder"]
-)
+@pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("name", ["train.bin", "eval.bin", "meta.json", "tokenizer.json", "manifest.json"])
 def test_what_is_damaged_in_the_cache_is_made_again(corpus, own_cache, name, harm):
     blocks, tokenizer = packed(corpus, "bpe:320")
     whole = blocks.train.array.tobytes()
     for path in own_cache.rglob(name):
-        harm(path)
+        harm(path, random.Random(0))
     again, same = packed(corpus, "bpe:320")
     assert again.train.array.tobytes() == whole
     assert again.stats == blocks.stats

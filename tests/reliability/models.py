@@ -11,7 +11,8 @@ import shutil
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def weights_of_text(folder: Path, draw: random.Random) -> str:
     return f"{file.name} is a text"
 
 
-def _tensors(folder: Path, draw: random.Random, change: Callable[[dict[str, torch.Tensor], str], None]) -> str:
+def _tensors(folder: Path, draw: random.Random, change: Callable[[dict[str, torch.Tensor], str], object]) -> str:
     file = _weight_file(folder, draw)
     tensors = load_file(file)
     key = draw.choice(sorted(tensors))
@@ -132,10 +133,7 @@ def _tensors(folder: Path, draw: random.Random, change: Callable[[dict[str, torc
 
 @damage
 def tensor_missing(folder: Path, draw: random.Random) -> str:
-    def change(tensors: dict[str, torch.Tensor], key: str) -> None:
-        del tensors[key]
-
-    return f"{_tensors(folder, draw, change)} left out"
+    return f"{_tensors(folder, draw, lambda tensors, key: tensors.pop(key))} left out"
 
 
 @damage
@@ -361,14 +359,9 @@ def arguments(reader: str, folder: Path, output: Path) -> list[str]:
     }[reader]
 
 
-def quietly(argv: list[str]) -> tuple[int | None, str]:
-    """A command in this process: its exit code, None for a traceback, and what it printed."""
-    return called(lambda: command_line(argv))
-
-
 def judged(reader: str, name: str, folder: Path, output: Path, what: str, whole: str) -> Case:
     """Run a reader on a broken model, and say how it came out."""
-    code, said = quietly(arguments(reader, folder, output))
+    code, said = called(lambda: command_line(arguments(reader, folder, output)))
     told = [line for line in said.splitlines() if line.startswith("lamina: ")]
     detail = f"{what}; exit code {code}: {' '.join(said.split())[-300:]}"
     group = f"{reader}, {name.replace('_', ' ')}"
@@ -395,24 +388,19 @@ def suite(count: int, seed: int) -> Iterable[Case]:
         root = Path(scratch)
         (root / "words.txt").write_text("w5 w6 w7 w8 w9\n" * 400)
         models = make_models(root)
-        said = {kind: quietly(arguments("generate", path, root / "x"))[1] for kind, path in models.items()}
-        yield from _cases(count, draw, root, models, said)
-
-
-def _cases(
-    count: int, draw: random.Random, root: Path, models: dict[str, Path], said: dict[str, str]
-) -> Iterator[Case]:
-    pairs = [(name, reader) for name in DAMAGES for reader in READERS]
-    draw.shuffle(pairs)
-    for number in range(count):
-        name, reader = pairs[number % len(pairs)]
-        kind = draw.choice(["transformers", "sharded"] if reader == "convert" else sorted(models))
-        folder, output = root / "broken", root / "output"
-        for left in (folder, output):
-            shutil.rmtree(left, ignore_errors=True)
-        shutil.copytree(models[kind], folder)
-        what = f"{kind}: {DAMAGES[name](folder, draw)}"
-        yield judged(reader, name, folder, output, what, said[kind])
+        whole = {kind: arguments("generate", path, root / "x") for kind, path in models.items()}
+        said = {kind: called(partial(command_line, argv))[1] for kind, argv in whole.items()}
+        pairs = [(name, reader) for name in DAMAGES for reader in READERS]
+        draw.shuffle(pairs)
+        for number in range(count):
+            name, reader = pairs[number % len(pairs)]
+            kind = draw.choice(["transformers", "sharded"] if reader == "convert" else sorted(models))
+            folder, output = root / "broken", root / "output"
+            for left in (folder, output):
+                shutil.rmtree(left, ignore_errors=True)
+            shutil.copytree(models[kind], folder)
+            what = f"{kind}: {DAMAGES[name](folder, draw)}"
+            yield judged(reader, name, folder, output, what, said[kind])
 
 
 if __name__ == "__main__":

@@ -51,11 +51,6 @@ class Ended:
     out: str
     err: str
 
-    @property
-    def has_traceback(self) -> bool:
-        """Whether a user saw a Python traceback."""
-        return "Traceback (most recent call last)" in self.out + self.err
-
 
 def command(
     arguments: Iterable[str], *, folder: Path, seconds: float = 120.0, environment: Mapping[str, str] | None = None

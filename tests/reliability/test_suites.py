@@ -75,20 +75,6 @@ def test_every_case_of_a_suite_is_right(name):
     assert not faults(cases)
 
 
-class Texts:
-    """The part of a bench that the cache's cases need."""
-
-    number = 0
-
-    def __init__(self, root):
-        self.root, self.corpus = root, damaged_files.write_corpus(root / "words.txt")
-
-
-@pytest.mark.parametrize("harm", damaged_files.HARMS)
-def test_damage_to_the_cache(tmp_path, harm):
-    assert not faults([damaged_files.damaged_cache(Texts(tmp_path), harm, random.Random(0))])
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "deberta-v2"])
 def test_probes_of_a_family_equal_plain_formulas(family):
     cases = families.cases_of(family)
