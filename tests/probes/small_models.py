@@ -62,12 +62,12 @@ def small_model(name: str) -> Any:
     return stir(made)
 
 
-def stir(model: Any) -> Any:
+def stir(model: Any, by: float = 0.3) -> Any:
     """Random gains, biases and scales: what starts at one or zero hides mistakes."""
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
+            if parameter.ndim <= 1:
+                parameter.add_(by * torch.randn_like(parameter))
     return model
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from probes.small_models import small_model
+from probes.small_models import small_model, stir
 from probes.tiny import llama
 from reliability.tiny_families import MORE, tiny_model
 from torch import nn
@@ -24,12 +24,7 @@ LAYERS = 8
 def wired(placement, **more):
     """A Llama with a placement and gains, biases and scales that are not ones and zeros."""
     torch.manual_seed(0)
-    model = lamina.build(llama(layers=LAYERS, **more).config, placement, init="normal")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim <= 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return stir(lamina.build(llama(layers=LAYERS, **more).config, placement, init="normal"), by=0.1)
 
 
 def same_plan(found, expected):
