@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.utils.data import Subset
 from transformers import (
     PreTrainedModel,
@@ -45,7 +44,6 @@ from lamina.training.execution.compiling import prepare
 from lamina.training.execution.float8 import to_float8
 from lamina.training.monitor.experts import ExpertBalance, find_routers
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, still_falling, usual_guard
-from lamina.training.monitor.recorder import RunRecorder
 from lamina.training.monitor.scheduled_probes import ScheduledProbes
 from lamina.training.monitor.writers import spike_columns
 from lamina.training.objectives.bigram import entropy_of
@@ -146,16 +144,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         probes = []
         if self.settings.probe_every and run.processes.first:
             probes = [ScheduledProbes(run.folder, self.settings, self.monitor_inputs(), self.processor)]
-        branches = Branches(
-            self.settings,
-            run.model,
-            splits=self.splits,
-            items=run.items,
-            order=run.order,
-            recorder=run.recorder,
-            processes=run.processes,
-        )
-        return [*probes, branches]
+        return [*probes, Branches(self.settings, self.splits, run)]
 
     def states(self, run: TrainingRun) -> list[Stateful]:
         return [StreamPosition(run)]
@@ -310,11 +299,8 @@ class Branches(TrainerCallback):
 
     Args:
         settings: of the trunk.
-        model: that it trains.
-        splits: its data; ``items`` are those it trains on, in the form that the order names.
-        order: of the trunk's blocks.
-        recorder: writes the records.
-        processes: this process and the run's others.
+        splits: its data.
+        run: the trunk, whose items are in the form that its order names.
 
     Attributes:
         rows: the branches that have ended: ``branch_steps``, ``tokens``, ``branch_loss`` and
@@ -325,26 +311,15 @@ class Branches(TrainerCallback):
         UserError: for branches in several processes, or of a model with experts.
     """
 
-    def __init__(
-        self,
-        settings: PretrainSettings,
-        model: nn.Module,
-        *,
-        splits: Splits,
-        items: ItemSource,
-        order: TrainOrder,
-        recorder: RunRecorder,
-        processes: Processes,
-    ):
-        self.settings, self.splits, self.items = settings, splits, items
-        self.order, self.recorder = order, recorder
+    def __init__(self, settings: PretrainSettings, splits: Splits, run: TrainingRun):
+        self.settings, self.splits, self.run = settings, splits, run
         self.rows: list[Json] = []
         self.trainer: Any = None
         if settings.branches is None:
             return
-        if processes.size > 1:
-            raise UserError(f"branches: {settings.branches!r} in {processes.size} processes (allowed: one)")
-        if find_routers(model):
+        if run.processes.size > 1:
+            raise UserError(f"branches: {settings.branches!r} in {run.processes.size} processes (allowed: one)")
+        if find_routers(run.model):
             raise UserError(f"branches: {settings.branches!r} with experts (allowed: a dense backbone)")
 
     def on_step_end(
@@ -354,9 +329,10 @@ class Branches(TrainerCallback):
         for steps in settings.branch_steps():
             ended = any(row["branch_steps"] == steps for row in self.rows)
             if state.global_step == steps - in_steps(settings.decay, steps) and not ended:
-                row = {"branch_steps": steps, "tokens": steps * self.recorder.tokens_per_step, **self._train(steps)}
+                recorder = self.run.recorder
+                row = {"branch_steps": steps, "tokens": steps * recorder.tokens_per_step, **self._train(steps)}
                 self.rows.append(row)
-                self.recorder.metrics.write({"step": state.global_step, **row})
+                recorder.metrics.write({"step": state.global_step, **row})
 
     def _train(self, steps: int) -> Json:
         """Train the branch that ends after ``steps``, evaluate it, and put back the trunk's state."""
@@ -373,7 +349,7 @@ class Branches(TrainerCallback):
         model.load_state_dict(weights)
         optimizer.load_state_dict(averages)
         model.train()
-        table = entropy_of(self.splits, self.settings, self.order, steps)
+        table = entropy_of(self.splits, self.settings, self.run.order, steps)
         return {"branch_loss": float(loss), "branch_bigram_entropy": table}
 
     def _decay(self, steps: int) -> None:
@@ -381,9 +357,9 @@ class Branches(TrainerCallback):
         settings, trainer = self.settings, self.trainer
         model, optimizer = trainer.model, trainer.optimizer
         decay, begun = in_steps(settings.decay, steps), trainer.state.global_step
-        order = order_of(settings, self.items, done=begun)
+        order = order_of(settings, self.run.items, done=begun)
         order.steps = steps
-        batches = (trainer.data_collator([self.items[index] for index in batch]) for batch in order)
+        batches = (trainer.data_collator([self.run.items[index] for index in batch]) for batch in order)
         for done in range(begun, steps):
             share = warmup_stable_decay(
                 done, warmup=0, decay=decay, steps=steps, low=settings.min_learning_rate, shape=settings.decay_shape
