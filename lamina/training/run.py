@@ -402,7 +402,7 @@ class TrainingRun:
             tokens_per_step=tokens,
             derived=stage.derived,
             trackers=self.trackers,
-            bar=self.bar,
+            show_bar=self.bar,
             processes=self.processes,
             realized=lambda steps: stage.realized(self, steps),
             updates=self.updates,

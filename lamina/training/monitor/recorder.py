@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,44 +167,36 @@ def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
     return [*hidden_state_rows(model, inputs, step), *gain_rows(model, step)]
 
 
+@dataclass(kw_only=True, eq=False)
 class RunRecorder(TrainerCallback):
     """Writes metrics.jsonl, layers/ and alarms.jsonl, shows progress, feeds the guard, and ends a run on Ctrl-C.
 
     Attributes:
+        realized: each corpus's share of a mix by a step.
         trainer: whose callback it is; set before training begins.
     """
 
-    trainer: MonitoredTrainer
+    metrics: MetricsWriter | NoWriter
+    layers: LayersWriter | NoWriter
+    guard: DivergenceGuard
+    monitor_inputs: torch.Tensor
+    tokens_per_step: int
+    derived: Callable[[float], dict[str, float]]
+    realized: Callable[[int], dict[str, PartShare]]
+    trackers: Trackers | None
+    updates: UpdateRatios
+    processes: Processes
+    measure: Measure
+    show_bar: bool
+    pause_step: int | None
+    trainer: MonitoredTrainer = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        metrics: MetricsWriter | NoWriter,
-        layers: LayersWriter | NoWriter,
-        guard: DivergenceGuard,
-        monitor_inputs: torch.Tensor,
-        tokens_per_step: int,
-        derived: Callable[[float], dict[str, float]],
-        trackers: Trackers | None,
-        bar: bool,
-        realized: Callable[[int], dict[str, PartShare]] = lambda step: {},
-        updates: UpdateRatios | None = None,
-        processes: Processes | None = None,
-        measure: Measure = lamina_rows,
-        pause_step: int | None = None,
-    ):
-        self.processes = Processes() if processes is None else processes
-        self.metrics, self.layers, self.guard = metrics, layers, guard
-        self.monitor_inputs, self.tokens_per_step, self.derived = monitor_inputs, tokens_per_step, derived
-        self.trackers, self.show_bar, self.bar = trackers, bar, None
-        self.alarms = guard.alarms
-        self.alarms.folder = metrics.path.parent if isinstance(metrics, MetricsWriter) else None
+    def __post_init__(self) -> None:
+        self.bar, self.alarms = None, self.guard.alarms
+        self.alarms.folder = self.metrics.path.parent if isinstance(self.metrics, MetricsWriter) else None
         self.lines: ProgressLines | None = None
-        self.realized = realized  # by step: each corpus's share of a mix so far
-        self.updates, self.measure = updates, measure
         self.interrupted: str | None = None
-        self.pause_step = pause_step
-        self.best_eval = metrics.best_eval
+        self.best_eval = self.metrics.best_eval
         # The clock stops during evaluations, records and checkpoints: they are not training time.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
@@ -366,9 +358,9 @@ class RunRecorder(TrainerCallback):
         model = self.trainer.bare_model()
         device = next(model.parameters()).device
         rows = [*gradients, *self.measure(model, self.monitor_inputs.to(device), step)]
-        rows += self.updates.rows(step) if self.updates is not None else []
+        rows += self.updates.rows(step)
         rows += self.trainer.experts.rows(step) if self.trainer.experts is not None else []
-        self.alarms.see(rows, None if self.updates is None else self.updates.rate)
+        self.alarms.see(rows, self.updates.rate)
         self._log_news()
         self.layers.add(rows)
         if time.monotonic() - self._flushed > 30:
