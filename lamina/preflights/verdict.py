@@ -16,7 +16,7 @@ from typing import Literal
 
 from lamina.core.json_types import Json
 from lamina.placements import Plan
-from lamina.preflights.burn_in import FP16_MAX, BurnIn, Snapshot
+from lamina.preflights.burn_in import FP16_MAX, BurnIn
 
 TINY = 1e-45
 
@@ -53,10 +53,10 @@ def features(burn_in: BurnIn, end: int = -1) -> Features:
     shots = burn_in.snapshots
     last = shots[end]
     half = min(shots, key=lambda shot: abs(shot.step - last.step / 2))
-    jacobian, where = _smallest_gain(last)
-    weights, block = _imbalance(last)
-    largest = last.series("hidden_abs_max")
-    top = max(largest, key=lambda layer: largest[layer])
+    gains, largest = last.series("jacobian_gain"), last.series("hidden_abs_max")
+    norms = {layer: norm for layer, norm in last.series("gradient_norm").items() if layer >= 0}
+    cut_off, still = min(gains, key=gains.__getitem__), min(norms, key=norms.__getitem__)
+    top = max(largest, key=largest.__getitem__)
     variance = last.series("hidden_variance")
     spent = burn_in.spent(last.step)
     best, spike = math.inf, 0.0
@@ -70,10 +70,10 @@ def features(burn_in: BurnIn, end: int = -1) -> Features:
         excess_error=last.error,
         context=last.context,
         similarity=last.series("token_similarity")[max(largest)],
-        jacobian=jacobian,
-        jacobian_layer=where,
-        weight_gradient=weights,
-        weight_gradient_layer=block,
+        jacobian=_log(gains[cut_off]),
+        jacobian_layer=cut_off + 1,
+        weight_gradient=_log(norms[still]) - _log(max(norms.values())),
+        weight_gradient_layer=still + 1,
         spike=spike,
         magnitude=largest[top],
         magnitude_layer=top + 1,
@@ -85,18 +85,6 @@ def features(burn_in: BurnIn, end: int = -1) -> Features:
 
 def _log(value: float) -> float:
     return math.log10(max(value, TINY)) if value == value else math.nan
-
-
-def _smallest_gain(shot: Snapshot) -> tuple[float, int]:
-    gains = shot.series("jacobian_gain")
-    layer = min(gains, key=lambda layer: gains[layer])
-    return _log(gains[layer]), layer + 1
-
-
-def _imbalance(shot: Snapshot) -> tuple[float, int]:
-    norms = {layer: norm for layer, norm in shot.series("gradient_norm").items() if layer >= 0}
-    layer = min(norms, key=lambda layer: norms[layer])
-    return _log(norms[layer]) - _log(max(norms.values())), layer + 1
 
 
 Kind = Literal["fine", "risky", "undecided", "will not train"]

@@ -106,20 +106,24 @@ def not_run(name: str, scale: str = "cpu") -> dict:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    root = tmp_path_factory.mktemp("results")
-    record = write_claims_study(root / "records" / "mix-ppl-cpu", tables=("gradients",))
-    verdicts = [*json.loads((record / "claims.json").read_text("utf-8")), not_run("keel-lr")]
-    verdicts.append({**not_run("peri-lr"), "verdict": "needs scale", "note": "gpu: too small"})
+def write_results(root):
+    verdicts = json.loads((root / "records" / "mix-ppl-cpu" / "claims.json").read_text("utf-8"))
+    verdicts += [not_run("keel-lr"), {**not_run("peri-lr"), "verdict": "needs scale", "note": "gpu: too small"}]
     studies = [
         study("mix-ppl", scales=("cpu", "gpu")),
         study("keel-lr", "keel"),
         study("peri-lr", "peri_ln", needs="gpu: too small"),
     ]
+    pages.write_results(verdicts, studies, root / "records", root / "docs")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp("results")
+    write_claims_study(root / "records" / "mix-ppl-cpu", tables=("gradients",))
     (root / "docs").mkdir()
     (root / "docs" / "old.md").write_text("of a study that is gone")
-    pages.write_results(verdicts, studies, root / "records", root / "docs")
+    write_results(root)
     return root
 
 
@@ -152,14 +156,7 @@ def test_every_figure_is_there_for_the_page_and_for_a_paper(results):
 def test_the_pages_are_the_same_again_and_what_is_gone_goes(results):
     before = {path: path.read_bytes() for path in (results / "docs").rglob("*") if path.is_file()}
     assert results / "docs" / "old.md" not in before
-    verdicts = json.loads((results / "records" / "mix-ppl-cpu" / "claims.json").read_text("utf-8"))
-    again = [*verdicts, not_run("keel-lr"), {**not_run("peri-lr"), "verdict": "needs scale", "note": "gpu: too small"}]
-    studies = [
-        study("mix-ppl", scales=("cpu", "gpu")),
-        study("keel-lr", "keel"),
-        study("peri-lr", "peri_ln", needs="gpu: too small"),
-    ]
-    pages.write_results(again, studies, results / "records", results / "docs")
+    write_results(results)
     assert {path: path.read_bytes() for path in (results / "docs").rglob("*") if path.is_file()} == before
     assert len(CLAIMS) == 2
 

@@ -112,6 +112,14 @@ def poison(layer, sublayer):
     return act
 
 
+def poison_gradient(layer):
+    def act(trainer, model):
+        weight = next(model.model.layers[layer].feed_forward.module.parameters())
+        weight.register_hook(lambda gradient: gradient * math.nan)
+
+    return act
+
+
 @pytest.mark.parametrize(("layer", "sublayer"), [(0, "feed_forward"), (2, "attention"), (3, "feed_forward")])
 @pytest.mark.parametrize("logging_steps", [1, 10])
 def test_a_poisoned_weight_ends_the_run_and_is_named(trained, tmp_path, before_step, layer, sublayer, logging_steps):
@@ -128,11 +136,7 @@ def test_a_poisoned_weight_ends_the_run_and_is_named(trained, tmp_path, before_s
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_poisoned_gradient_ends_the_run_and_is_named(trained, before_step, clip, accumulation, layer):
-    def act(trainer, model):
-        weight = next(model.model.layers[layer].feed_forward.module.parameters())
-        weight.register_hook(lambda gradient: gradient * math.nan)
-
-    before_step(3, act)
+    before_step(3, poison_gradient(layer))
     found = trained(steps=8, logging_steps=8, max_grad_norm=clip, gradient_accumulation=accumulation)
     assert found["status"] == "diverged"
     assert re.search(named(layer, "feed_forward"), found["reason"])
@@ -150,11 +154,7 @@ def as_on_a_gpu(monkeypatch):
 def test_a_gradient_that_is_read_late_is_told_of_the_step_where_it_broke(
     trained, before_step, as_on_a_gpu, accumulation, layer
 ):
-    def act(trainer, model):
-        weight = next(model.model.layers[layer].feed_forward.module.parameters())
-        weight.register_hook(lambda gradient: gradient * math.nan)
-
-    before_step(3, act)
+    before_step(3, poison_gradient(layer))
     found = trained(steps=8, logging_steps=8, gradient_accumulation=accumulation)
     assert found["status"] == "diverged"
     assert "at step 3, read at step 8" in found["reason"]

@@ -173,20 +173,18 @@ class Naive:
 
 
 def llama_parts(layers=2, prefix="model."):
-    parts = {(-1, "block", "embedding"): (f"{prefix}embed_tokens",), (-1, "block", "readout"): (f"{prefix}norm", "lm_")}
-    for layer in range(layers):
-        start = f"{prefix}layers.{layer}."
-        parts[layer, "attention", "all"] = (f"{start}self_attn", f"{start}input_layernorm")
-        parts[layer, "feed_forward", "all"] = (f"{start}mlp", f"{start}post_attention_layernorm")
-        parts[layer, "block", "all"] = (start,)
-    return parts
+    outside = (f"{prefix}embed_tokens",), (f"{prefix}norm", "lm_")
+    inside = ("self_attn", "input_layernorm"), ("mlp", "post_attention_layernorm")
+    return _parts(layers, *outside, f"{prefix}layers.", *inside)
 
 
 def nano_parts(layers=2):
-    parts = {(-1, "block", "embedding"): ("wte", "wpe"), (-1, "block", "readout"): ("ln_f", "lm_head")}
+    return _parts(layers, ("wte", "wpe"), ("ln_f", "lm_head"), "h.", ("attn", "ln_1"), ("mlp", "ln_2"))
+
+
+def _parts(layers, embedding, readout, path, attention, feed_forward):
+    parts = {(-1, "block", "embedding"): embedding, (-1, "block", "readout"): readout}
     for layer in range(layers):
-        start = f"h.{layer}."
-        parts[layer, "attention", "all"] = (f"{start}attn", f"{start}ln_1")
-        parts[layer, "feed_forward", "all"] = (f"{start}mlp", f"{start}ln_2")
-        parts[layer, "block", "all"] = (start,)
+        for sublayer, names in {"attention": attention, "feed_forward": feed_forward, "block": ("",)}.items():
+            parts[layer, sublayer, "all"] = tuple(f"{path}{layer}.{name}" for name in names)
     return parts
