@@ -37,15 +37,17 @@ from torch.nn import functional
 import lamina
 from lamina.core.json_types import Json
 from lamina.data.corpus import single_corpus
+from lamina.data.tokenizers import load_tokenizer
 from lamina.training.monitor.parameter_measures import tables_of
 
 STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the next seed's break comes later: most lie between two records
 AFTER, FROM_START = 60, 90  # steps behind the break, and of what is broken from the start
 BROKEN_SEEDS = 2
-SEEN = 6  # the first seed of what was judged with earlier rules, and looked at while these were made
-FRESH = 10  # the first seed of what is judged
+SEEN = (6, 10)  # the first seeds of what was judged with earlier rules, and looked at while these were made
+FRESH = 14  # the first seed of what is judged
 HELD, HELD_EVERY = 4, 2  # sequences of the batch whose loss says when a model is worse than its twin, and steps
+VOCABULARY, TOKENS = 256, 2048  # bytes; tokens of text
 COLUMNS = ("call", "step", "layer", "sublayer", "role", "index", "metric", "value")
 
 
@@ -59,6 +61,7 @@ class Setup:
     batch: int = 4
     length: int = 32
     data: str = "text"
+    vocabulary: int = VOCABULARY
     schedule: str = "cosine"
     warmup: int = 40
     optimizer: str = "adamw"
@@ -130,7 +133,47 @@ DRAWN = "drawn"
 SETUPS |= {f"{DRAWN}-{number}": drawn(number, fitted=number < 60) for number in range(80)}
 EVERYTHING = "olmo2"  # the set-up in which each kind that can is tried, too
 
-VOCABULARY = 256
+OTHERS = {
+    **dict.fromkeys(("cohere", "exaone4", "gemma2", "gpt_neox", "granite", "olmoe"), True),
+    **dict.fromkeys(("opt", "phi", "qwen2", "seed_oss", "stablelm", "starcoder2"), True),
+    **dict.fromkeys(("arcee", "bloom", "ernie4_5", "gemma3_text"), False),
+    **dict.fromkeys(("glm", "helium", "nemotron", "olmo", "persimmon", "smollm3"), False),
+}
+"""More families of transformers, and whether rules are fitted on them."""
+TRIED = 3  # kinds of failures in each set-up of the second ones
+
+
+def other(family: str, number: int, fitted: bool) -> Setup:
+    """A healthy set-up of tokens instead of bytes, with larger models and rates and for longer."""
+    draw = random.Random(f"{family} {number}")
+    batch = draw.choice((1, 2, 4, 8, 16))
+    return Setup(
+        family=family,
+        layers=draw.randint(3, 8),
+        width=draw.choice((64, 80, 96)),
+        batch=batch,
+        length=draw.choice((32, 48, 64)) if batch < 16 else 32,
+        data="tokens",
+        vocabulary=TOKENS,
+        schedule=draw.choice(("constant", "linear", "cosine", "wsd")),
+        warmup=draw.choice((10, 30, 100)),
+        rate=draw.choice((3e-4, 1e-3) if batch < 4 else (1e-3, 2e-3, 3e-3)),
+        beta2=draw.choice((0.95, 0.99, 0.999)),
+        clip=draw.choice((1.0, 1.0, None)),
+        precision=draw.choice(("fp32", "fp32", "bf16")),
+        every=draw.choice((10, 20, 20, 50)),
+        steps=2 * STEPS,
+        seeds=1,
+        fitted=fitted,
+    )
+
+
+OTHER = "other"
+SETUPS |= {
+    f"{OTHER}-{family}-{number}": other(family, number, fitted)
+    for family, fitted in OTHERS.items()
+    for number in range(2 if fitted else 4)
+}
 
 
 class NanoLayer(nn.Module):
@@ -174,7 +217,7 @@ class Nano(nn.Module):
 def model_of(setup: Setup) -> nn.Module:
     """A fresh model of the set-up's family."""
     layers, width = setup.layers, setup.width
-    common: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    common: dict[str, Any] = {"vocab_size": setup.vocabulary, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     modern = {**common, **heads, "hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 2 * width}
     t5 = {"d_model": width, "d_kv": width // 4, "d_ff": 2 * width, "num_heads": 4, "decoder_start_token_id": 0}
@@ -198,7 +241,12 @@ def model_of(setup: Setup) -> nn.Module:
         ),
         "nano": lambda: Nano(layers, width),
     }
-    return made[setup.family]()
+    if setup.family in made:
+        return made[setup.family]()
+    own = {"n_layer": layers, "n_head": 4, "ffn_dim": 4 * width, "word_embed_proj_dim": width, "head_dim": width // 4}
+    few = {"num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.AutoConfig.for_model(setup.family, **modern, **own, **few, tie_word_embeddings=False)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 @dataclass(frozen=True)
@@ -267,13 +315,38 @@ PARTS: Mapping[str, Parts] = {
 }
 
 
+def parts_of(model: nn.Module, family: str) -> Parts:
+    """Where a family keeps its weights: as the table says, or found by the usual names."""
+    if family in PARTS:
+        return PARTS[family]
+    layers = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    names = [name for name, p in model.get_submodule(layers)[1].named_parameters() if p.ndim > 1]
+    tables = {id(p): name for name, p in model.named_parameters()}
+    query, out, down, up = (
+        next(name for name in names if {*usual} & {*name.split(".")})
+        for usual in (
+            ("q_proj", "query_key_value"),
+            ("o_proj", "out_proj", "dense"),
+            ("down_proj", "fc2", "c_proj", "dense_4h_to_h"),
+            ("up_proj", "fc1", "c_fc", "dense_h_to_4h", "gate_up_proj"),
+        )
+    )
+    return Parts(layers, query, out, down, up, tables[id(model.get_input_embeddings().weight)], "lm_head.weight")
+
+
 @cache
 def corpus(data: str) -> torch.Tensor:
-    """The bytes of a text: novels, or the source of Python's standard library."""
+    """The bytes of a text: novels, or the source of Python's standard library; or the novels' tokens."""
     if data == "code":
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
-    text = "\n\n".join(document.text for document in single_corpus("embedded").documents())
+    embedded = single_corpus("embedded")
+    text = "\n\n".join(document.text for document in embedded.documents())
+    if data == "tokens":
+        tokenizer = load_tokenizer(f"bpe:{TOKENS}", corpus=embedded)
+        return torch.tensor(
+            [token for line in tokenizer(text.splitlines(keepends=True))["input_ids"] for token in line]
+        )
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 
@@ -281,14 +354,14 @@ class Batches:
     """A run's batches: ids and labels [batch, length]; the same for the same seed, whatever is trained."""
 
     def __init__(self, setup: Setup, seed: int):
-        self.setup, self.bytes = setup, corpus("code" if setup.data == "code" else "text")
+        self.setup, self.text = setup, corpus(setup.data if setup.data in ("code", "tokens") else "text")
         self.draw = torch.Generator().manual_seed(seed)
         self.few = self._drawn(12 * setup.batch) if setup.data == "repeated" else None
         self.at = 0
 
     def _drawn(self, count: int) -> torch.Tensor:
-        starts = torch.randint(0, len(self.bytes) - self.setup.length, (count,), generator=self.draw).tolist()
-        return torch.stack([self.bytes[start : start + self.setup.length] for start in starts])
+        starts = torch.randint(0, len(self.text) - self.setup.length, (count,), generator=self.draw).tolist()
+        return torch.stack([self.text[start : start + self.setup.length] for start in starts])
 
     def next(self, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         count = count or self.setup.batch
@@ -354,11 +427,12 @@ class Run:
     """
 
     def __init__(self, setup: Setup, kind: str, strength: float, seed: int):
-        later = seed if seed < SEEN else 1 + (seed - SEEN) % (FRESH - SEEN)
+        later = seed if seed < SEEN[0] else 1 + (seed - SEEN[0]) % (SEEN[1] - SEEN[0])
         self.setup, self.break_step = setup, BREAKS + LATER * later
         self.breaks_as(kind, strength)
         torch.manual_seed(seed)
-        self.model, self.parts = model_of(setup), PARTS[setup.family]
+        self.model = model_of(setup)
+        self.parts = parts_of(self.model, setup.family)
         self.draw = torch.Generator().manual_seed(1000 + seed)
         self.layer = 1 + int(torch.randint(0, setup.layers - 1, (), generator=self.draw))
         self.held: dict[str, Any] = {}
@@ -452,7 +526,7 @@ class Kind:
         runs: set-ups with the strengths that are tried in them.
         fitted: whether rules may be fitted on it.
         from_start: whether it is there from the first step.
-        everywhere: whether it is tried in ``EVERYTHING``, too.
+        everywhere: whether it can be tried in any set-up.
         prepare, groups, rate, before, batch, weight, gradients: what it changes.
         inside: what it changes as if the optimizer did.
     """
@@ -617,12 +691,12 @@ def multiply(name: str) -> Hook:
 def mixed_labels(run: Run, step: int, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A share of the labels is drawn at random."""
     wrong = torch.rand(ids.shape, generator=run.draw) < run.strength
-    return ids, torch.where(wrong, torch.randint(0, VOCABULARY, ids.shape, generator=run.draw), labels)
+    return ids, torch.where(wrong, torch.randint(0, run.setup.vocabulary, ids.shape, generator=run.draw), labels)
 
 
 def random_batch(run: Run, step: int, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if step < run.breaks + 3:
-        return ids, torch.randint(0, VOCABULARY, ids.shape, generator=run.draw)
+        return ids, torch.randint(0, run.setup.vocabulary, ids.shape, generator=run.draw)
     return ids, labels
 
 
@@ -867,6 +941,7 @@ KINDS: Mapping[str, Kind] = {
         runs={"llama-fp16": (1.3, 1.8, 30), "gpt2-fp16": (1.3, 1.6)},
         where="feed_forward",
         before=multiply("down"),
+        everywhere=False,
     ),
     "experts": Kind(
         cause=("experts", _WRITTEN),
@@ -874,6 +949,7 @@ KINDS: Mapping[str, Kind] = {
         runs={"mixtral-cosine": (0.1, 0.3), "mixtral-code": (0.15,)},
         where="feed_forward",
         before=collapse,
+        everywhere=False,
     ),
     "creep": Kind(
         cause=(_WRITTEN,),
@@ -918,7 +994,7 @@ KINDS: Mapping[str, Kind] = {
         cause=(_DATA,),
         what="tokens have other numbers, as of another tokenizer",
         runs={"llama-cosine": (1,), "gpt2-linear": (1,), "mixtral-code": (1,)},
-        batch=lambda run, step, ids, labels: ((ids + 7) % VOCABULARY, (labels + 7) % VOCABULARY),
+        batch=lambda run, step, ids, labels: ((ids + 7) % run.setup.vocabulary, (labels + 7) % run.setup.vocabulary),
         fitted=False,
     ),
     "swapped": Kind(
@@ -995,7 +1071,7 @@ def train(
     """
     setup = SETUPS[name]
     run, batches, tape = Run(setup, kind, strength, seed), Batches(setup, seed), Tape()
-    held = Batches(replace(setup, data="code" if setup.data == "code" else "text"), 777).next(HELD)
+    held = Batches(replace(setup, data=setup.data if setup.data in ("code", "tokens") else "text"), 777).next(HELD)
     losses: list[float] = []
     with lamina.watch(run.model, run.optimizers, output=str(folder), every=setup.every, overwrite=True) as monitor:
         assert monitor.monitor is not None
@@ -1101,22 +1177,31 @@ Wanted = tuple[str, str, float, int]
 """set-up, kind ("" for healthy), strength, seed"""
 
 
+def begun_at(name: str) -> tuple[int, ...]:
+    """The first seeds that are tried of a set-up that is not fitted."""
+    if name.startswith(OTHER):
+        return (SEEN[-1] if int(name.rpartition("-")[2]) < 2 else FRESH,)
+    return (SEEN[-1], FRESH) if name.startswith(DRAWN) else (*SEEN, FRESH)
+
+
 def wanted() -> Iterator[Wanted]:
     """All runs of the corpus: what is fitted with the first seeds, what is judged with later ones, beside its twins."""
     healthy: set[tuple[str, int]] = set()
     broken: dict[Wanted, None] = {}
-    for later in (SEEN, FRESH):
-        setups = {name: setup for name, setup in SETUPS.items() if later == FRESH or not name.startswith(DRAWN)}
+    for later in (*SEEN, FRESH):
+        setups = {name: setup for name, setup in SETUPS.items() if setup.fitted or later in begun_at(name)}
         begins = {name: 0 if setup.fitted else later for name, setup in setups.items()}
         healthy |= {(name, begins[name] + seed) for name, setup in setups.items() for seed in range(setup.seeds)}
         for kind, failure in KINDS.items():
-            first, strengths = next(iter(failure.runs.items()))
-            alone = first in ("llama-fp16", "mixtral-cosine") or not failure.everywhere
-            elsewhere = {} if alone else {EVERYTHING: strengths[:1]}
+            elsewhere = {EVERYTHING: next(iter(failure.runs.values()))[:1]} if failure.everywhere else {}
             for name, strengths in {**elsewhere, **failure.runs}.items():
                 begin = begins[name] if failure.fitted else later
                 seeds = range(begin, begin + BROKEN_SEEDS)
                 broken |= {(name, kind, strength, seed): None for strength in strengths for seed in seeds}
+    everywhere = [kind for kind, failure in KINDS.items() if failure.everywhere]
+    for name in (name for name, setup in SETUPS.items() if name.startswith(OTHER) and not setup.fitted):
+        for kind in random.Random(name).sample(everywhere, TRIED):
+            broken[name, kind, next(iter(KINDS[kind].runs.values()))[-1], *begun_at(name)] = None
     healthy |= {(name, seed) for name, _, _, seed in broken}
     yield from ((name, "", 1.0, seed) for name, seed in sorted(healthy))
     yield from broken

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from alarm_runs import COLUMNS, DRAWN, FRESH, HELD_EVERY, KINDS, SEEN, SETUPS, path_of, wanted
+from alarm_runs import COLUMNS, DRAWN, FRESH, HELD_EVERY, KINDS, OTHER, SEEN, SETUPS, path_of, wanted
 from common import settings_of_machine, write_record
 from scipy.stats import chi2
 
@@ -51,6 +51,7 @@ FLOORS |= {"fall/step_loss": 24.0}  # a loss that falls faster is rarely a failu
 FLOORS |= {"rise/hidden_abs_max": math.log(3.0), "rise/hidden_variance": 2 * math.log(3.0)}
 FLOORS |= {"fall/experts_used": math.log(1.5)}
 FLOORS |= {"rise/weight_norm": math.log(1.5), "low": math.log(20.0)}
+FLOORS |= {"logit": 0.0}  # times 50
 FLOORS |= {"apart/weight_norm": math.log(6.0), "apart/gradient_norm": math.log(6.0)}  # models differ more than here
 """Less is nobody's concern, whatever the corpus says."""
 PARTS = ("fitted", "seen", "judged")
@@ -84,9 +85,12 @@ class Recorded:
 
     @property
     def part(self) -> str:
-        """Limits are fitted on all healthy runs before the fresh ones, signs on failures before those seen."""
-        seed = self.about["seed"]
-        return "judged" if seed >= FRESH else "seen" if self.kind and seed >= SEEN else "fitted"
+        """Limits are fitted on healthy runs before the fresh ones, signs on failures before those seen.
+
+        Some families are never fitted on.
+        """
+        seed, apart = self.about["seed"], self.setup.startswith(OTHER) and not SETUPS[self.setup].fitted
+        return "judged" if seed >= FRESH else "seen" if apart or (self.kind and seed >= SEEN[0]) else "fitted"
 
     @cached_property
     def calls(self) -> list[tuple[float | None, bool, list[tuple[Any, ...]]]]:
@@ -288,10 +292,11 @@ def fit(runs: list[Recorded], twins: Mapping[tuple[str, int], Recorded], provena
 
 def by(rows: Iterable[dict[str, Any]], name: str, about: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of each set-up, or of each kind."""
+    many = {each: each.partition("-")[0] for each in about if each.startswith((DRAWN, OTHER))}
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        groups[DRAWN if row[name].startswith(DRAWN) else row[name]].append(row)
-    about = {DRAWN if group.startswith(DRAWN) else group: one for group, one in about.items()}
+        groups[many.get(row[name], row[name])].append(row)
+    about = {many.get(group, group): one for group, one in about.items()}
     return {
         group: {"what": getattr(about[group], "what", ""), "fitted": about[group].fitted, **summary(groups[group])}
         for group in about

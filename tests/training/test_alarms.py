@@ -45,6 +45,21 @@ def test_noise_and_a_slow_drift_are_no_alarm(metric):
     assert run([0.1 * 1.01**step for step in range(400)], metric=metric) == []
 
 
+def test_a_series_may_go_further_where_records_are_further_apart():
+    steps, norms = [1, 2, 4, 7, 11, 50], [10.0, 10.1, 10.3, 10.6, 11.1, 20.0]  # a warm-up's, then every 50th
+    alarms = Alarms()
+    assert [a for at in zip(steps, norms, strict=True) for a in alarms.see([row(*at, metric="weight_norm")])] == []
+    regular = Alarms()
+    told = [a for at in enumerate(norms, 1) for a in regular.see([row(*at, metric="weight_norm")])]
+    assert [(a.rule, a.step) for a in told] == [("rise", 6)]
+    state = json.loads(json.dumps(alarms.state_dict()))
+    resumed = Alarms()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    for each, expected in ((alarms, []), (resumed, [])):
+        assert each.see([row(100, 28.0, metric="weight_norm")]) == expected
+
+
 def test_a_gradient_that_grows_at_the_start_goes_on_its_course_and_one_that_jumps_is_told():
     """The embedding's, of a healthy Llama of 8m that learns one random batch by heart."""
     course = [0.7, 0.43, 0.36, 0.34, 0.32, 0.32, 0.34, 0.34, 0.37, 0.42, 0.48, 0.63]
@@ -62,7 +77,7 @@ def test_a_warm_up_is_no_alarm_since_updates_are_divided_by_the_rate():
 
 def test_what_is_not_finite_a_saturated_attention_and_the_end_of_float16():
     assert [a.rule for a in run([1.0, math.nan, math.inf])] == ["not_finite"]
-    assert [a.rule for a in run([10.0, 60.0, 70.0], metric="attention_logit")] == ["logit"]
+    assert [a.rule for a in run([10.0, 60.0, 700.0], metric="attention_logit")] == ["logit"]  # 60 is usual at high rates
     assert [a.rule for a in run([10.0, 2e4], metric="hidden_abs_max", half=True)] == ["fp16"]
     assert run([10.0, 2e4], metric="hidden_abs_max") == []
 

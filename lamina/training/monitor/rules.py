@@ -29,8 +29,9 @@ LIMITS = Path(__file__).parent / "limits.json"
 WINDOW = 32  # of a series' latest values
 DEVIATIONS = 5.0  # robust ones, by which a value must leave its series' past, beside the factor
 EVERY_STEP, RECORDS = 8, 4  # values that a series needs to be judged: of every step, and of records
+INTERVAL = 20  # steps between two records; where they are more, a series may go as much further
 LEAST = 0.15  # of a score (the logarithm of a factor): less is not looked at
-LOGIT = 50.0  # attention logits at which ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442, Sec 3.1)
+LOGIT = 50.0  # an attention logit beside which others no longer count
 FP16_MAX = 65504.0
 FEW = 0.25  # of the layers that may be apart in their weights: more of them are another kind, not an exception
 WRITTEN, OWN_WAY = 0.02, 3.0  # of the weights, and times what is usual: a loop may normalize or average weights
@@ -138,6 +139,7 @@ class Rules:
     vocabulary: int | None = None
     limits: Mapping[str, float] = field(default_factory=limits)
     _recent: dict[Series, deque[float]] = field(default_factory=dict)
+    _seen: dict[Series, tuple[int, int]] = field(default_factory=dict)  # the steps of a series' last two values
     _weights: dict[Place, tuple[int, float, float]] = field(default_factory=dict)  # step, norm, update of a record
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * WINDOW))
     _sums: dict[str, float] = field(default_factory=dict)  # of the loss' control charts
@@ -170,9 +172,10 @@ class Rules:
         return Found(rule, row, usual, left=score > self.limits[name], name=name, score=score)
 
     def _hard(self, row: Row) -> Iterator[Found]:
-        """Judge by the limits that are not fitted."""
+        """Judge by limits on the value itself."""
         if row[5] == "attention_logit":
-            yield Found("logit", row, LOGIT, left=row[6] > LOGIT)
+            limit = LOGIT * math.exp(self.limits["logit/attention_logit"])
+            yield self._fitted("logit", row, limit, math.log(max(row[6], 1e-30) / LOGIT))
         if row[5] == "hidden_abs_max" and self.half:
             yield Found("fp16", row, FP16_MAX, left=row[6] > FP16_MAX / 4)
         if row[5] == "rate_ratio":
@@ -180,18 +183,22 @@ class Rules:
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
         """Judge a value by its series' past: its median, and for records the course of the last two."""
-        _, _, sublayer, _, _, metric, value = row
+        step, _, sublayer, _, _, metric, value = row
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
+        before, last = self._seen.get(series_of(row), (step - 2, step - 1))
+        gaps = max(1.0, (step - last) / (last - before))
         for rule, sign in (("rise", 1.0), ("fall", -1.0)):
             if not (past.rises if rule == "rise" else past.falls) or len(recent) < past.fewest:
                 continue
-            usual, score = _leaving(scaled, recent, sign, course=past.fewest == RECORDS)
+            usual, score = _leaving(scaled, recent, sign, gaps if past.fewest == RECORDS else 0.0)
+            score /= max(1.0, (step - last) / INTERVAL)
             if score and rule == "rise" and value <= self._calm(sublayer, metric, past):
                 score = 0.0
             found = self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
             yield found._replace(left=score > STANDS_OUT) if metric in GRADIENTS and rule == "rise" else found
         recent.append(scaled)
+        self._seen[series_of(row)] = last, step
 
     def _calm(self, sublayer: str, metric: str, past: Past) -> float:
         """Return the value below which a rise is none.
@@ -346,6 +353,7 @@ class Rules:
         """Return the history of the series, for a checkpoint."""
         return {
             "recent": [[*series, list(values)] for series, values in self._recent.items()],
+            "seen": [[*series, *steps] for series, steps in self._seen.items()],
             "weights": [[*place, list(values)] for place, values in self._weights.items()],
             "course": [list(self._losses), self._sums, self._skipped],
         }
@@ -355,6 +363,10 @@ class Rules:
         self._recent = {
             (layer, sublayer, role, metric): deque(values, maxlen=WINDOW)
             for layer, sublayer, role, metric, values in state.get("recent", [])
+        }
+        self._seen = {
+            (layer, sublayer, role, metric): (before, last)
+            for layer, sublayer, role, metric, before, last in state.get("seen", [])
         }
         self._weights = {
             (layer, sublayer, role): (int(step), norm, update)
@@ -387,19 +399,20 @@ def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
     return used
 
 
-def _leaving(value: float, recent: Sequence[float], sign: float, *, course: bool) -> tuple[float, float]:
+def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float) -> tuple[float, float]:
     """Return what a value is compared with, and the logarithm of how many times it is that far; 0 within the noise.
 
-    ``course``: go on as from the second last value to the last one, if that is nearer. What is measured at every step
-    goes on from half to half, while its past is short: at a training's start gradients grow or shrink manyfold.
+    ``gaps``: how many times as long as between the last two values it is since the last one. The course goes on as
+    between these, if that is nearer. At 0, of what is measured at every step, it goes on from half to half while its
+    past is short: at a training's start gradients grow or shrink manyfold.
     """
     usual, half = statistics.median(recent), len(recent) // 2
-    last, before, steps = recent[-1], recent[-2], 1.0
-    young = not course and len(recent) < WINDOW
+    last, before, steps = recent[-1], recent[-2], gaps
+    young = not gaps and len(recent) < WINDOW
     if young:
         last, before = statistics.median(list(recent)[-half:]), statistics.median(list(recent)[:half])
         steps = 0.5 + 0.5 / half  # from the middle of the last half on, in halves
-    if (course or young) and before > 0 and last > 0:
+    if (gaps or young) and before > 0 and last > 0:
         ahead = last * (max if sign > 0 else min)(1.0, last / before) ** steps
         usual = max(usual, ahead) if sign > 0 else min(usual, ahead)
     if not usual > 0 or sign * (value - usual) <= 0:
