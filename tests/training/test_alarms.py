@@ -77,7 +77,7 @@ def test_a_warm_up_is_no_alarm_since_updates_are_divided_by_the_rate():
 
 def test_what_is_not_finite_a_saturated_attention_and_the_end_of_float16():
     assert [a.rule for a in run([1.0, math.nan, math.inf])] == ["not_finite"]
-    assert [a.rule for a in run([10.0, 60.0, 700.0], metric="attention_logit")] == ["logit"]  # 60 is usual at high rates
+    assert [a.rule for a in run([10.0, 60.0, 700.0], metric="attention_logit")] == ["logit"]  # 60: at high rates
     assert [a.rule for a in run([10.0, 2e4], metric="hidden_abs_max", half=True)] == ["fp16"]
     assert run([10.0, 2e4], metric="hidden_abs_max") == []
 
