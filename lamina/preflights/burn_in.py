@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lamina.data.blocks import Blocks
 from lamina.errors import UserError
 from lamina.modeling.backbones import count_parameters
-from lamina.modeling.building import build
+from lamina.modeling.building import build, recommended
 from lamina.modeling.modeling_lamina import LaminaModel
 from lamina.modeling.parts import body_of, sublayers, temporary_hooks
 from lamina.modeling.scaling import Scaling
@@ -55,6 +55,11 @@ class Proxy:
     planned_hidden_size: int
     planned_blocks: int
     scaling: Scaling | None
+
+    @property
+    def init(self) -> str:
+        """The initializer, also where the settings leave it to the placement."""
+        return recommended(self.plan) if self.settings.init == "recommended" else self.settings.init
 
     @property
     def note(self) -> str:
@@ -259,18 +264,21 @@ class BurnIn:
     snapshots: list[Snapshot]
     stopped: str
 
+    @property
+    def planned(self) -> PretrainSettings:
+        """The planned run's settings, but for width, heads and blocks per step."""
+        return self.proxy.settings
+
     def spent(self, step: int) -> float:
         """The sum of the learning rates of the first ``step`` steps, divided by that of the whole planned run."""
-        settings = self.proxy.settings
-        return sum(self.learning_rates[:step]) / (settings.learning_rate * rates_until(settings, settings.steps))
+        whole = self.planned.learning_rate * rates_until(self.planned, self.planned.steps)
+        return sum(self.learning_rates[:step]) / whole
 
     def step_at(self, share: float) -> int:
         """Return the first step at which this share of the planned run's summed rates is spent, or the last step."""
-        settings = self.proxy.settings
-        target = share * rates_until(settings, settings.steps) * (1.0 - 1e-9)
-        return min(
-            settings.steps, bisect_left(range(settings.steps), target, key=lambda step: rates_until(settings, step))
-        )
+        steps = self.planned.steps
+        target = share * rates_until(self.planned, steps) * (1.0 - 1e-9)
+        return min(steps, bisect_left(range(steps), target, key=lambda step: rates_until(self.planned, step)))
 
 
 def rates_until(settings: PretrainSettings, step: int) -> float:

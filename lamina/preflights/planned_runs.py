@@ -19,11 +19,10 @@ from lamina.jobs.files import write_parquet
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import LAYERS, PREFLIGHT
-from lamina.modeling.building import recommended
 from lamina.placements.resolution import find
 from lamina.preflights.burn_in import BurnIn, BurningIn, Snapshot, choose
 from lamina.preflights.settings import PreflightSettings
-from lamina.preflights.verdict import Case, Features, PreflightVerdict, calibration, features, judge, kind_of
+from lamina.preflights.verdict import Features, PreflightVerdict, calibration, features, judge, kind_of
 from lamina.training.monitor.writers import LAYER_COLUMNS
 from lamina.training.objectives.objective import objective_of
 from lamina.training.objectives.text import CausalLM, read_text
@@ -40,7 +39,6 @@ class Preflight:
     """One planned run: its measurements and its verdict."""
 
     run: PretrainSettings
-    init: str
     advice: str
     burn_in: BurnIn
     features: Features
@@ -53,7 +51,7 @@ class Preflight:
             "placement": self.run.placement,
             "num_layers": proxy.plan.num_layers,
             "hidden_size": proxy.planned_hidden_size,
-            "init": self.init,
+            "init": proxy.init,
             "learning_rate": self.run.learning_rate,
             "warmup": self.run.warmup,
             "steps": self.run.steps,
@@ -117,24 +115,8 @@ def _measured(
 ) -> Preflight:
     burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=lambda: progress.update(1))
     numbers = features(burn_in)
-    proxy = burn_in.proxy
-    init = recommended(proxy.plan) if run.init == "recommended" else run.init
-    case = Case(
-        plan=proxy.plan,
-        init=init,
-        learning_rate=run.learning_rate,
-        steps=run.steps,
-        burn_in=len(burn_in.losses),
-        step_at=burn_in.step_at,
-    )
-    return Preflight(
-        run=run,
-        init=init,
-        advice=find(run.placement).advice,
-        burn_in=burn_in,
-        features=numbers,
-        verdict=judge(numbers, case, burn_in.stopped),
-    )
+    advice = find(run.placement).advice
+    return Preflight(run=run, advice=advice, burn_in=burn_in, features=numbers, verdict=judge(numbers, burn_in))
 
 
 def burn_in_of(

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Literal
 
 from lamina.core.json_types import Json
-from lamina.placements import Plan
 from lamina.preflights.burn_in import FP16_MAX, BurnIn
 
 TINY = 1e-45
@@ -176,21 +174,6 @@ FP16_LITTLE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """The facts of the planned run behind a verdict: wiring, initializer, rate, steps (planned, taken).
-
-    ``step_at`` returns the planned step by which a share of the run's summed learning rates is spent.
-    """
-
-    plan: Plan
-    init: str
-    learning_rate: float
-    steps: int
-    burn_in: int
-    step_at: Callable[[float], int]
-
-
-@dataclass(frozen=True, kw_only=True)
 class PreflightVerdict:
     """A verdict, its reason, what to change.
 
@@ -205,19 +188,22 @@ class PreflightVerdict:
     change: str
 
 
-def judge(numbers: Features, case: Case, stopped: str = "") -> PreflightVerdict:
-    """The verdict on a burn-in's features; ``stopped``: why it ended early, or empty."""
+def judge(numbers: Features, burn_in: BurnIn) -> PreflightVerdict:
+    """The verdict on a burn-in's features."""
     fitted = calibration()
-    sure, kind = chance(numbers, fitted), kind_of(numbers, fitted)
-    deciding = max(case.step_at(deciding_share(numbers, fitted)), case.burn_in + 1) if kind == "undecided" else 0
+    sure, kind, deciding = chance(numbers, fitted), kind_of(numbers, fitted), 0
+    if kind == "undecided":
+        deciding = max(burn_in.step_at(deciding_share(numbers, fitted)), len(burn_in.losses) + 1)
     if not numbers.finite:
-        reason = f"{stopped or 'the loss was not finite'} of the burn-in"
-        change = f"a lower learning rate ({case.learning_rate / 10:.1g}), gradient clipping, a longer warm-up"
+        reason = f"{burn_in.stopped or 'the loss was not finite'} of the burn-in"
+        rate = burn_in.planned.learning_rate / 10
+        change = f"a lower learning rate ({rate:.1g}), gradient clipping, a longer warm-up"
     elif collapsed(numbers, fitted):
-        reason, change = _collapse(numbers, case), _reconnect(case)
+        reason, change = _collapse(numbers, burn_in), _reconnect(burn_in)
     else:
-        reason = _reason(numbers, case, kind, sure)
-        change = _longer(numbers, case, deciding) if deciding else "" if kind == "fine" else _faster(numbers, case)
+        reason = _reason(numbers, burn_in, kind, sure)
+        change = "" if kind == "fine" else _faster(numbers, burn_in)
+        change = _longer(numbers, burn_in, deciding) if deciding else change
     if numbers.headroom < FP16_LITTLE:
         change = f"{change}; " if change else ""
         change += (
@@ -232,26 +218,27 @@ def _place(layer: int) -> str:
     return f"block {layer}" if layer else "the embedding"
 
 
-def _collapse(numbers: Features, case: Case) -> str:
+def _collapse(numbers: Features, burn_in: BurnIn) -> str:
     return (
-        f"after {case.burn_in} steps a change at {_place(numbers.jacobian_layer)} reaches the last layer with a gain "
-        f"of {10**numbers.jacobian:.0e} (the gradient comes back as weak), and all tokens look alike there (mean "
+        f"after {len(burn_in.losses)} steps a change at {_place(numbers.jacobian_layer)} reaches the last layer with a "
+        f"gain of {10**numbers.jacobian:.0e} (the gradient comes back as weak), and all tokens look alike there (mean "
         f"cosine {numbers.similarity:.3f}): the model no longer reads its input and stays at the tokens' frequencies"
     )
 
 
-def _reason(numbers: Features, case: Case, kind: Kind, sure: float) -> str:
+def _reason(numbers: Features, burn_in: BurnIn, kind: Kind, sure: float) -> str:
     constant = (
         f"the held-out loss is {abs(numbers.excess):.2f} ± {CLEAR * numbers.excess_error:.2f} nats "
         f"{'below' if numbers.excess < 0 else 'above'} that of a constant prediction"
     )
     worth = f"{max(numbers.context, 0.0):.3f} nats"
-    after = f"after {case.burn_in} of {case.steps}"
+    taken = len(burn_in.losses)
+    after = f"after {taken} of {burn_in.planned.steps}"
     gain, place = 10**numbers.jacobian, _place(numbers.jacobian_layer)
     weak = f"; the gain from {place} to the last layer is down to {gain:.1e}" if numbers.jacobian < -1 else ""
     if kind == "fine":
         return (
-            f"after {case.burn_in} steps {constant}, the predictions use the input (worth {numbers.context:.2f} nats) "
+            f"after {taken} steps {constant}, the predictions use the input (worth {numbers.context:.2f} nats) "
             f"and every layer is connected: the smallest gain to the last layer is {gain:.2g}, from {place}"
         )
     if kind == "risky":
@@ -270,8 +257,8 @@ def _reason(numbers: Features, case: Case, kind: Kind, sure: float) -> str:
     )
 
 
-def _longer(numbers: Features, case: Case, deciding: int) -> str:
-    by = f"by step {deciding}" if deciding < case.steps else "only toward the end or not at all"
+def _longer(numbers: Features, burn_in: BurnIn, deciding: int) -> str:
+    by = f"by step {deciding}" if deciding < burn_in.planned.steps else "only toward the end or not at all"
     if still_falling(numbers):
         estimate = (
             f"at the pace of these steps, as it slows down, the loss is clearly below a constant prediction's {by}"
@@ -282,16 +269,16 @@ def _longer(numbers: Features, case: Case, deciding: int) -> str:
             "the loss has come close to a constant prediction's; of the runs that left it four in five had done so "
             f"at {times:g} times the learning rates spent, {by}"
         )
-    if deciding >= case.steps:
-        return f"only the whole run decides it: {estimate}; or {_faster(numbers, case)}"
+    if deciding >= burn_in.planned.steps:
+        return f"only the whole run decides it: {estimate}; or {_faster(numbers, burn_in)}"
     return f"look longer, with --burn-in {deciding}: {estimate}"
 
 
-def _reconnect(case: Case) -> str:
-    parts = [f"a lower learning rate ({case.learning_rate / 3:.1g}) with a longer warm-up"]
-    parts += ["--init scaled"] if case.init != "scaled" else []
+def _reconnect(burn_in: BurnIn) -> str:
+    parts = [f"a lower learning rate ({burn_in.planned.learning_rate / 3:.1g}) with a longer warm-up"]
+    parts += ["--init scaled"] if burn_in.proxy.init != "scaled" else []
     # each norm on a sub-layer's sum divides the gradient by the sum's standard deviation
-    sublayers = [sub for layer in case.plan.layers for sub in (layer.attention, layer.feed_forward)]
+    sublayers = [sub for layer in burn_in.proxy.plan.layers for sub in (layer.attention, layer.feed_forward)]
     if norms := sum(sub.post_norm is not None for sub in sublayers):
         parts.append(
             f"a placement with fewer norms on the skip path ({norms} of {len(sublayers)} sub-layers here) or fewer "
@@ -300,10 +287,11 @@ def _reconnect(case: Case) -> str:
     return "; or ".join(parts)
 
 
-def _faster(numbers: Features, case: Case) -> str:
+def _faster(numbers: Features, burn_in: BurnIn) -> str:
+    planned = burn_in.planned
     if numbers.jacobian < -1:
-        return _reconnect(case)
+        return _reconnect(burn_in)
     if numbers.spike > HIGH:
-        return f"a lower learning rate ({case.learning_rate / 3:.1g}): the loss rose by {numbers.spike:.1f} nats"
-    higher = f"a higher learning rate ({case.learning_rate * 2:.1g})"
-    return f"more steps than {case.steps}, or {higher} if a preflight with it is fine"
+        return f"a lower learning rate ({planned.learning_rate / 3:.1g}): the loss rose by {numbers.spike:.1f} nats"
+    higher = f"a higher learning rate ({planned.learning_rate * 2:.1g})"
+    return f"more steps than {planned.steps}, or {higher} if a preflight with it is fine"

@@ -12,7 +12,6 @@ from scripts import loaded
 
 from lamina.placements import resolve
 from lamina.preflights.verdict import (
-    Case,
     Features,
     calibration,
     chance,
@@ -37,11 +36,12 @@ SLOW = replace(FINE, excess=0.13, context=0.0001, similarity=1.0, pace=0.2)
 FALLING = replace(FINE, excess=1.13, excess_error=0.04, context=0.06, spent=0.15, pace=6.0)
 
 
-def case(placement="post_ln", **changed):
-    plan = resolve(placement, 32)
-    given = {"init": "normal", "learning_rate": 5e-3, "steps": 100, "burn_in": 32, **changed}
-    given.setdefault("step_at", lambda share: math.ceil(share * given["steps"]))
-    return Case(plan=plan, **given)
+def case(placement="post_ln", init="normal", steps=100, stopped=""):
+    """A burn-in of 32 steps, as far as the verdict reads it."""
+    planned = SimpleNamespace(learning_rate=5e-3, steps=steps)
+    proxy = SimpleNamespace(plan=resolve(placement, 32), init=init)
+    done = {"losses": [3.0] * 32, "stopped": stopped, "step_at": lambda share: math.ceil(share * steps)}
+    return SimpleNamespace(planned=planned, proxy=proxy, **done)
 
 
 def test_a_run_that_uses_its_input_is_fine():
@@ -123,7 +123,7 @@ def test_a_run_that_learns_with_a_small_chance_is_risky():
 
 
 def test_a_loss_that_is_not_finite_will_not_train():
-    verdict = judge(replace(FINE, finite=0.0), case(), "the loss was not finite at step 3")
+    verdict = judge(replace(FINE, finite=0.0), case(stopped="the loss was not finite at step 3"))
     assert verdict.verdict == "will not train"
     assert "the loss was not finite at step 3" in verdict.reason
     assert "lower learning rate (0.0005)" in verdict.change
