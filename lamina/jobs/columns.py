@@ -90,7 +90,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column("tokens_per_second", "tokens/s", ",.0f", "mean", in_ranking=110),
     Column("parameters", "parameters", ",.0f", "max"),
     Column("flops", "FLOPs", ".3g", "max"),
-    # Of the trials of `lamina max-lr` only: ``lamina.training.monitor.max_rate_rules`` adds them.
+    # Of the trials of `lamina max-lr` only: ``lamina.studies.max_rate_rules`` adds them.
     Column("max_learning_rate", "largest learning rate", ".3g", measured=False, optional=True),
     Column("stop_rule", "stopped by", measured=False, optional=True),
     Column("loss_at_stop", "loss there", ".3f", measured=False, optional=True),

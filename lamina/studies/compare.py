@@ -21,6 +21,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS
 from lamina.jobs.status import ENDED
 from lamina.modeling.processes import launched
+from lamina.studies.max_rate_rules import MaxRateGuard, MaxRateRules
 from lamina.studies.record import refuse_another_trial, stored_study, write_study
 from lamina.studies.running import cores, run_tasks, usual_workers
 from lamina.studies.settings import CompareSettings, MaxRateSettings, MaxRateStudySettings, TransferSettings
@@ -28,7 +29,6 @@ from lamina.studies.task import Task
 from lamina.training.checkpointing.resuming import refuse_another_text
 from lamina.training.execution.devices import decided
 from lamina.training.monitor.guard import DivergenceGuard
-from lamina.training.monitor.max_rate_rules import MaxRateGuard
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
 from lamina.training.setting_groups import GuardSettings
@@ -166,7 +166,7 @@ def run_max_rate(
     """
 
     def guard(run: GuardSettings, unigram_entropy: float) -> DivergenceGuard:
-        rules = settings.rules(unigram_entropy)
+        rules = MaxRateRules(settings, unigram_entropy)
         return MaxRateGuard(margin=run.divergence_margin, patience=run.divergence_patience, rules=rules)
 
     return pretrain(settings.run(), resume=resume, overwrite=overwrite, bar=bar, guard=guard)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lamina.core.initializers import SAME, SUITS
 from lamina.core.json_types import Json
@@ -26,7 +26,6 @@ from lamina.training.setting_groups import (
     ScalingSettings,
     StepSettings,
     StreamSettings,
-    in_steps,
 )
 from lamina.training.settings import (
     ParallelSettings,
@@ -36,10 +35,6 @@ from lamina.training.settings import (
     RunSettings,
     rate_list,
 )
-
-if TYPE_CHECKING:
-    from lamina.training.monitor.max_rate_rules import MaxRateRules
-
 
 _ONE_INIT = (
     "one initializer for all: same:NAME (of `lamina pretrain --init`); or recommended: each placement's own, which "
@@ -202,22 +197,6 @@ class RisingSettings(RunSettings):
                 f"spike_patience: {self.spike_patience:g} steps are more than steps = {self.steps} (allowed: at most "
                 "that)"
             )
-
-    def rules(self, unigram_entropy: float) -> MaxRateRules:
-        """The rules for a corpus with this unigram entropy, in nats per token."""
-        from lamina.training.monitor.max_rate_rules import MaxRateRules  # here, so that settings load no torch
-
-        return MaxRateRules(
-            top=self.max_learning_rate,
-            steps=self.steps,
-            unigram_entropy=unigram_entropy,
-            window=self.window,
-            spike_margin=self.spike_margin,
-            spike_patience=in_steps(self.spike_patience, self.steps),
-            plateau_margin=self.plateau_margin,
-            plateau_factor=self.plateau_factor,
-            stuck_margin=self.stuck_margin,
-        )
 
 
 class MaxRateSettings(

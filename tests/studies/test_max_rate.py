@@ -12,8 +12,8 @@ from lamina.errors import UserError
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.reports.pages.max_rate import spread, summarize
 from lamina.studies.compare import run_max_rate
+from lamina.studies.max_rate_rules import MaxRateRules, find_stop
 from lamina.studies.settings import MaxRateSettings, MaxRateStudySettings
-from lamina.training.monitor.max_rate_rules import find_stop
 
 FAST = {"precision": "fp32", "compile": "off"}
 QUICK = {**SMALL, "steps": 60, "logging_steps": 5, "eval_steps": 60, "window": 2, "init": "normal"} | FAST
@@ -55,7 +55,7 @@ def test_a_trial_stops_and_reports_the_rate_by_its_own_losses(trial, tmp_path):
     assert 0 < found["max_learning_rate"] < settings.max_learning_rate
     assert found["steps"] < settings.steps
     losses = losses_of(folder)
-    stop = find_stop(losses, settings.rules(found["unigram_entropy"]))
+    stop = find_stop(losses, MaxRateRules(settings, found["unigram_entropy"]))
     assert stop is not None
     assert (stop.rate, stop.rule, stop.loss) == (found["max_learning_rate"], found["stop_rule"], found["loss_at_stop"])
     assert stop.reason == found["reason"]
@@ -67,7 +67,7 @@ def test_the_rate_rises_linearly_and_never_decays(trial, tmp_path):
     assert (found["stop_rule"], found["max_learning_rate"], found["steps"]) == ("none", 1e-2, 60)
     records = [json.loads(line) for line in (tmp_path / "trial" / "metrics.jsonl").read_text().splitlines()]
     rates = {r["step"]: r["learning_rate"] for r in records if r.get("learning_rate") is not None}
-    rules = settings.rules(0.0)
+    rules = MaxRateRules(settings, 0.0)
     for step, rate in rates.items():
         assert rate == pytest.approx(rules.rate(step))
 

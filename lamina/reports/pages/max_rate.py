@@ -23,7 +23,7 @@ from lamina.reports.records import Frame, Study, Trial, complete, read_study, ro
 from lamina.reports.registry import report_of
 from lamina.reports.style import Shown, colors, log_ticks, polish, thin
 from lamina.reports.tables import Field, Row, number, placements, status, table, text
-from lamina.training.monitor.max_rate_rules import NON_FINITE, NONE, PLATEAU, SPIKE, STUCK, smoothed
+from lamina.studies.max_rate_rules import NON_FINITE, NONE, PLATEAU, SPIKE, STUCK, smoothed
 
 _POINTS = 400  # of a line
 _MARKERS = {

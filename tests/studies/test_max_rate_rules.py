@@ -5,17 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from lamina.training.monitor.max_rate_rules import MaxRateRules, find_stop, no_stop, smoothed
+from lamina.studies.max_rate_rules import MaxRateRules, find_stop, no_stop, smoothed
+from lamina.studies.settings import MaxRateSettings
 
 STEPS, ENTROPY = 400, 3.0
 
 
 def rules(**changed):
-    given = {
-        "top": 0.1, "steps": STEPS, "unigram_entropy": ENTROPY, "window": 8, "spike_margin": 0.5,
-        "spike_patience": 20, "plateau_margin": 0.05, "plateau_factor": 2.0, "stuck_margin": 0.1,
-    }  # fmt: skip
-    return MaxRateRules(**{**given, **changed})
+    given = {"max_learning_rate": 0.1, "steps": STEPS, "spike_patience": 20.0, **changed}
+    return MaxRateRules(MaxRateSettings(**given), ENTROPY)
 
 
 def stopped(losses, **options):

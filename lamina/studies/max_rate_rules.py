@@ -28,38 +28,26 @@ import numpy as np
 
 from lamina.core.json_types import Json, RunState
 from lamina.jobs.status import Status
+from lamina.studies.settings import RisingSettings
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.writers import LOSS, Row
+from lamina.training.setting_groups import in_steps
 
 NON_FINITE, SPIKE, PLATEAU, STUCK, NONE = "non-finite", "spike", "plateau", "stuck", "none"
 RULES = (NON_FINITE, SPIKE, PLATEAU, STUCK, NONE)
 """Why a run stopped; ``none``: it reached the end of the warm-up."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MaxRateRules:
-    """The thresholds: spans in steps, margins in nats.
+    """The settings, whose thresholds these are, and the corpus's unigram entropy in nats per token."""
 
-    Attributes:
-        top: the rate at the end of the warm-up.
-        steps: of the warm-up.
-        unigram_entropy: of the corpus, in nats per token.
-        window, spike_margin, spike_patience, plateau_margin, plateau_factor, stuck_margin: see above.
-    """
-
-    top: float
-    steps: int
+    given: RisingSettings
     unigram_entropy: float
-    window: int
-    spike_margin: float
-    spike_patience: int
-    plateau_margin: float
-    plateau_factor: float
-    stuck_margin: float
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1: the first has none."""
-        return self.top * (step - 1) / self.steps
+        return self.given.max_learning_rate * (step - 1) / self.given.steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,18 +87,18 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)
     count = len(values) if finite.all() else int(finite.argmin())
-    smooth = smoothed(values[:count], rules.window)
+    smooth = smoothed(values[:count], rules.given.window)
     low = np.minimum.accumulate(smooth)
-    risen = 0
+    risen, patience = 0, in_steps(rules.given.spike_patience, rules.given.steps)
     for step in range(1, count + 1):
-        risen = risen + 1 if values[step - 1] > low[step - 1] + rules.spike_margin else 0
-        if risen >= rules.spike_patience:
+        risen = risen + 1 if values[step - 1] > low[step - 1] + rules.given.spike_margin else 0
+        if risen >= patience:
             return _spike(rules, smooth, low, step, risen)
         if not _begun(rules, smooth, low[step - 1]):
             continue
-        fallen_at = 1 + int(np.searchsorted(-low[:step], -low[step - 1] - rules.plateau_margin, side="right"))
-        grown = rules.rate(step) >= rules.plateau_factor * rules.rate(max(2, fallen_at))
-        if grown and step - fallen_at >= 2 * rules.window:
+        fallen_at = 1 + int(np.searchsorted(-low[:step], -low[step - 1] - rules.given.plateau_margin, side="right"))
+        grown = rules.rate(step) >= rules.given.plateau_factor * rules.rate(max(2, fallen_at))
+        if grown and step - fallen_at >= 2 * rules.given.window:
             return _plateau(rules, smooth, low, step, fallen_at)
     if count == len(values) and not broken:
         return None
@@ -123,34 +111,35 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
 
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
     """Return the result of a run that reached the end of its warm-up: this rate is a lower bound."""
-    smooth = smoothed(losses, rules.window)
+    smooth = smoothed(losses, rules.given.window)
     if len(smooth) and not _begun(rules, smooth, smooth.min()):
-        reason = f"the loss has not fallen by {2 * rules.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
+        reason = f"the loss has not fallen by {2 * rules.given.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
         return _stop(STUCK, rules, smooth, 1, len(losses), reason)
     loss = float(smooth[-1]) if len(smooth) else math.nan
-    reason = f"the loss still fell at the end of the warm-up, at a rate of {rules.top:g}"
-    return Stop(rule=NONE, step=len(losses), rate=rules.top, loss=loss, seen=len(losses), reason=reason)
+    top = rules.given.max_learning_rate
+    reason = f"the loss still fell at the end of the warm-up, at a rate of {top:g}"
+    return Stop(rule=NONE, step=len(losses), rate=top, loss=loss, seen=len(losses), reason=reason)
 
 
 def _spike(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int, risen: int) -> Stop:
     began = step - risen + 1
     before = _last_low(rules, smooth, low, began - 1)
     reason = (
-        f"the loss stayed more than {rules.spike_margin:g} nats above its low of {low[step - 1]:.3f} from step {began} "
-        f"to {step}; it began to rise after step {before}, at a rate of {rules.rate(before):.3g}"
+        f"the loss stayed more than {rules.given.spike_margin:g} nats above its low of {low[step - 1]:.3f} from step "
+        f"{began} to {step}; it began to rise after step {before}, at a rate of {rules.rate(before):.3g}"
     )
     return _stop(SPIKE, rules, smooth, before, step, reason)
 
 
 def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int, fallen_at: int) -> Stop:
     reason = (
-        f"the loss has not fallen by {rules.plateau_margin:g} nats since step {fallen_at}, while the rate rose from "
-        f"{rules.rate(fallen_at):.3g} to {rules.rate(step):.3g}"
+        f"the loss has not fallen by {rules.given.plateau_margin:g} nats since step {fallen_at}, while the rate rose "
+        f"from {rules.rate(fallen_at):.3g} to {rules.rate(step):.3g}"
     )
-    if low[step - 1] <= rules.unigram_entropy - rules.stuck_margin:
+    if low[step - 1] <= rules.unigram_entropy - rules.given.stuck_margin:
         return _stop(PLATEAU, rules, smooth, fallen_at, step, reason)
     reason += (
-        f"; its low of {low[step - 1]:.3f} is not {rules.stuck_margin:g} nats below the corpus's unigram entropy "
+        f"; its low of {low[step - 1]:.3f} is not {rules.given.stuck_margin:g} nats below the corpus's unigram entropy "
         f"of {rules.unigram_entropy:.3f}"
     )
     return _stop(STUCK, rules, smooth, fallen_at, step, reason)
@@ -158,12 +147,12 @@ def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int
 
 def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
     """Whether the loss has begun to fall."""
-    return bool(low <= smooth[0] - 2 * rules.plateau_margin)
+    return bool(low <= smooth[0] - 2 * rules.given.plateau_margin)
 
 
 def _last_low(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, until: int) -> int:
     """Return the last step up to ``until`` with the smoothed loss at its low; 0 if there is none."""
-    close = np.flatnonzero(smooth[:until] < low[:until] + rules.plateau_margin)
+    close = np.flatnonzero(smooth[:until] < low[:until] + rules.given.plateau_margin)
     return int(close[-1]) + 1 if len(close) else 0
 
 
