@@ -327,7 +327,6 @@ class BurningIn:
             settings,
             self.model,
             train,
-            in_order=train.in_order,
             device=device,
             step_factors=None if proxy.scaling is None else step_factors(self.model, proxy.scaling),
             schedule=None if self.warmup == planned else schedule,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +20,12 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
-from lamina.data.blocks import TokenBlock
+from lamina.data.blocks import ArrayBlocks, TokenBlock
 from lamina.data.encoding import vocab_size_of
 from lamina.data.packed import prepare_blocks
 from lamina.jobs.files import write_parquet
@@ -132,8 +131,7 @@ def measure(
     run = ShortRun(
         replace(settings, batch_size=len(ids), trainer={"optim": "adamw_torch"}),
         model,
-        OneBatch(ids),
-        in_order=True,
+        OneBatch(ids.numpy()),
         device=device,
         step_factors=None if scaling is None else step_factors(model, scaling),
         schedule=lambda done: 1.0,
@@ -171,18 +169,13 @@ def measure(
     return measurements
 
 
-class OneBatch(Dataset[TokenBlock]):
-    """A data set that repeats one batch of token ids [blocks, tokens]."""
+class OneBatch(ArrayBlocks):
+    """One batch of token ids [blocks, tokens], again and again."""
 
-    def __init__(self, ids: torch.Tensor):
-        self.ids = ids
+    in_order = True
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> TokenBlock:
-        row = self.ids[index % len(self.ids)]
-        return {"input_ids": row, "labels": row}
+    def __getitems__(self, indices: Sequence[int]) -> list[TokenBlock]:
+        return super().__getitems__([index % len(self) for index in indices])
 
 
 @contextmanager

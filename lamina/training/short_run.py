@@ -14,19 +14,18 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from lamina.data.blocks import TokenBlock
+from lamina.data.blocks import ItemSource, TokenBlock
 from lamina.errors import UserError
 from lamina.modeling.scaling import StepFactors
 from lamina.training.arguments import training_arguments
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.writers import StepSeries
-from lamina.training.optimization.order import TrainOrder
+from lamina.training.optimization.order import order_of
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
@@ -41,7 +40,6 @@ class ShortRun(TrainerCallback):
         settings: of the run; ``auto`` means fp32 and not compiled.
         model: new, as the run would build it; it is moved to ``device``.
         train: the blocks to train on.
-        in_order: whether item ``i`` of ``train`` is the run's i-th block; otherwise the run's order shuffles them.
         device: cpu or cuda.
         step_factors: with width or depth scaling, each parameter's factors.
         schedule: the share of the peak rate by steps done; None for the Trainer's own schedule of the settings.
@@ -57,9 +55,8 @@ class ShortRun(TrainerCallback):
         self,
         settings: PretrainSettings,
         model: PreTrainedModel,
-        train: Dataset[TokenBlock],
+        train: ItemSource[TokenBlock],
         *,
-        in_order: bool,
         device: str,
         step_factors: dict[str, StepFactors] | None = None,
         schedule: Callable[[int], float] | None = None,
@@ -72,14 +69,7 @@ class ShortRun(TrainerCallback):
         )
         nn.Module.to(model, device)  # transformers' own ``to`` is wrapped and loses its type
         self.model, self.step_factors, self.schedule, self.dataset = model, step_factors, schedule, train
-        self.order = TrainOrder(
-            len(train),  # type: ignore[arg-type]  # torch's Dataset does not promise a length
-            steps=settings.steps,
-            batch_size=settings.batch_size,
-            gradient_accumulation=settings.gradient_accumulation,
-            seed=settings.seed,
-            shuffled=not in_order,
-        )
+        self.order = order_of(settings, train)
         self.losses: list[float] = []
         self.gradient_norms: list[float] = []
         self.learning_rates: list[float] = []

@@ -98,7 +98,7 @@ def short(corpus, tmp_path, monkeypatch):
         model = lamina.build(
             "llama-nano", "pre_ln", num_layers=2, hidden_size=16, num_heads=2, vocab_size=len(tokenizer)
         )
-        return ShortRun(settings, model, blocks.train, in_order=False, device="cpu")
+        return ShortRun(settings, model, blocks.train, device="cpu")
 
     return make
 
