@@ -138,6 +138,7 @@ _FIXED: Json = {  # each with the value that may be said, too
     **dict.fromkeys(("logging_nan_inf_filter", "remove_unused_columns", "dataloader_drop_last"), False),
     **dict.fromkeys(("save_only_model", "auto_find_batch_size", "load_best_model_at_end"), False),
     "ddp_backend": None,
+    **{f"{kind}_checkpointing_kwargs": {"use_reentrant": False} for kind in ("gradient", "activation")},
 }
 _OFFERED = PretrainSettings.names()
 _SETTINGS = {  # by the argument, the setting of a run that decides it
