@@ -181,10 +181,16 @@ class DepthAttention(LaminaWiring):
             values = [state.float() for state in states]  # each where it is: a stack would copy them for every reader
             query = self.held("query", values[0])
             logits = [(v * query).sum(-1, keepdim=True) * inverse_rms(v, self.eps) for v in values]
-            total = torch.zeros_like(values[0])
-            for share, value in zip(torch.cat(logits, -1).softmax(-1).split(1, -1), values, strict=True):
-                total = total + share * value
-            return total.to(states[0].dtype)
+            shares = torch.cat(logits, -1).softmax(-1).split(1, -1)
+            return _weighted(shares, values).to(states[0].dtype)
+
+
+def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of share * state, each where it is."""
+    total = shares[0] * states[0]
+    for share, state in zip(shares[1:], states[1:], strict=True):
+        total = total + share * state
+    return total
 
 
 class StateSources(LaminaWiring):
@@ -221,16 +227,14 @@ class StateSources(LaminaWiring):
         weights, states = self.held("weight", x), [x, *(memory[slot] for slot in self.slots)]
         if self.dynamic:
             with torch.autocast(x.device.type, enabled=False):
-                low = nn.functional.linear(x.float() * inverse_rms(x.float(), self.eps), self.held("down", x))
+                low = nn.functional.linear(x.float(), self.held("down", x)) * inverse_rms(x.float(), self.eps)
                 moved = nn.functional.linear(nn.functional.gelu(low), self.held("up", x))
                 weights = weights + moved.unflatten(-1, weights.shape)
         weights = weights.to(x.dtype)
         if self.ways > 1:
             states = [state.unsqueeze(-2) for state in states]
         shares = weights.split(1, -1) if self.dynamic or self.ways > 1 else weights
-        total = shares[0] * states[0]
-        for share, state in zip(shares[1:], states[1:], strict=True):
-            total = total + share * state
+        total = _weighted(shares, states)
         return total if self.ways == 1 else (total[..., -1, :], total[..., :-1, :])
 
 

@@ -69,7 +69,7 @@ def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) ->
 
 
 def _count(size: int | None) -> int:
-    return 4 if size is None else size
+    return 4 if size is None else whole_number("size", size, low=2)
 
 
 def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:

@@ -411,7 +411,7 @@ def test_a_checkpoint_is_read_where_the_package_is_not(wiring, base, tmp_path):
         ("keel", {"wiring": "siamese"}, "its second stream is a plain sum"),
         ("pre_ln", {"wiring": "mhcc"}, "did you mean 'mhc'"),
         ("pre_ln", {"size": 4}, "needs wiring"),
-        ("pre_ln", {"wiring": "mhc", "size": 1}, "1 streams .allowed: at least 2"),
+        ("pre_ln", {"wiring": "mhc", "size": 1}, "size: 1 is not a whole number of at least 2"),
         *(("pre_ln", {"wiring": wiring, "size": 0}, "size: 0") for wiring in ("mhc", "hc", "attn_res")),
         ("pre_ln", {"wiring": "mhc", "size": 10**6}, "size: 1000000 is too large"),
         ("pre_ln", {"wiring": "x0", "size": 4}, "size: 4 has no effect"),
