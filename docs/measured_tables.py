@@ -9,30 +9,38 @@ from lamina.core.architectures import conversions
 
 
 def alarms_table(record: dict[str, Any] | None, where: str) -> str:
-    """A row per failure, a row per healthy set-up, then the counts that the targets are about."""
+    """A row per failure of which something was missed, the others and the healthy set-ups in a line each, counts."""
     if record is None:
         return _unmeasured("alarms")
     lines = [
         "| failure | runs | alarm | loss rose | alarm before | place | cause |",
         "|---|---|---|---|---|---|---|",
     ]
+    whole = []
     for counts in record["kinds"].values():
+        missed = (counts["failures"] - counts["told"], counts["rose"] - counts["before"])
+        missed += (counts["placed"] - counts["place"], counts["failures"] - counts["cause"])
+        if not any(missed):
+            whole.append(f"{_marked(counts['what'], counts)} ({counts['failures']})")
+            continue
         early = f"{counts['before']}" if counts["rose"] else ""
         place = f"{counts['place']} of {counts['placed']}" if counts["placed"] else ""
         lines.append(
             f"| {_marked(counts['what'], counts)} | {counts['failures']} | {counts['told']} | "
             f"{counts['rose']} | {early} | {place} | {counts['cause']} |"
         )
-    lines += ["", "| healthy set-up | steps | alarmed steps | notable batches | diverged |", "|---|---|---|---|---|"]
-    for name, counts in record["setups"].items():
-        lines.append(
-            f"| {_marked(name, counts)} | {counts['healthy_steps']:,} | {counts['alarmed_steps']} | "
-            f"{counts['notable_batches']} | {counts['diverged']} of {counts['healthy_runs']} |"
-        )
+    healthy = [
+        f"{_marked(name, counts)} {counts['alarmed_steps']} of {counts['healthy_steps']:,}"
+        for name, counts in record["setups"].items()
+    ]
     parts = record["parts"].items()
     names = {"seen": "seen before"}
     texts = [f"- What was {names.get(name, name)}: {_alarm_counts(c)}" for name, c in parts if c["failures"]]
-    return "\n".join([*lines, "", *texts, "", where])
+    said = [
+        f"Told before the loss, placed and explained in all of their runs: {'; '.join(whole)}.",
+        f"Alarmed steps of healthy set-ups: {'; '.join(healthy)}.",
+    ]
+    return "\n".join([*lines, *(f"\n{line}" for line in said), "", *texts, "", where])
 
 
 def _marked(name: str, counts: dict[str, Any]) -> str:
