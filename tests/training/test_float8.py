@@ -7,12 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from training.tiny_runs import assert_same_weights, cut_at, flags, records, settings
+from torch._dynamo.utils import counters
+from training.test_distributed import torchrun
+from training.tiny_runs import SMALL, assert_same_weights, cut_at, flags, records, settings
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.training.execution.compiling import compile_blocks
 from lamina.training.execution.float8 import check_float8, to_float8
 from lamina.training.pretrain import pretrain
 
@@ -68,6 +71,31 @@ def test_a_run_resumes_exactly_and_leaves_plain_weights(torchao, corpus, tmp_pat
     assert not any(isinstance(layer, torchao.Float8Linear) for layer in loaded.modules())
     configs = [json.loads((tmp_path / name / "model" / "config.json").read_text()) for name in ("whole", "bf16")]
     assert configs[0] == configs[1]
+
+
+def test_a_compiled_block_is_one_graph_and_computes_the_same(torchao):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model, ids = lamina.build(LlamaConfig(**sizes, vocab_size=64), "keel"), torch.arange(32).reshape(2, 16)
+    to_float8(model, "cpu")
+    plain = model(input_ids=ids, labels=ids).loss.detach()
+    counters.clear()
+    kinds = compile_blocks(model, backend="aot_eager")
+    compiled = model(input_ids=ids, labels=ids).loss
+    compiled.backward()
+    assert (compiled.item(), counters["stats"]["unique_graphs"]) == (plain.item(), kinds)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_the_weights_train_nearly_the_same(torchao, corpus, tmp_path):
+    """Each scales its own activations."""
+    given = {**SMALL, **FLOAT8, "corpus": corpus, "batch_size": 4, "device": "cpu", "async_checkpoints": True}
+    assert main(["pretrain", *flags(**given, output=tmp_path / "one")]) == 0
+    command = ["-m", "lamina", "pretrain", *flags(**given, parallel="fsdp2", output=tmp_path / "two")]
+    done = torchrun(*command)
+    assert done.returncode == 0, done.stderr[-4000:]
+    one, two = ([r["loss"] for r in records(tmp_path / name) if "loss" in r] for name in ("one", "two"))
+    assert one == pytest.approx(two, abs=1e-3)
 
 
 @pytest.mark.parametrize(
