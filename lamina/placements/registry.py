@@ -58,7 +58,7 @@ COMMON: tuple[Option, ...] = (
     Option(name="groups", type=int | None, default=None, help="with norm='group': parts of a token's channels (8)"),
     Option(name="qk_norm", type=HeadNorm | None, default=None, help="a norm on queries and keys"),
     Option(name="v_norm", type=HeadNorm | None, default=None, help="a norm on values"),
-    Option(name="wiring", type=str | None, default=None, help="what the residual carries: x0, mhc, attn_res ..."),
+    Option(name="wiring", type=str | None, default=None, help="what the residual carries: x0, mhc ..., a .py file"),
     Option(
         name="size",
         type=int | None,

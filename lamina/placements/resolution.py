@@ -14,7 +14,7 @@ from lamina.errors import UserError, nearest, shortened
 from lamina.placements.custom import SUFFIXES, load
 from lamina.placements.plan import SUBLAYERS, Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import Placement, as_written, get
-from lamina.placements.wirings import WIRINGS
+from lamina.placements.wirings import named_wiring
 
 # The fields of a sub-layer that act inside its branch, and those of a plan that act before the first block, after the
 # last or inside the modules. All others act on the stream.
@@ -43,6 +43,8 @@ def split_specs(text: str) -> list[str]:
 def _scheme_and_options(spec: str, /, **more: object) -> tuple[Placement, dict[str, object]]:
     target, options = parse_spec(spec)
     written = {option: as_written(option, value) for option, value in {**options, **more}.items()}
+    if str(written.get("wiring")).endswith(".py"):
+        named_wiring(str(written["wiring"]))  # the file may register the norm that another option names
     return (get(target) if isinstance(target, str) else target), written
 
 
@@ -97,7 +99,7 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
             changes[key] = _like_others(plan) if options[key] else None
     plan = replace(plan, **changes)
     if "wiring" in options:
-        chosen = WIRINGS.get(options["wiring"])
+        chosen = named_wiring(options["wiring"])
         try:
             plan = chosen.apply(plan, options.get("size"))
         except UserError as error:

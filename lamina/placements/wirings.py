@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from lamina.core.python_files import guarded
@@ -43,6 +44,11 @@ class PlanWiring:
 
 WIRINGS: Registry[PlanWiring] = Registry("wiring")
 Make = TypeVar("Make", bound=Callable[..., Plan])
+
+
+def named_wiring(name: str) -> PlanWiring:
+    """Return the wiring of this name, or the one that a user's Python file of this name registers (it runs as code)."""
+    return WIRINGS.from_file(Path(name)) if name.endswith(".py") else WIRINGS.get(name)
 
 
 def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:

@@ -87,6 +87,23 @@ def test_the_wiring_of_the_page_goes_around_any_norms():
     assert sources[-1].weight.tolist() == [1.0, 1.0]
 
 
+def test_a_spec_may_name_the_wirings_file_so_that_a_trials_process_reads_it(folder):
+    spec = "keel(wiring=mine.py,norm=clipped)"
+    assert spec in PAGE
+    listed = set(WIRINGS.names())
+    shown = run("placements", spec, "--num-layers", "3", cwd=folder)
+    assert shown.returncode == 0, shown.stderr
+    assert "1 in the last" in shown.stdout
+    block = lamina.build(llama(), spec).model.layers[-1]
+    assert block.sources.weight.tolist() == [1.0, 1.0]
+    assert type(block.attention.post_norm).__name__ == "ClippedNorm"
+    assert set(WIRINGS.names()) == listed
+    (folder / "none.py").write_text("", encoding="utf-8")
+    for name, why in (("nothing.py", "no such file"), ("none.py", "registers 0 wirings with @wiring .needed: one")):
+        with pytest.raises(UserError, match=f"^wiring '{name}': {why}"):
+            lamina.placements.resolve(f"keel(wiring={name})", 3)
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
