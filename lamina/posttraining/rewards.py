@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
@@ -188,22 +189,41 @@ def _of_function(named: str, *, seconds: float = 0.0, announced: bool = False) -
     function = getattr(run_file("reward_function", path, announced=announced), name, None)
     if not callable(function):
         raise UserError(f"reward_function: {str(path)!r} has no function {name!r}")
+    trls = False
+    with suppress(ValueError, TypeError):  # a built-in has no signature
+        trls = "completions" in inspect.signature(function).parameters
 
-    def of(row: Fields, text: str) -> float | None:
+    def of(row: Fields, ids: Sequence[int], text: str) -> float | None:
         def ask() -> float:
+            whole = json.loads(row["row"])
             with guarded(f"reward_function {named!r}"):
-                reward = function(row["prompt"], text, json.loads(row["row"]))
+                if trls:
+                    reward = _as_trl_asks(function, row["prompt"], ids, text, whole)
+                else:
+                    reward = function(row["prompt"], text, whole)
             return _number(named, reward)
 
         return in_time(ask, seconds)
 
     def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
-        rewards = [of(row, text) for row, text in zip(rows, texts, strict=True)]
+        rewards = [of(*each) for each in zip(rows, answers, texts, strict=True)]
         if late := rewards.count(None):
             logger.warning("%s: %d of %d answers took more than %g s: 0", named, late, len(rewards), seconds)
         return [reward or 0.0 for reward in rewards]
 
     return score
+
+
+def _as_trl_asks(function: Callable[..., Passed], prompt: str, ids: Sequence[int], text: str, row: Fields) -> Passed:
+    """Return the reward of one answer by a function of TRL's form, which takes lists by name, with the row's fields.
+
+    None, which TRL leaves out of the sum, is 0.
+    """
+    asked = row.get("prompt", prompt)
+    answer = [{"role": "assistant", "content": text}] if isinstance(asked, list) else text
+    fields = {name: [value] for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")}
+    (reward,) = function(prompts=[asked], completions=[answer], completion_ids=[list(ids)], **fields)
+    return 0.0 if reward is None else reward
 
 
 def _number(named: str, reward: Passed) -> float:

@@ -315,8 +315,8 @@ class RlhfSettings(TuningSettings):
     )
     reward_function: str | None = setting(
         None,
-        "FILE.py:NAME, a function reward(prompt, answer, row) that returns a number, or several, comma-separated; the "
-        "file runs as code",
+        "FILE.py:NAME, a function reward(prompt, answer, row) that returns a number, or one of TRL's form, with "
+        "completions, or several, comma-separated; the file runs as code",
         place,
     )
     reward_weights: str | None = setting(

@@ -122,6 +122,11 @@ def start(tmp_path_factory):
 REWARD = """
 def low(prompt, answer, row):
     return sum(ord(letter) % 7 for letter in answer) / 10
+
+def theirs(prompts, completions, **columns):
+    texts = [answer if isinstance(prompt, str) else answer[0]["content"]
+             for prompt, answer in zip(prompts, completions, strict=True)]
+    return [low(None, text, None) for text in texts]
 """
 
 
@@ -193,7 +198,8 @@ def test_trls_flags_train_as_trl_does(job, form, both, theirs, ours, start, tmp_
         f"--max_steps {STEPS} --logging_steps 1 --learning_rate 1e-2 --batch-size {size} --device cpu {both} {ours}"
     )
     if policy:
-        flags += f" --algorithm {job} --reward-function rewards.py:low --reward-clip 0"
+        function = "theirs" if form == "asked" else "low"
+        flags += f" --algorithm {job} --reward-function rewards.py:{function} --reward-clip 0"
     assert main(["rlhf" if policy else job, *shlex.split(flags)]) == 0, capsys.readouterr().err
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if "loss" in record]

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina.errors import UserError
 from lamina.posttraining.pairs import dpo, reward
-from lamina.posttraining.rewards import _number, check_rewards, in_time
+from lamina.posttraining.rewards import _number, check_rewards, in_time, make_rewards
 from lamina.posttraining.rlhf import ReMaxTrainer, rlhf
 from lamina.posttraining.settings import RlhfSettings
 from lamina.reports import report
@@ -364,6 +364,31 @@ def test_several_rewards_are_summed_by_their_weights_and_recorded_apart(policy, 
     trained = next(r for r in records(folder) if "loss" in r)
     assert {"reward_run", "reward_length", "reward_vowels"} <= set(trained)
     report(folder)
+
+
+OF_TRLS_FORM = """
+from trl.rewards import think_format_reward
+
+def letters(completions, solution, completion_ids, **rest):
+    every = zip(completions, solution, completion_ids, strict=True)
+    return [None if wanted == "" else len(set(text)) + len(wanted) / 10 + len(ids) / 100 for text, wanted, ids in every]
+"""
+
+
+def test_functions_of_trls_form_are_asked_as_trl_asks(tmp_path):
+    (tmp_path / "own.py").write_text(OF_TRLS_FORM)
+
+    def asked(name, prompt, text, **fields):
+        settings = RlhfSettings(reward_function=f"{tmp_path / 'own.py'}:{name}")
+        row = {"prompt": "rendered", "row": json.dumps({"prompt": prompt, **fields})}
+        return make_rewards(settings, torch.device("cpu"))([row], [[5, 6]], [text])
+
+    assert asked("letters", "p", "aab", solution="xyz") == [2.32]
+    assert asked("letters", "p", "aab", solution="") == [0.0]
+    turns = [{"role": "user", "content": "p"}]
+    assert [asked("think_format_reward", turns, text) for text in ("<think>a</think>b", "b")] == [[1.0], [0.0]]
+    with pytest.raises(UserError, match=r"^reward_function '.*letters' raised TypeError: .*'solution'"):
+        asked("letters", "p", "aab")
 
 
 def test_a_reward_function_that_takes_too_long_gives_nothing(policy, tmp_path, caplog):
