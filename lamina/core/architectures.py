@@ -21,7 +21,7 @@ class Conversion:
 
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
-        norms: transformers' name of each norm of a layer, and its position in Lamina's block.
+        norms: transformers' name of each norm, or learned scale, of a layer, and its position in Lamina's block.
         options: the placement's options that are fields of the checkpoint's configuration. ``wiring`` is "parallel"
             where its field is true.
         one_norm: whether branches side by side read the stream by one norm, the attention's.
@@ -91,6 +91,7 @@ _GLM4 = Conversion(
         "post_mlp_layernorm": "feed_forward.out_norm",
     },
 )
+_SKIPS = {"input_residual": "attention.skip_scale", "post_attention_residual": "feed_forward.skip_scale"}
 _GRANITE = Conversion(placement="granite", norms=_PRE_LN.norms, options={"multiplier": "residual_multiplier"})
 _HYPERCLOVA = replace(
     _GRANITE,
@@ -177,6 +178,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_rows(replace(_GEMMA, placement="pre_ln", norms=_PRE_LN.norms), gemma="Gemma"),
     **_rows(_GEMMA, gemma2="Gemma 2", gemma3_text="Gemma 3 text"),
     **_rows(_GLM4, glm4="GLM-4"),
+    **_rows(Conversion(placement="doge", norms={**_PRE_LN.norms, **_SKIPS}), doge="Doge"),
     **_rows(_GRANITE, granite="Granite"),
     **_rows(_GRANITE, _EXPERTS, granitemoe="Granite MoE"),
     **_rows(_HYPERCLOVA, hyperclovax="HyperCLOVA X"),

@@ -44,6 +44,10 @@ def sandwich():
     return resolve("sandwich_ln", NUM_LAYERS)
 
 
+def doge():
+    return resolve("doge", NUM_LAYERS)
+
+
 def scaled():
     return resolve("granite", NUM_LAYERS, multiplier=0.3)
 
@@ -114,6 +118,7 @@ ALIKE = {
         (pre_ln, PRE_LN, OF_EXPERTS),
     ),
     "exaone_moe": (pre_ln, PRE_LN, {**OF_EXPERTS, "sliding_window": 4, "sliding_window_pattern": 2}),
+    "doge": (doge, PRE_LN, {}),
     "granitemoe": (scaled, PRE_LN, {**OF_EXPERTS, **MUP, "residual_multiplier": 0.3}),
 }
 
@@ -155,6 +160,8 @@ def copy_weights(theirs, ours, renamed, plus_one):
         )
         key = key.replace("self_attn.", "attention.module.").replace(".mlp.", ".feed_forward.module.")
         key = key.replace(".block_sparse_moe.", ".feed_forward.module.")
+        key = key.replace(".input_residual", ".attention.skip_scale")
+        key = key.replace(".post_attention_residual", ".feed_forward.skip_scale")
         key = key.replace("gpt_neox.", "model.").replace("model.", "model.backbone.", 1)
         own = key.endswith(("q_norm.weight", "k_norm.weight"))  # stay the backbone's modules
         is_norm = plus_one and key.endswith("norm.weight") and not own

@@ -123,9 +123,9 @@ def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> 
     if not key.startswith(prefix):
         return key
     inner = key.removeprefix(prefix)
-    if match := re.fullmatch(rf"({re.escape(adapter.layers)}\.\d+)\.(\w+)\.(.+)", inner):
+    if match := re.fullmatch(rf"({re.escape(adapter.layers)}\.\d+)\.(\w+)(.*)", inner):
         layer, part, rest = match.groups()
-        inner = f"{layer}.{norms.get(part) or adapter.parts.get(part, part)}.{rest}"
+        inner = f"{layer}.{norms.get(part) or adapter.parts.get(part, part)}{rest}"
     return f"model.backbone.{inner}"
 
 
