@@ -76,7 +76,8 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
     plan = resolve(placement, before.num_layers)
     for which, name, one in (("model", source, before), ("placement", placement, plan)):
         if one.streams > 1 or one.has_memory:
-            raise UserError(f"{which}: {name!r} passes on more than one stream (allowed: one without a wiring)")
+            more = "earlier states" if one.has_memory else "several streams"
+            raise UserError(f"{which}: {name!r} passes on {more} (allowed: one that passes on one stream)")
     blocks = torch.cat([batch["input_ids"] for batch in context.batches])
     if len(blocks) < 2:
         raise UserError("sequences: 1 block of text (allowed: 2 or more: one to fit the gains on, one for the losses)")
