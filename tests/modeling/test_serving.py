@@ -241,7 +241,7 @@ def test_two_processes_compute_what_one_does(tmp_path):
         off = torch.load(tmp_path / placement / "off.pt")
         assert off["sharded"], placement
         # sums over halves of the channels are rounded in another order
-        assert off["logits"] < 1e-4, placement
+        assert off["logits"] < 2e-5, placement
         assert off["gradient"] < 1e-4, placement
 
 
