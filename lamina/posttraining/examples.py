@@ -5,13 +5,16 @@ from __future__ import annotations
 import glob
 import json
 import logging
+import mmap
 import random
+import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -25,11 +28,11 @@ from lamina.evaluation.generated import NAMES, cached
 from lamina.jobs.files import disk_full
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Fields = Mapping[str, Any]
 Message = Mapping[str, Any]
 """A turn: its ``role``, its ``content``, and what else a template reads (``tool_calls``, ``thinking`` ...)."""
@@ -42,50 +45,75 @@ _ANY_ROLE = "another-role"
 READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 GENERATED = "generated:"
 ALLOWED_GENERATED = "generated:KIND[:TASK[+TASK...]][@test]"
+BATCH = 1000  # rows that are encoded, or hashed, at a time
 _FILES = "a .jsonl, .json, .csv or .parquet file, also .gz, .xz or .zst"
 ALLOWED = f"{_FILES}, hf:NAME[:CONFIG][@SPLIT], or {ALLOWED_GENERATED}"
 
 
-def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) -> tuple[list[T], int]:
+def read(
+    name: str, source: str, use: Callable[[Fields], Json], fields: Sequence[str], *, skip_bad: bool
+) -> tuple[Dataset, int]:
     """Read a source and return what ``use`` makes of each row, and how many rows were left out.
+
+    The encoded rows are in a file without a name, mapped into memory: no other run can take them for its own, and
+    nothing is left of it when the process ends, however it ends.
 
     Args:
         name: of the setting, for the messages.
         source: a file, hf:NAME, or generated:KIND.
         use: raises ValueError with the reason why a row can't be used.
+        fields: what ``use`` returns; a row that lacks one has None.
         skip_bad: whether to leave such rows out and count them.
 
     Raises:
         UserError: with its number, for a row that can't be used; for a source that can't be read or has no usable row.
     """
-    items: list[T] = []
-    skipped = 0
-    for number, row in enumerate(_decoded(name, source), start=1):
-        try:  # datasets fills in what a row lacks
-            items.append(use({field: value for field, value in row.items() if value is not None}))
-        except ValueError as error:
-            if isinstance(error, UserError):
-                raise
-            if not skip_bad:
-                where = f"{name}: {source!r}, row {number}"
-                raise UserError(f"{where}: {error} (--skip-bad leaves such rows out)") from None
-            skipped += 1
-    if skipped:
-        logger.warning("%s: %s: %d of %d rows left out", name, source, skipped, skipped + len(items))
-    if not items:
-        raise UserError(f"{name}: {source!r} has no usable row")
-    return items, skipped
+    import pyarrow as pa
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    types = {"truncated": pa.bool_(), "margin": pa.float64(), "prompt": pa.string(), "row": pa.string()}
+    schema = pa.schema([(field, types.get(field, pa.list_(pa.int32()))) for field in fields])
+    rows, where = load(name, source), f"{name}: {source!r}"
+    encode = partial(_batch, where, rows, use, schema, skip_bad)
+    with tempfile.TemporaryFile() as file:
+        with pa.ipc.new_stream(file, schema) as stream:
+            for start in range(0, len(rows), BATCH):
+                stream.write_batch(encode(start))
+        file.flush()
+        table = pa.ipc.open_stream(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))).read_all()
+    if skipped := len(rows) - len(table):
+        logger.warning("%s: %s: %d of %d rows left out", name, source, skipped, len(rows))
+    if not len(table):
+        raise UserError(f"{where} has no usable row")
+    return Dataset(InMemoryTable(table), fingerprint=uuid.uuid4().hex[:16]), skipped
 
 
-def _decoded(name: str, source: str) -> Iterator[Fields]:
-    """Yield the rows of a source. Raises UserError for one whose texts are not UTF-8, which a reader may let pass."""
-    number = 0
+def _batch(
+    where: str,
+    rows: Dataset | Sequence[Fields],
+    use: Callable[[Fields], Json],
+    schema: pa.Schema,
+    skip_bad: bool,
+    start: int,
+) -> pa.RecordBatch:
+    """Encode the batch of rows from ``start`` on. Raises UserError for a bad one, unless they are left out."""
+    import pyarrow as pa
+
+    places, number, encoded = range(start, min(start + BATCH, len(rows))), start, list[Json]()
+    part = [rows[i] for i in places] if isinstance(rows, list) else cast("Dataset", rows).select(places)
     try:
-        for row in cast("Iterator[Fields]", load(name, source)):
-            number += 1
-            yield row
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name}: {source!r}, row {number + 1}: {one_line(error)} (allowed: UTF-8)") from None
+        for number, row in enumerate(cast("Iterator[Fields]", part), start + 1):
+            try:  # datasets fills in what a row lacks
+                encoded.append(use({field: value for field, value in row.items() if value is not None}))
+            except ValueError as error:
+                if isinstance(error, UserError):
+                    raise
+                if not skip_bad:
+                    raise UserError(f"{where}, row {number}: {error} (--skip-bad leaves such rows out)") from None
+    except UnicodeDecodeError as error:  # a reader may let texts pass that are not UTF-8
+        raise UserError(f"{where}, row {number + 1}: {one_line(error)} (allowed: UTF-8)") from None
+    return pa.RecordBatch.from_pylist(encoded, schema=schema)
 
 
 def load(name: str, source: str) -> Dataset | Sequence[Fields]:

@@ -19,7 +19,7 @@ from lamina.jobs.kinds import Kind
 from lamina.posttraining.examples import IGNORED, Fields, preference_of
 from lamina.posttraining.settings import DpoSettings, RewardSettings
 from lamina.posttraining.trainer import NoReference, Passed, TunedTrainer
-from lamina.posttraining.tuning import Row, S, TuningStage, tune
+from lamina.posttraining.tuning import S, TuningStage, tune
 from lamina.training.run import TrainingRun
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def _on_its_own(accelerator: Accelerator) -> Iterator[None]:
 class PairStage(TuningStage[S]):
     """A stage that trains on preferences."""
 
+    encodes = ("chosen_whole", "rejected_whole", "prompt_ids", "chosen_ids", "rejected_ids", "truncated")
     monitored = "chosen_whole"
 
     def new_model(self) -> PreTrainedModel:
@@ -169,6 +170,7 @@ class RewardModeling(PairStage[RewardSettings]):
     record = RewardSettings
     head = "sequence_classification"
     part, theirs = PairTrainer, "Reward"
+    encodes = (*PairStage.encodes, "margin")
     columns = (("chosen_ids", "chosen_whole"), ("rejected_ids", "rejected_whole"))
 
     def encoded(self, row: Fields) -> Json:
@@ -184,11 +186,11 @@ class RewardModeling(PairStage[RewardSettings]):
             )
         return encoded | margin
 
-    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
-        data = super().dataset(encoded_rows, train=train)
-        if not any("margin" in row for row in encoded_rows):
+    def dataset(self, encoded_rows: Dataset, *, train: bool) -> Dataset:
+        data, margins = super().dataset(encoded_rows, train=train), list(encoded_rows["margin"])
+        if all(margin is None for margin in margins):
             return data
-        return data.add_column("margin", [row.get("margin", 0.0) for row in encoded_rows])
+        return data.add_column("margin", [margin or 0.0 for margin in margins])
 
     def fields(self, run: TrainingRun) -> Json:
         return {"max_length": None, "disable_dropout": False}

@@ -39,7 +39,7 @@ from lamina.posttraining.examples import Fields, prompt_of
 from lamina.posttraining.rewards import Rewards, check_rewards, make_rewards, padded
 from lamina.posttraining.settings import RlhfSettings
 from lamina.posttraining.trainer import NoReference, Passed, TunedTrainer
-from lamina.posttraining.tuning import Row, TuningStage, tune
+from lamina.posttraining.tuning import TuningStage, tune
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.run import TrainingRun
@@ -126,7 +126,7 @@ class PolicyTrainer(TunedTrainer, _Online):
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, Json]:
         return [self._ids[prompt] for prompt in prompts], None, {}
 
-    def _generate_and_score_completions(self, inputs: list[Row]) -> Passed:
+    def _generate_and_score_completions(self, inputs: list[Fields]) -> Passed:
         self._ids = {row["prompt"]: row["prompt_ids"] for row in inputs}
         return super()._generate_and_score_completions(inputs)
 
@@ -173,7 +173,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         names = [name for name in everyone[0] if name != "prompt"]
         return {f"eval_{name}": sum(n[name] for n in everyone) / len(everyone) for name in names}
 
-    def _held_out_answers(self, rows: Sequence[Row]) -> list[Json]:
+    def _held_out_answers(self, rows: Sequence[Fields]) -> list[Json]:
         """The numbers of one sampled answer to each prompt."""
         tokenizer: Passed = self.processing_class
         model, device, end = self.bare_model(), self.args.device, tokenizer.eos_token_id
@@ -236,7 +236,7 @@ class ReMaxTrainer(PolicyTrainer):
             self.generation_config, self.generation_kwargs = stochastic
         return [answer for pair in zip(sampled, best, strict=True) for answer in pair]
 
-    def _generate_and_score_completions(self, inputs: list[Row]) -> Passed:
+    def _generate_and_score_completions(self, inputs: list[Fields]) -> Passed:
         beta, self.beta = self.beta, 0.0  # TRL would charge the KL to the baseline, too
         try:
             output = super()._generate_and_score_completions(inputs)
@@ -338,7 +338,8 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
     kind = Kind.RLHF
     record = RlhfSettings
     part, theirs = ReMaxTrainer, "RLOO"
-    columns = tuple((name, name) for name in ("prompt", "prompt_ids", "row"))
+    encodes = ("prompt", "prompt_ids", "row")
+    columns = tuple((name, name) for name in encodes)
     guarded = False
     measure = "eval_reward"
     monitored = "prompt_ids"

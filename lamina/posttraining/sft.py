@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from lamina.modeling.processes import Processes
 from lamina.posttraining.examples import IGNORED, Fields, example_of, read_template
 from lamina.posttraining.settings import SftSettings
 from lamina.posttraining.trainer import Passed, TunedTrainer, trl
-from lamina.posttraining.tuning import Row, TuningStage, tune
+from lamina.posttraining.tuning import TuningStage, tune
 from lamina.training.run import TrainingRun
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
     kind = Kind.SFT
     record = SftSettings
     part, theirs = SftTrainer, "SFT"
+    encodes = ("input_ids", "labels", "truncated")
     columns = (("input_ids", "input_ids"), ("labels", "labels"))
 
     def check(self, job: Job[SftSettings], processes: Processes) -> None:
@@ -65,13 +65,13 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
             encoder.template = read_template(self.settings.template, self.start.tokenizer, default=default)
         return encoder.example(example)
 
-    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
+    def dataset(self, encoded_rows: Dataset, *, train: bool) -> Dataset:
         data = super().dataset(encoded_rows, train=train)
         return trl("pack_dataset")(data, self.start.longest, "bfd") if train and self.settings.packing else data
 
-    def counts(self, train: Sequence[Row]) -> Json:
-        labels = sum(label != IGNORED for row in train for label in row["labels"])
-        return {"sequences": len(self.train), "answer_tokens": labels}
+    def counts(self, train: Dataset) -> Json:
+        answers = sum(label != IGNORED for labels in train["labels"] for label in labels)
+        return {"sequences": len(self.train), "answer_tokens": answers}
 
     def fields(self, run: TrainingRun) -> Json:
         prepared = {"skip_prepare_dataset": True}

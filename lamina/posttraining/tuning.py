@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import logging
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, ResumePolicy
 from lamina.jobs.status import Status
 from lamina.modeling.processes import Processes, device_of
-from lamina.posttraining.examples import ExampleEncoder, Fields, read, read_template
+from lamina.posttraining.examples import BATCH, ExampleEncoder, Fields, read, read_template
 from lamina.posttraining.settings import TuningSettings, with_preset
 from lamina.posttraining.starting import (
     PACKED,
@@ -67,8 +68,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=TuningSettings)
-T = TypeVar("T")
-Row = Mapping[str, Any]
 LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")  # the columns whose tokens an example has
 POLICY = ResumePolicy(what="run", free=TuningSettings.undecided(), compared=frozenset(("from_model", "reward_model")))
 
@@ -269,6 +268,7 @@ class TuningStage(TrainingStage[S]):
         head: the name of the trained model's head.
         guarded: whether its loss, in nats, is watched for divergence; else only whether it is finite.
         measure: the metric of an evaluation by which the run is judged.
+        encodes: the fields of an encoded row.
         columns: of the data set for TRL, each with the field of an encoded row that it takes.
         ordered: makes the training order.
         monitored: the field of an encoded row that the layer monitor takes.
@@ -287,6 +287,7 @@ class TuningStage(TrainingStage[S]):
     head: ClassVar[str] = "causal_lm"
     guarded: ClassVar[bool] = True
     measure: ClassVar[str] = "eval_loss"
+    encodes: ClassVar[Sequence[str]]
     columns: ClassVar[Sequence[tuple[str, str]]]
     ordered: Callable[..., TrainOrder] = TrainOrder
     part: type[TunedTrainer]
@@ -306,17 +307,16 @@ class TuningStage(TrainingStage[S]):
     def encoded(self, row: Fields) -> Json:
         """Encode a row; ValueError says why it can't be used."""
 
-    def dataset(self, encoded_rows: Sequence[Row], *, train: bool) -> Dataset:
+    def dataset(self, encoded_rows: Dataset, *, train: bool) -> Dataset:
         """Return encoded rows as TRL's trainer takes them; ``train``: to train on, not to evaluate."""
-        from datasets import Dataset
-
-        return Dataset.from_dict({name: [row[field] for row in encoded_rows] for name, field in self.columns})
+        chosen = encoded_rows.select_columns([field for _, field in self.columns])
+        return chosen.rename_columns({field: name for name, field in self.columns})
 
     def template(self) -> str | None:
         """Choose the template before the first row is read."""
         return read_template(self.settings.template, self.start.tokenizer, default=None)
 
-    def counts(self, train: Sequence[Row]) -> Json:
+    def counts(self, train: Dataset) -> Json:
         """Return further counts for result.json."""
         return {}
 
@@ -377,22 +377,23 @@ class TuningStage(TrainingStage[S]):
             wraps_texts=settings.template not in ("auto", "none"),
             options=settings.trl.get("chat_template_kwargs") or {},
         )
-        rows, skipped = read("data", str(settings.data), self.encoded, skip_bad=settings.skip_bad)
+        encoding = partial(read, use=self.encoded, fields=self.encodes, skip_bad=settings.skip_bad)
+        rows, skipped = encoding("data", str(settings.data))
         apart, others = None, 0
         if settings.eval_data is not None:
-            apart, others = read("eval_data", settings.eval_data, self.encoded, skip_bad=settings.skip_bad)
+            apart, others = encoding("eval_data", settings.eval_data)
         if self.encoder.template is not None:
             tokenizer.chat_template = self.encoder.template
         train, held_out = split(rows, settings, apart)
         self.train, self.held_out = self.dataset(train, train=True), self.dataset(held_out, train=False)
-        self.inputs = monitored([row[self.monitored] for row in held_out])
-        truncated = [row["truncated"] for row in [*rows, *(apart or ())] if "truncated" in row]
+        self.inputs = monitored(held_out[self.monitored])
+        cut = [sum(part["truncated"]) for part in (rows, apart) if part and "truncated" in part.column_names]
         self.notes = {
             "examples": len(train),
             **self.counts(train),
             "held_out": len(held_out),
             "skipped": skipped + others,
-            **({"truncated": sum(truncated)} if truncated else {}),
+            **({"truncated": sum(cut)} if cut else {}),
         }
         data = fingerprint(train, held_out)
         if settings.eval_corpus is not None:
@@ -571,41 +572,40 @@ _FACTS = {
 _COUNTS = {"examples": "examples to train on", "held_out": "examples held out", "skipped": "rows left out"}
 
 
-def split(
-    encoded_rows: Sequence[Row], settings: TuningSettings, held_out: Sequence[Row] | None
-) -> tuple[list[Row], list[Row]]:
+def split(encoded_rows: Dataset, settings: TuningSettings, held_out: Dataset | None) -> tuple[Dataset, Dataset]:
     """Return the rows to train on and those of an evaluation, by default a fixed share of the rows.
 
     The share does not depend on the seed, so that runs of several seeds are evaluated on the same rows. If it has more
     rows than ``eval_examples``, the others are trained on.
     """
     if held_out is not None:
-        return list(encoded_rows), _thinned(held_out, settings)
+        return encoded_rows, held_out.select(_thinned(range(len(held_out)), settings))
     count = max(1, round(settings.eval_fraction * len(encoded_rows)))
     if len(encoded_rows) < 2:
         raise UserError("data: one row can't be both trained on and held out (needed: two, or eval_data)")
     shuffled = torch.randperm(len(encoded_rows), generator=torch.Generator().manual_seed(0)).tolist()
     share = _thinned(sorted(shuffled[:count]), settings)
     rest = sorted(set(range(len(encoded_rows))).difference(share))
-    return [encoded_rows[i] for i in rest], [encoded_rows[i] for i in share]
+    return encoded_rows.select(rest), encoded_rows.select(share)
 
 
-def _thinned(items: Sequence[T], settings: TuningSettings) -> list[T]:
+def _thinned(items: Sequence[int], settings: TuningSettings) -> list[int]:
     return [items[i] for i in spread(len(items), settings.eval_examples or len(items))]
 
 
-def fingerprint(*parts: Sequence[Row]) -> str:
-    """Hash encoded rows."""
+def fingerprint(*parts: Dataset) -> str:
+    """Hash encoded rows, each by the fields that it has."""
     digest = hashlib.sha256()
-    for part in parts:
-        for row in part:
-            digest.update(repr(sorted(row.items())).encode())
+    for columns in (columns for part in parts for columns in part.iter(BATCH)):
+        for values in zip(*columns.values(), strict=True):
+            fields = ((name, value) for name, value in zip(columns, values, strict=True) if value is not None)
+            digest.update(repr(sorted(fields)).encode())
     return digest.hexdigest()
 
 
-def monitored(sequences: Sequence[Sequence[int]], count: int = 4) -> torch.Tensor:
+def monitored(sequences: Iterable[Sequence[int]], count: int = 4) -> torch.Tensor:
     """Choose a few sequences for the layer monitor, cut to the shortest of them: [sequences, tokens]."""
-    longest = sorted(sequences, key=len, reverse=True)[:count]
+    longest = heapq.nlargest(count, sequences, key=len)
     length = min(map(len, longest))
     return torch.tensor([list(ids[:length]) for ids in longest])
 

@@ -329,6 +329,12 @@ def test_the_loss_on_all_has_every_token(tokenizer):
     assert tokens["labels"] == tokens["input_ids"]
 
 
+def used(source, use, *, skip_bad=False):
+    """What ``use`` makes of a source's rows, of any form, and how many are left out."""
+    rows, skipped = read("data", source, lambda row: {"row": json.dumps(use(row))}, ("row",), skip_bad=skip_bad)
+    return [json.loads(row) for row in rows["row"]], skipped
+
+
 ROWS = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
@@ -344,7 +350,7 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 )
 def test_files_of_each_kind_are_read(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    assert read("data", str(tmp_path / name), example_of, skip_bad=False) == (ROWS, 0)
+    assert used(str(tmp_path / name), example_of) == (ROWS, 0)
 
 
 WRITTEN = [{"prompt": "When?", "completion": answer} for answer in ("2024-01-01", "2024-06-30")]
@@ -365,7 +371,7 @@ NUMBERS = [{"prompt": "How many?", "completion": answer} for answer in ("007", "
 )
 def test_texts_that_look_like_dates_numbers_or_nothing_stay_texts(tmp_path, name, content, rows):
     (tmp_path / name).write_text(content)
-    assert read("data", str(tmp_path / name), example_of, skip_bad=False) == (rows, 0)
+    assert used(str(tmp_path / name), example_of) == (rows, 0)
 
 
 def test_fields_that_are_not_used_may_hold_anything():
@@ -377,7 +383,7 @@ def test_fields_that_are_not_used_may_hold_anything():
 def test_rows_of_several_forms_have_their_own_fields(tmp_path):
     mixed = [*ROWS, {"messages": [user("q"), assistant("a")]}, {"prompt": [user("q")], "completion": "a"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
-    assert read("data", str(tmp_path / "a.jsonl"), dict, skip_bad=False) == (mixed, 0)
+    assert used(str(tmp_path / "a.jsonl"), dict) == (mixed, 0)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +404,7 @@ def test_rows_of_several_forms_have_their_own_fields(tmp_path):
 def test_a_file_that_holds_no_rows_is_one_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as raised:
-        read("data", str(tmp_path / name), example_of, skip_bad=False)
+        used(str(tmp_path / name), example_of)
     assert str(raised.value).startswith("data: ")
     assert "\n" not in str(raised.value)
 
@@ -406,8 +412,8 @@ def test_a_file_that_holds_no_rows_is_one_line(tmp_path, name, content, message)
 def test_a_row_that_cannot_be_used_is_numbered_or_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES + b'{"other": 1}\n')
     with pytest.raises(UserError, match=r"row 3: no known fields .*--skip-bad leaves such rows out"):
-        read("data", str(tmp_path / "a.jsonl"), example_of, skip_bad=False)
-    assert read("data", str(tmp_path / "a.jsonl"), example_of, skip_bad=True) == (ROWS, 1)
+        used(str(tmp_path / "a.jsonl"), example_of)
+    assert used(str(tmp_path / "a.jsonl"), example_of, skip_bad=True) == (ROWS, 1)
 
 
 @pytest.fixture
@@ -419,7 +425,7 @@ def made(tmp_path, monkeypatch):
 
 
 def rows_of(source):
-    return read("data", source, dict, skip_bad=False)[0]
+    return used(source, dict)[0]
 
 
 def test_generated_answers_are_asked_as_an_evaluation_asks(made):

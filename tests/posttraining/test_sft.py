@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from posttraining.tiny import same_weights, sorting, write_model, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -168,14 +169,16 @@ def test_best_weights_that_are_missing_are_named(tuned, caplog):
 
 
 def test_rows_that_are_not_evaluated_are_trained_on():
-    rows = [{"row": row} for row in range(400)]
+    rows = Dataset.from_dict({"row": range(400)})
     some, whole = SftSettings(eval_fraction=0.5, eval_examples=12), SftSettings(eval_fraction=0.5, eval_examples=0)
-    train, chosen = split(rows, some, None)
+    train, chosen = (list(part["row"]) for part in split(rows, some, None))
     assert len(chosen) == 12
-    assert sorted([*train, *chosen], key=lambda row: row["row"]) == rows
-    assert train == [row for row in rows if row not in chosen], "in the order of the rows"
-    assert all(row in split(rows, whole, None)[1] for row in chosen), "of the share that eval_fraction holds out"
-    assert split(rows, some, rows[:50])[0] == rows, "eval_data are no rows of the training data"
+    assert sorted([*train, *chosen]) == list(range(400))
+    assert train == sorted(train), "in the order of the rows"
+    assert set(chosen) <= set(split(rows, whole, None)[1]["row"]), "of the share that eval_fraction holds out"
+    apart = split(rows, some, rows.select(range(50)))
+    assert list(apart[0]["row"]) == list(range(400)), "eval_data are no rows of the training data"
+    assert len(apart[1]) == 12
 
 
 def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
