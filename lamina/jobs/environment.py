@@ -36,6 +36,11 @@ def environment(seed: int, kind: str = "") -> Json:
     }
 
 
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @cache
 def git_revision() -> str | None:
     """Return the revision of the source tree that this package was imported from; None outside a checkout.

@@ -6,15 +6,24 @@ import glob
 import json
 import logging
 import mmap
+import multiprocessing
+import os
 import random
+import signal
+import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache, partial
+from operator import eq
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -25,7 +34,9 @@ from lamina.data.sources import hub_datasets
 from lamina.data.sources.file_documents import inner_suffix
 from lamina.errors import UserError, one_line, unknown
 from lamina.evaluation.generated import NAMES, cached
+from lamina.jobs.environment import cores
 from lamina.jobs.files import disk_full
+from lamina.modeling.processes import launched
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Fields = Mapping[str, Any]
 Message = Mapping[str, Any]
 """A turn: its ``role``, its ``content``, and what else a template reads (``tool_calls``, ``thinking`` ...)."""
@@ -45,13 +57,22 @@ _ANY_ROLE = "another-role"
 READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 GENERATED = "generated:"
 ALLOWED_GENERATED = "generated:KIND[:TASK[+TASK...]][@test]"
-BATCH = 1000  # rows that are encoded, or hashed, at a time
+BATCH = 1000  # rows that a process encodes at a time, in .1 to 1 s
+ALONE = 4 * BATCH  # rows up to which starting other processes takes about as long as it saves
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+_HERE: list[Callable[..., object]] = []  # another process's: encode, state, whether it began in a state
 _FILES = "a .jsonl, .json, .csv or .parquet file, also .gz, .xz or .zst"
 ALLOWED = f"{_FILES}, hf:NAME[:CONFIG][@SPLIT], or {ALLOWED_GENERATED}"
 
 
 def read(
-    name: str, source: str, use: Callable[[Fields], Json], fields: Sequence[str], *, skip_bad: bool
+    name: str,
+    source: str,
+    use: Callable[[Fields], Json],
+    fields: Sequence[str],
+    *,
+    state: Callable[[], object] = lambda: None,
+    skip_bad: bool,
 ) -> tuple[Dataset, int]:
     """Read a source and return what ``use`` makes of each row, and how many rows were left out.
 
@@ -63,6 +84,7 @@ def read(
         source: a file, hf:NAME, or generated:KIND.
         use: raises ValueError with the reason why a row can't be used.
         fields: what ``use`` returns; a row that lacks one has None.
+        state: what ``use`` has decided at earlier rows for later ones.
         skip_bad: whether to leave such rows out and count them.
 
     Raises:
@@ -77,9 +99,12 @@ def read(
     rows, where = load(name, source), f"{name}: {source!r}"
     encode = partial(_batch, where, rows, use, schema, skip_bad)
     with tempfile.TemporaryFile() as file:
-        with pa.ipc.new_stream(file, schema) as stream:
-            for start in range(0, len(rows), BATCH):
-                stream.write_batch(encode(start))
+        with pa.ipc.new_stream(file, schema) as stream, closing(_batches(encode, len(rows), state)) as batches:
+            try:
+                for batch in batches:
+                    stream.write_batch(batch)
+            except BrokenProcessPool:
+                raise UserError(f"{where}: a process that encoded its rows was killed (out of memory?)") from None
         file.flush()
         table = pa.ipc.open_stream(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))).read_all()
     if skipped := len(rows) - len(table):
@@ -114,6 +139,55 @@ def _batch(
     except UnicodeDecodeError as error:  # a reader may let texts pass that are not UTF-8
         raise UserError(f"{where}, row {number + 1}: {one_line(error)} (allowed: UTF-8)") from None
     return pa.RecordBatch.from_pylist(encoded, schema=schema)
+
+
+def _batches(encode: Callable[[int], T], count: int, state: Callable[[], object]) -> Iterator[T]:
+    """Yield what ``encode`` makes of each batch of ``count`` rows, in their order; if they are many, by processes.
+
+    A batch that another process can't encode as this one would, for a bad row or for what is decided in it, is encoded
+    here, and processes that begin anew know it. They are forked: ``encode`` can't be sent to others.
+    """
+    alone = count <= ALONE or sys.platform != "linux" or multiprocessing.current_process().daemon
+    workers, before = 1 if alone else cores() // launched()[3], os.environ.get(_PARALLELISM)
+    left = range(0, count, BATCH)
+    while left:
+        here = 1 if workers > 1 else len(left)  # the first batch decides most
+        yield from map(encode, left[:here])
+        if not (left := left[here:]):
+            return
+        os.environ[_PARALLELISM] = "false"  # a forked process lacks the tokenizers' threads
+        given = (encode, state, partial(eq, state()))
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_begin, initargs=given)
+        try:
+            for batch in pool.map(cast("Callable[[int], T | None]", _elsewhere), left):
+                if batch is None:
+                    break
+                yield batch
+                left = left[1:]
+        finally:
+            pool.shutdown(cancel_futures=True)
+            os.environ.pop(_PARALLELISM)
+            os.environ.update({_PARALLELISM: before} if before is not None else {})
+
+
+def _begin(*given: Callable[..., object]) -> None:
+    """Prepare another process, which logs nothing, leaves signals to the first one, and ends with it."""
+    _HERE[:] = given
+    logging.disable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = (multiprocessing.parent_process(),)
+    threading.Thread(target=lambda first: (first.join(), os._exit(1)), args=parent, daemon=True).start()
+
+
+def _elsewhere(start: int) -> object:
+    """Encode a batch in another process; None for one that is the first process's to encode."""
+    encode, state, as_first = _HERE
+    try:
+        batch = encode(start)
+    except UserError:
+        return None
+    return batch if as_first(state()) else None
 
 
 def load(name: str, source: str) -> Dataset | Sequence[Fields]:

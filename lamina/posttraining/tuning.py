@@ -369,7 +369,7 @@ class TuningStage(TrainingStage[S]):
         settings = self.settings
         self.start = find_start(settings, self.head)
         rewards, tokenizer = self.rewards(), self.start.tokenizer
-        self.encoder = ExampleEncoder(
+        encoder = self.encoder = ExampleEncoder(
             tokenizer=tokenizer,
             template=self.template(),
             longest=self.start.longest,
@@ -377,7 +377,8 @@ class TuningStage(TrainingStage[S]):
             wraps_texts=settings.template not in ("auto", "none"),
             options=settings.trl.get("chat_template_kwargs") or {},
         )
-        encoding = partial(read, use=self.encoded, fields=self.encodes, skip_bad=settings.skip_bad)
+        how = {"state": lambda: (encoder.template, encoder.warned), "skip_bad": settings.skip_bad}
+        encoding = partial(read, use=self.encoded, fields=self.encodes, **how)
         rows, skipped = encoding("data", str(settings.data))
         apart, others = None, 0
         if settings.eval_data is not None:

@@ -13,7 +13,7 @@ import pandas as pd
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import columns
-from lamina.jobs.environment import environment
+from lamina.jobs.environment import cores, environment
 from lamina.jobs.files import read_result, write_text
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, ResumePolicy, open_job
@@ -23,7 +23,7 @@ from lamina.jobs.status import ENDED
 from lamina.modeling.processes import launched
 from lamina.studies.max_rate_rules import MaxRateGuard, MaxRateRules
 from lamina.studies.record import refuse_another_trial, stored_study, write_study
-from lamina.studies.running import cores, run_tasks, usual_workers
+from lamina.studies.running import run_tasks, usual_workers
 from lamina.studies.settings import CompareSettings, MaxRateSettings, MaxRateStudySettings, TransferSettings
 from lamina.studies.task import Task
 from lamina.training.checkpointing.resuming import refuse_another_text

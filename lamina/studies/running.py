@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.progress import ProgressLines, has_bars
-from lamina.jobs.environment import gpu_names
+from lamina.jobs.environment import cores, gpu_names
 from lamina.jobs.files import full_disk, read_result, write_json
 from lamina.jobs.names import RESULT
 from lamina.jobs.run_folder import RunFolder
@@ -180,11 +180,6 @@ class Executor(Protocol):
     ) -> None:
         """Run every task; ``ended`` gets each one's name and result, ``tick`` the names of those that run."""
         ...
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> list[str]:

@@ -1,6 +1,8 @@
-"""Encoded rows are those of a plain loop, and do not lie in memory."""
+"""Encoded rows are those of a plain loop, by however many processes, and do not lie in memory."""
 
 import hashlib
+import os
+import signal
 import tracemalloc
 
 import pytest
@@ -33,8 +35,10 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def several(monkeypatch):
-    """Batches of two rows."""
+    """Three processes, and batches of two rows."""
+    monkeypatch.setattr(examples, "cores", lambda: 3)
     monkeypatch.setattr(examples, "BATCH", 2)
+    monkeypatch.setattr(examples, "ALONE", 4)
 
 
 def stage_of(kind, base, data, folder, **changed):
@@ -61,7 +65,7 @@ def hashed(*parts):
     ],
 )
 def test_rows_are_encoded_as_a_plain_loop_does(kind, rows, base, tmp_path, several, monkeypatch):
-    """Their template is the one that the first row which needs one decides."""
+    """Their template is the one that the first row which needs one decides, also in another process."""
     data, template = write_rows(tmp_path / "rows.jsonl", rows), {} if kind.kind == "sft" else {"template": "chat"}
     loop = stage_of(kind, base, write_rows(tmp_path / "few.jsonl", rows[:4]), tmp_path, **template)
     naive = [loop.encoded(row) for row in rows]
@@ -90,21 +94,55 @@ def test_a_run_that_began_before_rows_were_in_arrow_has_the_same_hash(base, tmp_
     )
 
 
-def test_the_first_bad_row_is_named_by_its_number_in_the_source(tmp_path, several):
-    def use(row):
-        if row["n"] in (8, 9, 13):
-            raise ValueError("bad")
-        return {"row": str(row["n"])}
+def numbered(row):
+    if row["n"] in (8, 9, 13):
+        raise ValueError("bad")
+    return {"row": f"{row['n']} {os.getpid()}"}
 
+
+def test_the_first_bad_row_is_named_whichever_process_meets_one_first(tmp_path, several, monkeypatch, caplog):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     data = str(write_rows(tmp_path / "rows.jsonl", [{"n": n} for n in range(1, 24)]))
     with pytest.raises(UserError, match="row 8: bad"):
-        read("data", data, use, ("row",), skip_bad=False)
-    rows, skipped = read("data", data, use, ("row",), skip_bad=True)
-    assert list(map(int, rows["row"])) == [n for n in range(1, 24) if n not in (8, 9, 13)]
+        read("data", data, numbered, ("row",), skip_bad=False)
+    rows, skipped = read("data", data, numbered, ("row",), skip_bad=True)
+    found = [row.split() for row in rows["row"]]
+    assert [int(number) for number, _ in found] == [n for n in range(1, 24) if n not in (8, 9, 13)]
     assert skipped == 3
+    assert "3 of 23 rows left out" in caplog.text
+    assert 1 < len({process for _, process in found}) <= 4, "this process and up to three others"
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
-def test_encoded_rows_do_not_lie_in_memory(tmp_path):
+def test_a_text_that_is_not_utf_8_is_named_by_several_processes(tmp_path, several):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' * 10 + b'{"text": "\xff"}\n' * 2)
+    with pytest.raises(UserError, match=r"row 11: .*can't decode byte 0xff.*allowed: UTF-8"):
+        read("data", str(tmp_path / "a.jsonl"), lambda row: {"row": row["text"]}, ("row",), skip_bad=True)
+
+
+def test_what_a_prompt_is_warned_of_is_logged_once(base, tmp_path, several, caplog):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    )
+    data = write_rows(tmp_path / "rows.jsonl", [*TEXTS, *MORE])
+    stage_of(SupervisedFineTuning, base, data, tmp_path, template=str(tmp_path / "t.jinja"))
+    assert caplog.text.count("only where no answer follows") == 1
+
+
+def test_a_process_that_is_killed_ends_the_job_in_one_line(tmp_path, several):
+    here = os.getpid()
+
+    def killed(row):
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"row": ""}
+
+    with pytest.raises(UserError, match=r"^data: .*rows.jsonl': a process that encoded its rows was killed"):
+        read("data", str(write_rows(tmp_path / "rows.jsonl", PAIRS)), killed, ("row",), skip_bad=False)
+
+
+def test_encoded_rows_do_not_lie_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(examples, "cores", lambda: 1)  # else other processes have a part of it
     rows = [{"n": n} for n in range(8000)]
     data = str(write_rows(tmp_path / "rows.jsonl", rows))
     peaks = []
