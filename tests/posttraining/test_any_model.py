@@ -22,8 +22,8 @@ from lamina.training.arguments import arguments_of
 trl = pytest.importorskip("trl")
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 256}
-KINDS = ("arcee", "nemotron", "persimmon")  # which lamina convert does not take
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 256}
+KINDS = ("helium", "nemotron", "persimmon")  # which lamina convert does not take
 
 
 def write_foreign(folder, kind):
@@ -105,11 +105,11 @@ def test_the_recorded_stream_is_the_models_own(model, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_every_job_takes_it_and_resumes(rank, model, tmp_path):
-    base, data = model("arcee"), write_rows(tmp_path / "p.jsonl", preferences(12))
+    base, data = model("helium"), write_rows(tmp_path / "p.jsonl", preferences(12))
     usual = {**common(base, data, tmp_path), "lora_rank": rank}
     assert reward({**usual, "output": str(tmp_path / "judge")}, bar=False)["status"] == "finished"
     judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge" / "model")
-    assert type(judge).__name__ == "ArceeForSequenceClassification"
+    assert type(judge).__name__ == "HeliumForSequenceClassification"
     for name, job, more in (
         ("dpo", dpo, {}),
         ("rlhf", rlhf, {"reward_model": str(tmp_path / "judge"), "max_answer": 4}),
@@ -124,8 +124,8 @@ def test_every_job_takes_it_and_resumes(rank, model, tmp_path):
 
 def test_a_model_that_cannot_be_tuned_is_one_line(model, tmp_path):
     pairs = write_rows(tmp_path / "p.jsonl", preferences(12))
-    with pytest.raises(UserError, match=r"^from: transformers has no olmoe model that gives scores"):
-        reward(common(model("olmoe"), pairs, tmp_path / "run"), bar=False)
+    with pytest.raises(UserError, match=r"^from: transformers has no flex_olmo model that gives scores"):
+        reward(common(model("flex_olmo"), pairs, tmp_path / "run"), bar=False)
     for kind in ("t5", "bert"):  # BERT sees the tokens that it is to predict
         AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
         with pytest.raises(UserError, match="writes no text"):
