@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -141,7 +141,7 @@ def _batch(
     return pa.RecordBatch.from_pylist(encoded, schema=schema)
 
 
-def _batches(encode: Callable[[int], T], count: int, state: Callable[[], object]) -> Iterator[T]:
+def _batches(encode: Callable[[int], T], count: int, state: Callable[[], object]) -> Generator[T, None, None]:
     """Yield what ``encode`` makes of each batch of ``count`` rows, in their order; if they are many, by processes.
 
     A batch that another process can't encode as this one would, for a bad row or for what is decided in it, is encoded
