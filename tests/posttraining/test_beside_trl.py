@@ -58,7 +58,7 @@ TABLE = [
     ("dpo", "pairs", f"{LORA} --lora_modules_to_save lm_head", "", ""),
     ("reward", "pairs", "--center_rewards_coefficient 0.01", "", ""),
     ("reward", "margins", "--gradient_checkpointing True --max_length 30 --gradient_checkpointing_kwargs "
-     "'{{\"use_reentrant\": false}}'", "", ""),
+     "'{\"use_reentrant\": false}'", "", ""),
     ("reward", "turns of pairs", f"{LORA} --gradient_accumulation_steps 2", "--lora_task_type SEQ_CLS", ""),
     ("reward", "pairs", "--max_length 19", "", "--skip-bad"),  # the longer pairs are left out
     ("grpo", "prompts", f"{POLICY} --gradient_accumulation_steps 2", "", ""),
