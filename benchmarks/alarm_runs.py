@@ -74,6 +74,11 @@ class Setup:
     seeds: int = 4
     fitted: bool = True
 
+    @property
+    def text(self) -> str:
+        """Which of ``corpus`` it reads, whatever is made of it."""
+        return self.data if self.data in ("code", "tokens") else "text"
+
 
 SETUPS: dict[str, Setup] = {
     "llama-cosine": Setup(family="llama", layers=5, width=64, batch=8),
@@ -354,7 +359,7 @@ class Batches:
     """A run's batches: ids and labels [batch, length]; the same for the same seed, whatever is trained."""
 
     def __init__(self, setup: Setup, seed: int):
-        self.setup, self.text = setup, corpus(setup.data if setup.data in ("code", "tokens") else "text")
+        self.setup, self.text = setup, corpus(setup.text)
         self.draw = torch.Generator().manual_seed(seed)
         self.few = self._drawn(12 * setup.batch) if setup.data == "repeated" else None
         self.at = 0
@@ -1071,7 +1076,7 @@ def train(
     """
     setup = SETUPS[name]
     run, batches, tape = Run(setup, kind, strength, seed), Batches(setup, seed), Tape()
-    held = Batches(replace(setup, data=setup.data if setup.data in ("code", "tokens") else "text"), 777).next(HELD)
+    held = Batches(replace(setup, data=setup.text), 777).next(HELD)
     losses: list[float] = []
     with lamina.watch(run.model, run.optimizers, output=str(folder), every=setup.every, overwrite=True) as monitor:
         assert monitor.monitor is not None

@@ -60,6 +60,21 @@ def test_a_series_may_go_further_where_records_are_further_apart():
         assert each.see([row(100, 28.0, metric="weight_norm")]) == expected
 
 
+def test_a_step_that_comes_twice_is_judged_as_two_values():
+    alarms, norms = Alarms(), [10.0, 10.1, 10.2, 10.3, 10.3, 10.4]
+    told = [
+        a for at in zip([1, 2, 3, 3, 4, 5], norms, strict=True) for a in alarms.see([row(*at, metric="weight_norm")])
+    ]
+    assert told == []
+
+
+def test_the_page_says_how_often_in_a_row_a_gradient_must_stand_out():
+    page = (Path(__file__).parents[2] / "docs" / "loss-spiked.md").read_text()
+    words = dict(enumerate(("three", "four", "five", "six", "seven", "eight", "nine"), 3))
+    model = words[math.floor(limits()["rise/step_gradient_norm"]) + 1]
+    assert f"stands out {words[LASTS]} times in a row (the whole model's: {model})" in page
+
+
 def test_a_gradient_that_grows_at_the_start_goes_on_its_course_and_one_that_jumps_is_told():
     """The embedding's, of a healthy Llama of 8m that learns one random batch by heart."""
     course = [0.7, 0.43, 0.36, 0.34, 0.32, 0.32, 0.34, 0.34, 0.37, 0.42, 0.48, 0.63]

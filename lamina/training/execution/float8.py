@@ -54,6 +54,6 @@ def to_float8(model: nn.Module, device: str) -> None:
         config = torchao.Float8LinearConfig(emulate=device == "cpu")
         torchao.convert_to_float8_training(block, module_filter_fn=chosen, config=config)
     if not any(found):
-        raise UserError(f"precision: 'float8' has no effect on layers of no multiple of {_MULTIPLE} (allowed: bf16)")
+        raise UserError(f"precision: 'float8' finds no layer whose sizes are multiples of {_MULTIPLE} (allowed: bf16)")
     if device == "cpu":
         logger.warning("precision: float8 is emulated on a CPU, slower than fp32")

@@ -187,7 +187,7 @@ class Rules:
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
         before, last = self._seen.get(series_of(row), (step - 2, step - 1))
-        gaps = max(1.0, (step - last) / (last - before))
+        gaps = max(1.0, (step - last) / max(1, last - before))  # a history may have a step twice
         for rule, sign in (("rise", 1.0), ("fall", -1.0)):
             if not (past.rises if rule == "rise" else past.falls) or len(recent) < past.fewest:
                 continue
