@@ -169,7 +169,7 @@ class TuningSettings(
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = _outside("sft")
 
     without: ClassVar[frozenset[str]] = frozenset(
-        (*("eval_blocks", "probe_every", "monitor_blocks", "stuck_margin", "compile", "tensor_parallel"),)
+        {"eval_blocks", "probe_every", "monitor_blocks", "stuck_margin", "compile", "cuda_graphs", "tensor_parallel"}
     )
     order: ClassVar[tuple[str, ...]] = ("from_model", "data")
     needed: ClassVar[tuple[str, ...]] = ("from_model", "data")

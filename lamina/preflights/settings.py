@@ -47,7 +47,7 @@ class PreflightSettings(
     )
     without = frozenset(
         {"untie_embeddings", "schedule", "decay", "decay_shape", "k_embedding", "k_hidden", "k_readout"}
-        | {"expert_balance_rate", "gradient_checkpointing", "compile"}
+        | {"expert_balance_rate", "gradient_checkpointing", "compile", "cuda_graphs"}
     )
 
     learning_rates: str | float | tuple[float | str, ...] = changed(

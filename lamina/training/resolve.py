@@ -215,6 +215,8 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
     if settings.precision == "fp16" and arguments.device.type == "cpu":
         # accelerate has no loss scaler on the CPU and would silently train in float32
         raise UserError("precision: 'fp16' needs a GPU and its loss scaler (allowed on the CPU: auto, fp32, bf16)")
+    if settings.cuda_graphs and processes > 1:
+        raise UserError(f"cuda_graphs: true in {processes} processes (allowed: one)")
     if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
         raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
     return arguments
@@ -250,10 +252,12 @@ def check_modules(
         small = build(few, replace(plan, layers=kinds, final_sources=None), init="normal", scaling=scaling_of(settings))
     if trained:
         _check_memory(settings, config, small, arguments, processes)
-    if settings.expert_balance in ("bias", "loss"):
+    if settings.cuda_graphs or settings.expert_balance in ("bias", "loss"):
         with torch.device("meta"):
-            model = build(config, plan, init="normal")
-        choose(settings.expert_balance, find_routers(model))
+            routers = find_routers(build(config, plan, init="normal"))
+        if settings.cuda_graphs and routers:
+            raise UserError("cuda_graphs: true with experts, whose load changes from step to step (allowed: false)")
+        choose(settings.expert_balance, routers)
 
 
 def _check_memory(

@@ -204,6 +204,20 @@ class PretrainSettings(
             self.refuse_unused("eval_data_dir", allowed="with --eval-tasks")
         if not self.rollback:
             self.refuse_unused("rollback_factor", "rollback_skip", allowed="with --rollback")
+        if self.cuda_graphs:
+            self._check_graphs()
+
+    def _check_graphs(self) -> None:
+        """Raise UserError for what a CUDA graph of a block's whole step can't hold, or was not tried with."""
+        ruled_out = {
+            "compile": self.compile == "on",
+            "precision": self.precision == "float8",
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "gradient_accumulation": self.gradient_accumulation > 1,
+            "drop_path": self.drop_path > 0,
+        }
+        for name in (name for name, out in ruled_out.items() if out):
+            raise UserError(f"cuda_graphs: true with {name} = {getattr(self, name)!r} (allowed: one of the two)")
 
     def branch_steps(self) -> list[int]:
         """The lengths of the decay branches in steps, the shortest first."""

@@ -68,6 +68,28 @@ def test_compiled_blocks_give_what_eager_ones_do(placement):
     compare(theirs, gradients)
 
 
+GRAPHED = ["pre_ln", "keel", "fusenorm", "peri_ln", "post_ln", "pre_ln(wiring=mhc)", "pre_ln(wiring=denseformer)"]
+
+
+@pytest.mark.parametrize("placement", GRAPHED)
+def test_graphs_of_blocks_give_the_eager_numbers_to_the_bit(placement):
+    model, batches = built(placement, 4).cuda().train(), [token_ids(seed=seed).cuda() for seed in range(3)]
+    eager = [loss_and_gradients(model, ids) for ids in batches]
+    compiling.prepare(model, compiled=False, replayed=True)
+    for ids, (loss, gradients) in zip(batches, eager, strict=True):
+        replayed, theirs = loss_and_gradients(model, ids)
+        assert torch.equal(replayed, loss)
+        assert all(torch.equal(theirs[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_of_graphs_ends_with_the_eager_runs_bytes(trained, tmp_path, precision):
+    for name in ("eager", "graphs"):
+        trained(name, steps=8, precision=precision, compile="off", cuda_graphs=name == "graphs")
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("eager", "graphs")]
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize(("steps", "compile"), [(299, "off"), (300, "on")])
 def test_precision_and_compilation_are_decided_by_the_rule(steps, compile):
     decided = devices.decided(PretrainSettings(steps=steps))

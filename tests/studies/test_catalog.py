@@ -25,7 +25,7 @@ from lamina.studies.dry_run import dry_run, table
 from lamina.training.settings import PretrainSettings
 
 FILES = sorted(path for path in catalog_folder().glob("*.yaml") if path.name != BASES)
-WITHOUT_CLAIMS = {"calibration"}
+WITHOUT_CLAIMS = {"calibration", "ladder-s2-rates", "ladder-s3"}
 SCORES = ("score", "eval_reward", *(f"score_{name.removeprefix('lamina_')}" for name in NAMES))
 NUMBERS = {*columns.NUMBERS, "max_learning_rate"} - {"learning_rate", "seed"}
 

@@ -17,18 +17,21 @@ from torch import nn
 
 from lamina.modeling.linear_cross_entropy import LinearLoss
 from lamina.modeling.wiring_lamina import Block, Residual
+from lamina.training.execution.graphs import Replay
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
-def prepare(model: nn.Module, *, compiled: bool) -> None:
-    """Set up ``model`` to train, compiled or not; the precision is the Trainer's part."""
+def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False) -> None:
+    """Set up ``model`` to train, compiled, replayed as CUDA graphs, or neither; the precision is the Trainer's part."""
     keep_freed_memory()
     if hasattr(model, "linear_loss"):
         model.linear_loss = LinearLoss(compiled=compiled)  # type: ignore[assignment]
     discard(model)
     if compiled:
         compile_blocks(model)
+    elif replayed:
+        Replay(_blocks(model))
 
 
 def keep_freed_memory() -> None:
@@ -70,7 +73,7 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
 
 
 def discard(model: nn.Module) -> None:
-    """Undo `compile_blocks`."""
+    """Undo `compile_blocks` and `Replay`."""
     for block in _blocks(model):
         block._compiled_call_impl = None
 

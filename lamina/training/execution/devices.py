@@ -19,7 +19,8 @@ S = TypeVar("S", bound=SpeedSettings)
 def decided(settings: S) -> S:
     """Replace ``auto`` in precision and compilation by a rule, so that a run's numbers never depend on a stopwatch.
 
-    On a GPU that computes in bfloat16: bf16, and compiled from ``COMPILED_FROM`` steps on. Elsewhere fp32 and eager.
+    On a GPU that computes in bfloat16: bf16, and compiled from ``COMPILED_FROM`` steps on, but for CUDA graphs.
+    Elsewhere fp32 and eager.
     """
     device = device_of(getattr(settings, "device", "auto"))
     fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -27,7 +28,7 @@ def decided(settings: S) -> S:
     if settings.precision == "auto":
         changes["precision"] = "bf16" if fast else "fp32"
     if settings.compile == "auto" and "compile" not in settings.without:
-        long = getattr(settings, "steps", 0) >= COMPILED_FROM
+        long = getattr(settings, "steps", 0) >= COMPILED_FROM and not settings.cuda_graphs
         changes["compile"] = "on" if fast and long and not missing_compiler(torch.device(device)) else "off"
     return replace(settings, **changes)
 

@@ -1,0 +1,110 @@
+"""Blocks replayed as CUDA graphs: one launch for each pass of a block. It pays where launching kernels takes the time.
+
+The first training pass runs eagerly and notes each block's arguments. The second captures every block's forward and
+backward pass, and from then on they are replayed: the same kernels in the same order, so the numbers are those of the
+eager run. As in a compiled model, evaluations and the layer monitor's passes run eagerly (`parts.uncompiled`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from lamina.errors import UserError
+from lamina.modeling.wiring_lamina import Block
+
+Replayed: TypeAlias = Sequence[Callable[..., object]]
+Capture: TypeAlias = Callable[[tuple[nn.Module, ...], tuple[tuple[torch.Tensor, ...], ...]], Replayed]
+"""Takes functions of tensors and sample tensors; returns functions that replay them."""
+
+
+class BlockCall(NamedTuple):
+    """What a block is called with, but for its tensors' values: a graph is good for one."""
+
+    tree: pytree.TreeSpec
+    constants: tuple[object, ...]
+    tensors: tuple[tuple[torch.Size, torch.dtype, torch.device, bool], ...]
+
+    @classmethod
+    def of(cls, arguments: object) -> tuple[BlockCall, list[torch.Tensor]]:
+        """Return the call with ``arguments``, and their tensors in order."""
+        leaves, tree = pytree.tree_flatten(arguments)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        return cls(tree, constants, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)), tensors
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Return the arguments with these tensors."""
+        left = iter(tensors)
+        leaves = [next(left) if leaf is _TENSOR else leaf for leaf in self.constants]
+        return cast(tuple[tuple[object, ...], dict[str, object]], pytree.tree_unflatten(leaves, self.tree))
+
+    def samples(self) -> tuple[torch.Tensor, ...]:
+        """Return tensors to capture the call with."""
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device, requires_grad=gradient)
+            for shape, dtype, device, gradient in self.tensors
+        )
+
+
+_TENSOR = object()
+
+
+class _OfTensors(nn.Module):
+    """A block as a function of its call's tensors."""
+
+    def __init__(self, block: Block, call: BlockCall):
+        super().__init__()
+        self.block, self.call = block, call
+
+    def forward(self, *tensors: torch.Tensor) -> object:
+        args, kwargs = self.call.arguments(tensors)
+        return self.block._call_impl(*args, **kwargs)  # with the block's own hooks, but not what replays it
+
+
+class Replay:
+    """The graphs of a model's blocks. While they are set up, the blocks' weights must keep their places in memory.
+
+    Args:
+        blocks: all of the model's, in the order in which they are called.
+        capture: makes the functions that replay (default: torch.cuda's).
+    """
+
+    def __init__(self, blocks: Sequence[Block], capture: Capture | None = None):
+        self.blocks = blocks
+        self.capture = cast(Capture, torch.cuda.make_graphed_callables) if capture is None else capture
+        self.calls: dict[int, BlockCall] = {}
+        self.graphs: Replayed | None = None
+        for index, block in enumerate(blocks):
+            block._compiled_call_impl = partial(self._call, index)  # what `block.compile` sets, too
+
+    def _call(self, index: int, *args: object, **kwargs: object) -> object:
+        block = self.blocks[index]
+        if not (block.training and torch.is_grad_enabled()):
+            return block._call_impl(*args, **kwargs)
+        call, tensors = BlockCall.of((args, kwargs))
+        if self.graphs is None and index == 0 and len(self.calls) == len(self.blocks):
+            self.graphs = self._captured()
+        if self.graphs is None:
+            self.calls[index] = call
+        elif call == self.calls[index]:
+            return self.graphs[index](*tensors)
+        return block._call_impl(*args, **kwargs)
+
+    def _captured(self) -> Replayed:
+        functions = tuple(_OfTensors(block, self.calls[i]) for i, block in enumerate(self.blocks))
+        samples = tuple(self.calls[i].samples() for i in range(len(self.blocks)))
+        enabled = torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled, cache_enabled=False):
+            try:
+                return self.capture(functions, samples)
+            except RuntimeError as error:
+                raise UserError(
+                    f"cuda_graphs: the blocks can't be captured: {str(error).splitlines()[0]} (allowed for this model: "
+                    "false)"
+                ) from error
