@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import decisions
-from results_pages import write_results
+import ladder_page
+from results_pages import write_drawing, write_results
 from verdict_words import findings
 
+from lamina.jobs.files import write_text
 from lamina.papers.engine.verdicts import all_verdicts
 from lamina.papers.study_catalog import names, read_study, records_folder
 from lamina.reports.causes import CAUSES
@@ -24,6 +26,7 @@ def write(folder: Path = PAGES, *, draw: bool = True, advice: Path = ADVICE, cit
     studies = [read_study(name) for name in names()]
     verdicts = all_verdicts()
     pages = write_results(verdicts, studies, records_folder(), folder, draw=draw)
+    pages.append(_write_ladder(folder, draw=draw))
     lines = (folder / "index.md").read_text(encoding="utf-8").splitlines()
     scale = next((line for line in lines if line.startswith("At scale")), "")
     advice.write_text(decisions.page(verdicts, scale), encoding="utf-8")
@@ -31,6 +34,16 @@ def write(folder: Path = PAGES, *, draw: bool = True, advice: Path = ADVICE, cit
     sentences = {name: text for name, text in sorted(findings(verdicts).items()) if name in names_cited}
     cited.write_text(json.dumps(sentences, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return pages
+
+
+def _write_ladder(folder: Path, *, draw: bool) -> Path:
+    trials = ladder_page.losses(records_folder())
+    figures = ladder_page.drawings(trials)
+    for figure in figures if draw else ():
+        write_drawing(figure, folder)
+    path = folder / "ladder.md"
+    write_text(path, ladder_page.page(trials, figures))
+    return path
 
 
 if __name__ == "__main__":

@@ -358,9 +358,7 @@ def write_results(
         folders += ran.values()
         pages[folder / f"{study.name}.md"] = study_page(study, verdicts, ran, figures)
         for drawing in (drawing for listed in figures.values() for drawing in listed) if draw else ():
-            path, figure = folder / FIGURES / f"{drawing.name}.json", _rounded(json.loads(str(plot(drawing).to_json())))
-            write_text(path, json.dumps(figure, separators=(",", ":"), allow_nan=False) + "\n")
-            drawn |= {path, *write(drawing, folder / FIGURES, ["svg"])}
+            drawn |= write_drawing(drawing, folder)
     pages[folder / "index.md"] = index(studies, verdicts, folders)
     for path, text in pages.items():
         write_text(path, text)
@@ -369,6 +367,13 @@ def write_results(
         if path not in pages and path not in drawn:
             path.unlink()
     return sorted(pages)
+
+
+def write_drawing(drawing: Drawing, folder: Path) -> set[Path]:
+    """Write a figure of a page in ``folder``: JSON for the site, and SVG."""
+    path, figure = folder / FIGURES / f"{drawing.name}.json", _rounded(json.loads(str(plot(drawing).to_json())))
+    write_text(path, json.dumps(figure, separators=(",", ":"), allow_nan=False) + "\n")
+    return {path, *write(drawing, folder / FIGURES, ["svg"])}
 
 
 def _rounded(value: object) -> object:

@@ -1,7 +1,9 @@
 """Checks of arms against each other, and the statistics behind them."""
 
 import itertools
+import json
 import math
+import re
 from itertools import product
 
 import numpy as np
@@ -26,6 +28,7 @@ from lamina.papers.judging import (
     trains,
     values_of,
 )
+from lamina.papers.study_catalog import records_folder
 
 BASE = [3.000, 3.010, 3.020, 3.005, 3.015]
 NOISE = [0.001, -0.002, 0.0005, -0.001, 0.0015]
@@ -271,7 +274,7 @@ def test_tables_of_probes_have_their_trials_in_front():
     assert table.groupby("seed")["value"].sum().to_dict() == {0: 3.0, 2: 3.0}
 
 
-ladder, pages = loaded("benchmarks/ladder_law.py"), loaded("docs/results_pages.py")
+ladder, pages = loaded("docs/ladder_law.py"), loaded("docs/results_pages.py")
 
 DIFFERENCES = [-0.013, -0.011, -0.016, -0.012, -0.014]
 
@@ -463,3 +466,15 @@ def test_the_tolerance_is_the_width_of_the_good_rates():
     assert pages.tolerance(losses) == pytest.approx(1 + (0.01 / 0.09) + 0.02 / 0.04)
     assert pages.tolerance({1e-3: [2.0], 2e-3: [math.inf]}) == 0
     assert pages.tolerance({1e-3: [2.0], 2e-3: [2.0]}) == 1, "the sweep's edge"
+
+
+def test_the_ladders_page_gives_the_claims_differences_and_intervals():
+    page = loaded("docs/ladder_page.py")
+    found = page.gaps(page.losses(records_folder()))
+    ends = found[found["per_parameter"] == 20].set_index(["size", "arm"])
+    for size, study in (("S1", "ladder-s1"), ("S2", "ladder-s2")):
+        for claim in json.loads((records_folder() / f"{study}-cpu" / "claims.json").read_text("utf-8")):
+            ours = ends.loc[size, claim["claim"].partition("/")[2].replace("-", "_") or "fusenorm"]
+            said = re.search(r"difference (\S+) \(95 % (\S+) to (\S+),", claim["ours"])
+            for text, value in zip(said.groups(), ours[["gap", "low", "high"]], strict=True):
+                assert float(text) == pytest.approx(value, rel=0.01)

@@ -1,0 +1,163 @@
+"""Writes docs/results/ladder.md: losses and gaps against compute, over the ladder's sizes that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+from ladder_law import COLUMNS, compute_gain, gap_trend
+from verdict_words import NONE, code, number, table
+
+from lamina.core.frames import Frame
+from lamina.jobs.names import RESULTS
+from lamina.papers.judging.checks import TRAINED
+from lamina.papers.judging.statistics import t_interval
+from lamina.papers.pages.drawing import Axis, Drawing, Panel, Series
+from lamina.reports.records import rows_of
+from lamina.reports.style import looks
+
+SIZES = {"S1": ("ladder-s1", 20), "S2": ("ladder-s2", 20), "S3": ("ladder-s3", 10)}
+"""By size, its study and the tokens per parameter at the end of its runs."""
+REFERENCE = "pre_ln"
+_TREND_AT = 10.0  # tokens per parameter, which all sizes have
+_LEAST_SIZES = 2
+_SAYS = """\
+A point is a mean over seeds, at the rate that each arm's sweep at S1 chose. A run gives four losses: its own end, and
+three branches that decay earlier. [The registration](../preregistration/ladder.md) has the design, the primary
+comparison, and what was changed. **Nothing is drawn beyond the sizes that ran, and nothing is known there**: at 100M
+parameters and above, the error of a slope is as large as most gaps. A slope's interval takes seeds of one size for
+independent pairs; it knows nothing of other texts and shapes."""
+
+
+def losses(records: Path) -> Frame:
+    """Return the losses of all sizes that ran, of branches and ends: ``ladder_law.COLUMNS`` and ``per_parameter``."""
+    rows = []
+    for size, (study, end) in SIZES.items():
+        folder = records / f"{study}-cpu"
+        if not (folder / RESULTS).is_file():
+            continue
+        trials = pd.read_csv(folder / RESULTS)
+        trials = trials[trials["tuned"] & trials["status"].isin(TRAINED)]
+        branches = pd.read_parquet(folder / "tables" / "records-metrics.parquet").dropna(subset=["branch_loss"])
+        for trial in rows_of(trials):
+            own = branches[branches["key"] == trial["key"]]
+            ended = [*zip(own["branch_steps"], own["branch_loss"], strict=True), (trial["steps"], trial["eval_loss"])]
+            for steps, loss in ended:
+                share = float(steps) / trial["steps"]
+                row = [trial["placement"], size, trial["seed"], trial["parameters"], trial["tokens"] * share]
+                row += [trial["flops"] * share, trial["seconds"] * share, float(loss)]
+                rows.append([*row, round(end * share * 8) / 8])
+    return pd.DataFrame(rows, columns=[*COLUMNS, "per_parameter"])
+
+
+def gaps(trials: Frame) -> Frame:
+    """Return each arm's mean gap to Pre-LN by size and tokens per parameter, with its 95 % t interval over seeds."""
+    rows: list[dict[str, Any]] = []
+    for (size, per), there in trials.groupby(["size", "per_parameter"]):
+        by_seed = there.pivot_table(index="seed", columns="arm", values="eval_loss").dropna()
+        for arm in (name for name in by_seed if name != REFERENCE):
+            values = (by_seed[arm] - by_seed[REFERENCE]).tolist()
+            low, high = t_interval(values)
+            flops = fmean(there[there["arm"] == REFERENCE]["flops"])
+            rows.append(
+                {"arm": arm, "size": size, "per_parameter": per, "flops": flops}
+                | {"gap": fmean(values), "low": low, "high": high, "seeds": len(values)}
+            )
+    return pd.DataFrame(rows)
+
+
+def drawings(trials: Frame) -> list[Drawing]:
+    """Return the figures: the losses of each size over compute, and the gaps over the sizes."""
+    arms = sorted(trials["arm"].unique())
+    colors = looks(arms)
+    ticks = [first * 10.0**power for power in range(9, 24) for first in (1, 3)]
+    shown = [tick for tick in ticks if trials["flops"].min() / 1.5 < tick < trials["flops"].max() * 1.5]
+    compute = Axis(title="FLOPs of the run", log=True, ticks=tuple(shown))
+    means = trials.groupby(["size", "arm", "per_parameter"], as_index=False)[["flops", "eval_loss"]].mean()
+    by_size = [
+        Panel(
+            title=str(size),
+            series=tuple(_line(arm, colors[arm], own, "eval_loss") for arm, own in there.groupby("arm")),
+        )
+        for size, there in means.groupby("size")
+    ]
+    found = gaps(trials)
+    shared = found.groupby("per_parameter").filter(lambda at: at["size"].nunique() >= _LEAST_SIZES)
+    by_budget = [
+        Panel(
+            title=f"{per:g} tokens per parameter",
+            series=tuple(_line(arm, colors[arm], own, "gap") for arm, own in there.groupby("arm")),
+        )
+        for per, there in list(shared.groupby("per_parameter"))[-3:]
+    ]
+    return [
+        Drawing(
+            name="ladder-loss",
+            title="Loss against compute",
+            caption="A curve is one size of model, trained for 2.5 to 20 tokens per parameter; nats per token.",
+            x=compute,
+            y=Axis(title="eval loss"),
+            panels=tuple(by_size),
+        ),
+        Drawing(
+            name="ladder-gap",
+            title="The gap to Pre-LN against compute",
+            caption="A curve goes over the sizes; its band is the 95 % t interval over seeds. Below 0 is better.",
+            x=compute,
+            y=Axis(title="loss minus Pre-LN's"),
+            panels=tuple(by_budget),
+            spread="band",
+        ),
+    ]
+
+
+def _line(arm: str, look: Any, rows: Frame, value: str) -> Series:
+    rows = rows.sort_values("flops")
+    ends = {name: tuple(rows[name]) for name in ("low", "high") if name in rows}
+    return Series(label=arm, look=look, x=tuple(rows["flops"]), y=tuple(rows[value]), **ends)
+
+
+def page(trials: Frame, figures: Sequence[Drawing]) -> str:
+    """Return the page."""
+    found, arms = gaps(trials), [arm for arm in sorted(trials["arm"].unique()) if arm != REFERENCE]
+    pictures = [f"### {one.title}\n\n![{one.title}](figures/{one.name}.svg)\n\n{one.caption}" for one in figures]
+    cells = [
+        [str(size), f"{per:g}", *(_interval(*own[own["arm"] == arm][["gap", "low", "high"]].iloc[0]) for arm in arms)]
+        for (size, per), own in found.groupby(["size", "per_parameter"])
+    ]
+    return (
+        "\n\n".join(
+            [
+                "<!-- Made from studies/records by `make results-docs`. -->",
+                "# The ladder: losses and gaps against compute",
+                _SAYS,
+                *pictures,
+                "### The gaps to Pre-LN",
+                table(["size", "tokens per parameter:", *(f"{code(arm)}:" for arm in arms)], cells),
+                "### The trend, and what a loss costs",
+                _trends(trials, arms),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _trends(trials: Frame, arms: Sequence[str]) -> str:
+    sizes = sorted(trials["size"].unique())
+    at_end = trials[trials["per_parameter"] == max(trials[trials["size"] == sizes[0]]["per_parameter"])]
+    rows = []
+    for arm in arms:
+        trend = gap_trend(trials[trials["per_parameter"] == _TREND_AT], arm, REFERENCE)
+        gains = compute_gain(at_end, arm, REFERENCE)
+        rows.append([code(arm), _interval(trend.slope, *trend.interval), *(number(gains.get(s), ".2f") for s in sizes)])
+    headings = [f"gap per decade of FLOPs, {' and '.join(sizes)} at {_TREND_AT:g} tokens per parameter:"]
+    headings += [f"Pre-LN's FLOPs for its loss at {size}, over its own:" for size in sizes]
+    left = f"{NONE}: Pre-LN reached no such loss at these sizes. "
+    return table(["arm", *headings], rows) + f"\n\n{left}Seconds are not compared: the trials shared one GPU."
+
+
+def _interval(mean: float, low: float, high: float) -> str:
+    return f"{number(mean, '+.3f')} ({number(low, '+.3f')} to {number(high, '+.3f')})"
