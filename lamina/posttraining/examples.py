@@ -206,6 +206,8 @@ def load(name: str, source: str) -> Dataset | Sequence[Fields]:
             raise UserError(f"{name}: {source!r} ends in {inner_suffix(path) or 'nothing'} (allowed: {ALLOWED})")
         if not path.is_file():
             raise UserError(f"{name}: {source!r}: no such file (allowed: {ALLOWED})")
+        if not path.stat().st_size:
+            raise UserError(f"{name}: {source!r} is empty")
         return _of_file(path)
     except UserError as error:  # the reader of corpora says it of a corpus
         raise UserError(str(error).replace("corpus:", f"{name}:", 1)) from None

@@ -392,6 +392,7 @@ def test_rows_of_several_forms_have_their_own_fields(tmp_path):
         ("a.txt", b"x", r"ends in .txt \(allowed: a .jsonl, .json"),
         ("a.json", b"{}", "holds no rows"),
         ("a.jsonl", b"[1]\n", "row 1: the field 'text' must be a text"),
+        ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b"\n\n", "holds no rows"),
         ("a.jsonl", b"\xff\xfe\x00", r"holds no rows \(.*in row 0"),
         ("a.jsonl", LINES + b'{"prompt": "cut', "holds no rows"),
