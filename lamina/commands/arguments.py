@@ -88,8 +88,6 @@ class Parser(ArgumentParser):
 
     Args:
         command: its name, of one or two words.
-        description: what it does.
-        examples: command lines, for the help.
         positional: what stands in the usage line before the options.
     """
 

@@ -47,7 +47,6 @@ class Architecture:
         title: its name in prose.
         roles: the role of each weight by the attribute name of its module, exact. A name that means another thing in
             each sub-layer has the sub-layer's before it ("attention.Wo").
-        conversion: the conversion of its checkpoints; None if there is none.
     """
 
     title: str

@@ -53,7 +53,6 @@ class Registry(Generic[Entry]):
         return self._entries[name][0] if name in self._entries else None
 
     def names(self) -> list[str]:
-        """All names, sorted."""
         self._load()
         return sorted(self._entries)
 

@@ -24,9 +24,7 @@ class Rows(Protocol):
     """A datasets.Dataset: rows with named columns, of a known number."""
 
     @property
-    def column_names(self) -> Sequence[str]:
-        """The names of the columns."""
-        ...
+    def column_names(self) -> Sequence[str]: ...
 
     def __len__(self) -> int: ...
 
@@ -222,7 +220,6 @@ def examples_name(name: str, value: object) -> str:
 
 
 def switch(name: str, value: object) -> bool:
-    """True or false."""
     if not isinstance(value, bool):
         raise UserError(f"{name}: {_shown(value)} (allowed: true, false)")
     return value

@@ -246,7 +246,6 @@ def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
 
     Args:
         loss_per_token: mean cross-entropy in nats on the eval split.
-        stats: the numbers of that split.
     """
     return loss_per_token * stats.eval_tokens / (stats.eval_bytes * math.log(2))
 
@@ -284,12 +283,7 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
     Of each block all tokens but the first are predicted, as by a model. The table is smoothed as by Witten and Bell
     (1991), p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)), with c the counts of pairs, n(u) the number of different
     tokens after u, and p(v) the add-one smoothed frequency of v. Pairs that start with a token which nothing held out
-    starts with are not counted.
-
-    Args:
-        train: token ids, [blocks, sequence_length].
-        held_out: token ids to predict, of the same shape but for the number of blocks.
-        vocab_size: the number of ids to smooth over.
+    starts with are not counted. Arguments as those of ``unigram_entropy``.
     """
     wanted = held_out.astype(np.int64)
     before, after = wanted[:, :-1].ravel(), wanted[:, 1:].ravel()

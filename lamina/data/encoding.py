@@ -50,9 +50,6 @@ class TextEncoder:
 
     So a corpus that spells out ``<|endoftext|>`` cannot forge the end of a document. Truncation and padding are off.
     The tokenizer itself stays unchanged.
-
-    Args:
-        tokenizer: any tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):

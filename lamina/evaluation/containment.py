@@ -101,7 +101,6 @@ def check_plain(config: Json, name: str) -> None:
 
     Args:
         config: the file's content, its includes merged.
-        name: of the task or group.
     """
     waiting: list[object] = [config]
     for _ in range(LARGEST):

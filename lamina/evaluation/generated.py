@@ -79,13 +79,7 @@ CHOICES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A question.
-
-    Attributes:
-        question: what the model reads.
-        choices: different answers.
-        answer: the index of the right one.
-    """
+    """A question that the model reads, different answers, and the index of the right one."""
 
     question: str
     choices: tuple[str, ...]

@@ -40,7 +40,6 @@ class Runner:
 
     Attributes:
         model: a causal language model, on its device.
-        tokenizer: of the model.
         batch_size: sequences per forward pass; "auto": on a GPU as many as fit, else 8.
         limit: items per task; None for all.
         seed: of the few-shot examples.

@@ -133,10 +133,8 @@ class Evaluation:
     """Models on tasks: ``check`` reads the tasks' data, ``run`` evaluates and writes.
 
     Args:
-        settings: of the job.
         expand: finds the runs in a study's folder.
         processes: that share each task's items and the text; the first writes.
-        bar: whether to show progress.
     """
 
     def __init__(self, settings: EvalSettings, expand: Expand, processes: Processes, *, bar: bool):

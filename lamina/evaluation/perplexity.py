@@ -91,7 +91,6 @@ def perplexity(
     Args:
         model: a causal language model in evaluation mode; input [batch, tokens], logits [batch, tokens, vocab_size].
         tokenizer: of the model; its beginning-of-text token, else its end-of-text token, stands before each text.
-        texts: to score.
         window: tokens that the model reads at once.
         stride: tokens by which the window moves.
         batch_size: windows per forward pass.

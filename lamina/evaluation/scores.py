@@ -30,14 +30,11 @@ class Score:
 
     Attributes:
         task: the harness's name of the task or group.
-        metric: of the task.
         filter: which of the harness's filters the answers went through; "none" for most tasks.
-        value: the number.
         stderr: its standard error over the items; None where the harness has none.
         items: scored; of a perplexity, its documents.
         num_fewshot: examples before each question.
         higher_is_better: whether a larger value is better.
-        split: of the data.
     """
 
     task: str
@@ -165,7 +162,6 @@ class ScoreLine:
     """A line of the table.
 
     Attributes:
-        arm: its name.
         means: a number per column, the mean over its runs, in percent for shares; NaN where there is none.
         stds: the sample standard deviations over the runs; NaN for fewer than two.
         runs: evaluated.
@@ -198,8 +194,6 @@ class ScoreTable:
     """All lines under their headings; the last column is the average of the shares if there are several.
 
     Attributes:
-        headings: of the columns.
-        lines: of the table.
         best: the lines with each column's best number, as printed.
         shares: whether each column is a share, printed in percent.
     """
@@ -210,7 +204,6 @@ class ScoreTable:
     shares: tuple[bool, ...]
 
     def to_json(self) -> Json:
-        """Return the table for the page."""
         lines = [
             {"arm": line.arm, "runs": line.runs, "left_out": line.left_out, "mean": [*line.means], "std": [*line.stds]}
             for line in self.lines

@@ -34,7 +34,6 @@ def model_names(name: str, value: object) -> str:
 
 
 def batch_or_auto(name: str, value: object) -> int | str:
-    """A whole number of at least 1, or auto."""
     if value == "auto":
         return "auto"
     try:

@@ -30,8 +30,6 @@ class Switch:
     """A flag of a job that is no setting.
 
     Attributes:
-        name: of the flag.
-        help: its help text.
         prints: "module:function" from (folder, result) to the text to print in place of the usual one.
         after: "module:function" of the folder, called once the page is written; Python has the switch, too.
         passed: whether the job's function takes it; Python has it, too.
@@ -56,7 +54,6 @@ class JobRow:
         kind: of the folder that the job writes.
         summary: a line for ``lamina --help``.
         about: what the job does, for its own help; the first paragraph is also the Python function's.
-        examples: command lines.
         settings: "module:class" of its settings.
         run: "module:function" of (settings, resume, overwrite, bar) and the passed switches; does the work.
         returns: what the Python function returns, in a sentence or two.
@@ -65,7 +62,6 @@ class JobRow:
         raises: what is refused, for the Python function's documentation.
         resumes: what --resume does, for the help; empty for a job that does not resume.
         positional: the settings without a flag; one that ends in "..." takes any number of words.
-        switches: further flags.
         listing: "module:function" of what the help and --list list.
         inputs: the settings that name models to start from, the main one first.
         files: the settings that name data or code.

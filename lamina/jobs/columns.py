@@ -101,7 +101,6 @@ NOTES = ("from", "mix", "tasks")
 
 
 def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
-    """The names of these columns, in their order."""
     return tuple(column.name for column in columns)
 
 

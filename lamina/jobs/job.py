@@ -118,8 +118,6 @@ def open_job(
     """Open a job: check its folder now, touch it only in ``with``, so that slow or failing work can come in between.
 
     Args:
-        kind: of the job.
-        settings: the record of the job's settings.
         given: such a record, or only the user's settings, by name.
         resume: whether to resume what the folder holds; "auto": if it holds something.
         overwrite: whether to replace it.

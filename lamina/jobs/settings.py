@@ -143,7 +143,6 @@ class Settings:
 
     @classmethod
     def default(cls, name: str) -> Any:
-        """A field's default."""
         return default_of(cls.__dataclass_fields__[name])
 
     @classmethod

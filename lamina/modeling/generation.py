@@ -49,15 +49,8 @@ def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
 class Speaker:
     """A saved model that continues texts, or answers turns in its chat template.
 
-    Args:
-        path: a folder with a saved model, or a run's folder.
-        max_new_tokens: the most that are added.
-        temperature: 0 always takes the likeliest token.
-        top_p: the share of the likeliest tokens that is sampled from; None for the model's own.
-        stop: texts that end an answer; they are left out of it.
-        trust_remote_code: run the model's own Python code, if it has any.
-
-    Raises UserError if the folder has no such model, and for a text that fills the model's context.
+    Its arguments are those of ``lamina.generate``. Raises UserError if the folder has no such model, and for a text
+    that fills the model's context.
     """
 
     def __init__(

@@ -77,7 +77,6 @@ def records_folder() -> Path:
 
 
 def names() -> list[str]:
-    """The names of all studies of the catalog."""
     return sorted(path.stem for path in catalog_folder().glob("*.yaml") if path.name != BASES)
 
 
@@ -190,7 +189,6 @@ class Scale:
         axes: per axis, its values by label; a value is the settings that it stands for.
         rates: the learning rates of a sweep; empty if the settings or the arms say the rate.
         tuning: the search for each arm's rate, if there is one.
-        seeds: of the trials.
         measures: per time (init, end, records), the probes or records.
         skip: combinations of axis values that are left out.
         stages: the jobs that follow, on the models that these trials leave.
@@ -244,7 +242,6 @@ class StudyDefinition:
         paper: whose claim it is; one of ``PAPERS``.
         source: the table, figure or equation.
         title: what is compared.
-        scales: by name.
         file: the YAML file; the claims stand in the Python file of the same name beside it.
         figures: how its figures are drawn, as written.
     """

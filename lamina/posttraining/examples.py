@@ -518,7 +518,6 @@ class ExampleEncoder:
     """Encodes examples for one model.
 
     Attributes:
-        tokenizer: the model's.
         template: Jinja, for conversations; None for text that is used unchanged.
         longest: tokens of the longest sequence.
         loss_on_all: whether the prompt's tokens are labels, too.

@@ -89,7 +89,6 @@ class Start:
         return content_hash(self.path)
 
     def policy(self) -> PreTrainedModel:
-        """The model, to be trained."""
         if self.plan is not None:
             model = source.load(self.path, self.config, "causal_lm", self.dtype)
         else:

@@ -90,7 +90,6 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
     """A mixin for TRL's trainers.
 
     Args:
-        run: that the trainer is made for.
         schedule: the share of the peak learning rate by steps done; None for the arguments' own.
 
     Attributes:

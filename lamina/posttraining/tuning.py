@@ -120,7 +120,6 @@ class TuningRecorder(RunRecorder):
         return _numbers(logs)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
-        """The trainer's metrics of the evaluation."""
         self.last_measured = _numbers({**self._evaluation, **metrics})
         return dict(self.last_measured)
 
@@ -154,8 +153,6 @@ class BestWeights(TrainerCallback):
 
     Args:
         by: "loss", or the task's name.
-        folder: the run's.
-        model: being trained.
         processes: the first of them writes.
         resumed: the step that the run resumes from; a later best one is forgotten, since it comes again.
     """
@@ -218,8 +215,6 @@ class Watched:
     """What a model may forget while it is tuned: a second text and tasks, measured with every evaluation.
 
     Args:
-        settings: complete.
-        start: the model and its tokenizer.
         processes: the first of them scores the tasks.
 
     Raises:
@@ -273,11 +268,9 @@ class TuningStage(TrainingStage[S]):
         columns: of the data set for TRL, each with the field of an encoded row that it takes.
         ordered: makes the training order.
         monitored: the field of an encoded row that the layer monitor takes.
-        start: the model that it starts from.
         train: encoded examples.
         held_out: those of an evaluation.
         inputs: token ids [sequences, tokens] for the layer monitor.
-        processes: of the run.
         notes: counts for result.json.
     """
 

@@ -363,7 +363,6 @@ class BurningIn:
             self.snapshots.append(take_snapshot(self.model, self.probe, self.unigram, step, vector))
 
     def record(self) -> BurnIn:
-        """The record so far."""
         return BurnIn(
             proxy=self.proxy,
             warmup=self.warmup,

@@ -189,7 +189,6 @@ class PreflightVerdict:
 
 
 def judge(numbers: Features, burn_in: BurnIn) -> PreflightVerdict:
-    """The verdict on a burn-in's features."""
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), kind_of(numbers, fitted), 0
     if kind == "undecided":

@@ -378,14 +378,12 @@ class Learned:
         )
 
     def to_dict(self) -> Json:
-        """Return it as ``read`` reads it."""
         return {
             cause: {"runs": runs, "signs": dict(sorted(self.seen[cause].items()))}
             for cause, runs in sorted(self.runs.items())
         }
 
     def see(self, cause: str, signs: Mapping[str, str]) -> None:
-        """Count a run."""
         self.runs[cause] += 1
         self.seen.setdefault(cause, Counter()).update(
             f"{name}: {value}" for name, value in signs.items() if name != AFTER

@@ -25,7 +25,6 @@ class Line:
     """A line of a chart.
 
     Attributes:
-        x, y: its points.
         color: as hexadecimal.
         name: in the legend, escaped.
         data_name: in the data that the page saves, escaped; by default its name.
@@ -60,7 +59,6 @@ class Line:
     customdata: Values | None = None
 
     def draw(self, figure: go.Figure, row: int | None = None, col: int | None = None) -> None:
-        """Add the line to a figure, or to one of its panels."""
         panel: dict[str, int | None] = {} if row is None else {"row": row, "col": col}
         if self.band is not None:
             band(figure, *self.band, rgba(self.color, self.opacity), legendgroup=self.group, **panel)
@@ -104,11 +102,7 @@ def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """The arrangement of panels: rows of at most three.
-
-    Attributes:
-        count: how many panels there are.
-    """
+    """The arrangement of ``count`` panels: rows of at most three."""
 
     count: int
 

@@ -200,7 +200,6 @@ def complete(results: Frame) -> Frame:
 
 
 def rows_of(frame: Frame) -> list[Json]:
-    """The rows as plain dicts."""
     return cast("list[Json]", frame.to_dict("records"))
 
 

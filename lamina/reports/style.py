@@ -31,13 +31,7 @@ _TURNS = "Lines of the same values take turns: a dash of each."
 
 @dataclass(frozen=True)
 class Look:
-    """How a line is drawn; dash and marker are plotly's names.
-
-    Attributes:
-        color: as hexadecimal.
-        dash: the pattern of the line.
-        marker: the form of its points.
-    """
+    """How a line is drawn: the color as hexadecimal; dash and marker are plotly's names."""
 
     color: str
     dash: str = "solid"

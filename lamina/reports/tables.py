@@ -30,7 +30,6 @@ class Field:
     """A column of a table.
 
     Attributes:
-        title: its heading.
         cell: a row's cell as HTML: it escapes what users wrote.
         kind: the cells' CSS classes; a "number" is set to the right, its heading too.
     """

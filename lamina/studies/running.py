@@ -215,13 +215,10 @@ def run_tasks(
     """Run every task; ``ended`` gets each one's name and result, as soon as it has one.
 
     Args:
-        tasks: by name.
         done: how many more trials the study has that need not run, for the bar.
         waiting: how many more wait for these, for the bar.
         workers: how many run at a time; None for one per GPU, or per core without one.
-        bar: whether to show progress.
         ended: called after each task.
-        execute: what runs them.
 
     Raises:
         OSError: the disk is full; what was finished is kept.

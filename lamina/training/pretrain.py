@@ -299,8 +299,6 @@ class Branches(TrainerCallback):
     arXiv 2405.18392, Section 4).
 
     Args:
-        settings: of the trunk.
-        splits: its data.
         run: the trunk, whose items are in the form that its order names.
 
     Attributes:
@@ -379,9 +377,7 @@ class Branches(TrainerCallback):
             optimizer.zero_grad()
 
     def state_dict(self) -> Json:
-        """The branches that have ended."""
         return {"branches": self.rows}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with a checkpoint's branches."""
         self.rows = list(state.get("branches", []))

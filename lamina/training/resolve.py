@@ -93,7 +93,6 @@ def resolve_run(
     """Work out a run's plan and backbone, and check everything that can be known before the corpus is read.
 
     Args:
-        settings: of the run.
         processes: how many share a batch.
         parallel: how they share the work, "ddp" or "fsdp2".
         trained: whether this machine trains the model as it is, so that it has to fit into its memory.

@@ -345,10 +345,8 @@ class TrainingRun:
 
     Args:
         stage: which has read its data.
-        processes: this process and the run's others.
         rollbacks: the run's so far.
         resume: whether to resume from the newest good checkpoint.
-        bar: whether to show progress.
 
     Attributes:
         average: of the weights; set by the stage with the model, as the following.

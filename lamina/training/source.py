@@ -107,7 +107,6 @@ def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
 
 
 def stored_plan(source: str) -> Plan:
-    """Read the plan that the checkpoint was saved with."""
     return _read(_folder(source))[0]
 
 

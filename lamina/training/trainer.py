@@ -193,7 +193,6 @@ class OrderedTrainer(_Trainer):
         )
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Name the parameters that decay."""
         return decaying(model)
 
     def create_scheduler(

@@ -214,11 +214,9 @@ class Mixing:
     """Joins items to a batch; with the defaults, unchanged. Picklable, so that loader processes can hold it.
 
     Attributes:
-        num_classes: of the set.
         mixup: alpha of mixup's Beta distribution; 0 for none.
         cutmix: alpha of CutMix's; 0 for none. With both, each batch takes one of them, with equal chances.
         label_smoothing: the share of a target that is spread evenly over all classes.
-        seed: of the run.
     """
 
     num_classes: int

@@ -87,7 +87,6 @@ class StudyPlan:
     """The trials of a scale.
 
     Attributes:
-        scale: of the study.
         changes: settings over the scale's own.
         chosen: the rate of each tuned arm, by its number, once it is known.
         at_edge: of each tuned arm, whether its best rate is the lowest or the highest that was tried.
@@ -157,7 +156,6 @@ class StudyPlan:
         return {"tuned": self.is_tuned(trial), **edge}
 
     def _number(self, trial: StudyTrial) -> int:
-        """The number of a trial's arm."""
         stage = {STAGE: self.scale.job} if self.scale.stages else {}
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 

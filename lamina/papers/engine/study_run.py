@@ -116,7 +116,6 @@ def output_of(settings: Mapping[str, object]) -> Path:
 
 
 def record_name(settings: StudySettings) -> str:
-    """The name of the folder of a study's record."""
     if settings.study is None:
         raise UserError("study: none given (see `lamina study list`)")
     return f"{read_study(settings.study).name}-{settings.scale}"
@@ -128,7 +127,6 @@ def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
 
 
 def store_of(settings: StudySettings) -> Store:
-    """The store of the trials, with the records."""
     records = Records(settings.records_folder, own=record_name(settings))
     return Store(Path(settings.store), records, settings.threads)
 

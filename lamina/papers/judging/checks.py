@@ -155,12 +155,10 @@ def same_as_recorded(
     """Whether an arm differs from one that another study recorded, whose trials had other seeds (Welch's t test).
 
     Args:
-        trials: of this study.
         a: the arm here.
         record: the folder of the other study's record; without one the claim is inconclusive.
         axis, value: the recorded arm is the one with this value on this axis, at its tuned rate.
         where: the other study in words.
-        column: what is compared.
     """
     import pandas as pd
     from scipy import stats

@@ -153,11 +153,7 @@ class Claim:
 
     Attributes:
         name: the study's id, or the id, a slash and the part's name ("mix-ppl/post-fails").
-        says: the claim in one sentence.
-        paper: the paper's own numbers.
-        check: the function that judges trials.
-        exact: it is an identity of any model, under no rule of power.
-        one_learned: it is about what keeps an arm from learning, so one arm past a bigram table is enough.
+        check: the function that judges trials; the others are the arguments of ``claim``.
     """
 
     name: str
@@ -204,7 +200,7 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
     Args:
         says: the claim in one sentence.
         paper: the paper's own numbers, which stand beside ours.
-        exact: it is an identity of any model, however little it has learned.
+        exact: it is an identity of any model, however little it has learned, under no rule of power.
         one_learned: it is about what keeps an arm from learning, such as an initializer: one arm whose loss is below
             that of a bigram table is enough.
     """

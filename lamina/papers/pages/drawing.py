@@ -20,8 +20,6 @@ class Series:
     """A line with its spread over seeds.
 
     Attributes:
-        label: in the legend.
-        look: its color, dash and marker.
         x, y: its points, sorted along x.
         low, high: the ends of each point's spread; empty without one.
         lost: x of the points at which no seed trained, and how those ended; drawn at the top edge.

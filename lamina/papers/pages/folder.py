@@ -32,10 +32,8 @@ class StudyFolder:
     """The folder of a study that was run at one scale.
 
     Attributes:
-        folder: where its files are.
         header: study.yaml.
         results: one row per trial: its key, its values on the axes, ``tuned``, and the columns of a result.
-        claims: the verdicts.
     """
 
     folder: Path

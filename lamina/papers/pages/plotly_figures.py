@@ -16,7 +16,6 @@ _HEIGHT, _MAP = 330, 250  # of a row of panels, in pixels
 
 
 def plot(drawing: Drawing) -> go.Figure:
-    """The drawing as plotly's figure."""
     grid = Grid(len(drawing.panels))
     figure = make_subplots(
         rows=grid.down,

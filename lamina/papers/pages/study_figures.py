@@ -37,7 +37,6 @@ class ShownMetric:
     """The part of a probe's table that a figure shows.
 
     Attributes:
-        metric: the metric.
         rows: values that other columns must have, where the table has the column.
         x: the column along x.
         log: whether y is logarithmic.

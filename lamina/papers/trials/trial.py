@@ -211,7 +211,6 @@ class StudyTrial:
 
     @property
     def first(self) -> StudyTrial:
-        """The first trial of the chain."""
         return self if self.root is None else self.root
 
     @property

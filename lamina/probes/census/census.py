@@ -125,13 +125,7 @@ class Census:
 
 
 def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: str | None = None) -> Census:
-    """Measure which placement a model has.
-
-    Args:
-        model_or_path: a transformers or Lamina model; a folder (of a run, or with config.json, whose weights are read
-            if there are any); a configuration, or the name of a model type of transformers, of which a small model with
-            random weights is made. Nothing is fetched, and no code beside a checkpoint runs.
-        layers: the path of the list of layers, where others are meant than those that are found.
+    """Measure which placement a model has; the arguments are those of ``lamina.placement_of``.
 
     Raises:
         UserError: for a path that holds no model. A model that can't be followed is no error: ``unknown`` says why.

@@ -62,7 +62,6 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
         return next(self.model.parameters()).device
 
     @property

@@ -289,7 +289,6 @@ class Bars:
             self.bar.update(done - self.bar.n)
 
     def close(self) -> None:
-        """Remove the bar."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None

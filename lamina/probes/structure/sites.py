@@ -82,12 +82,10 @@ class NormSite:
 
     @property
     def input(self) -> Point:
-        """The norm's input."""
         return Point(self.module, self.path, "input", self.call)
 
     @property
     def output(self) -> Point:
-        """The norm's output."""
         return Point(self.module, self.path, "output", self.call)
 
     @property

@@ -33,13 +33,7 @@ ROLLBACKS = "rollbacks.json"
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run computes, as stored in its checkpoints and its folder.
-
-    Attributes:
-        settings: of the run.
-        plan: of its placement.
-        fingerprint: of the text and its tokenizer.
-    """
+    """What a run computes, as stored in its checkpoints and its folder; the fingerprint is of text and tokenizer."""
 
     settings: PretrainSettings
     plan: Plan
@@ -116,7 +110,6 @@ class Rollback:
         number: from 1.
         step: of the checkpoint that was restored; 0 for the initial weights.
         diverged_at: the step at which the guard stopped the run.
-        reason: the guard's.
         skipped: first and last position of the skipped data in the training order, in steps.
         ahead: by how many steps the order is ahead after ``step`` from now on.
         learning_rate_factor: the product of all rollbacks so far.
@@ -154,7 +147,6 @@ class Rollbacks:
             ) from None
 
     def state_dict(self) -> Json:
-        """Return their number."""
         return {"rollbacks": len(self.done)}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -184,14 +176,9 @@ class Rollbacks:
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
-        """Add a rollback; it is on disk before anything acts on it.
+        """Add a rollback to ``step``; it is on disk before anything acts on it.
 
-        Args:
-            step: of the checkpoint to restore.
-            diverged_at: the step of the divergence.
-            reason: the guard's.
-            factor: on the learning rate.
-            skip: steps' worth of data to skip; None for all up to the step that diverged.
+        ``factor``: on the learning rate; ``skip``: steps' worth of data to skip, None for all up to ``diverged_at``.
         """
         before = ahead(self.skips, step + 1)
         until = diverged_at + ahead(self.skips, diverged_at) if skip is None else step + before + skip

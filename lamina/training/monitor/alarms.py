@@ -47,9 +47,7 @@ class Alarm:
     """One series that left its range.
 
     Attributes:
-        step: of the value.
         rule: one of ``ORDER``.
-        layer, sublayer, role, metric: the series.
         value, usual: the value, and what it is compared with.
     """
 
@@ -157,7 +155,6 @@ class Alarms(Rules):
             write_lines(self.folder / ALARMS, list(map(asdict, self.told)))
 
     def state_dict(self) -> Json:
-        """Return the history of the series, for a checkpoint."""
         state = {
             **super().state_dict(),
             "out": sorted([rule, *series] for rule, series in self._out),

@@ -86,12 +86,10 @@ class DivergenceGuard:
             raise Diverged(step, f"the gradient's norm is {norm} at {at}; {self.first_to_leave()}")
 
     def state_dict(self) -> Json:
-        """Its observations so far, for a checkpoint."""
         seen = {"best": self.best, "above_since": self.above_since, "losses": self._recent, "calm": list(self._calm)}
         return {"guard": seen}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with the observations of a checkpoint."""
         seen = state.get("guard", {})
         self.best, self.above_since = seen.get("best", math.inf), seen.get("above_since")
         self._recent = [(step, loss) for step, loss in seen.get("losses", [])]

@@ -51,9 +51,7 @@ class WatchedRecords:
     """metrics.jsonl, layers/, alarms.jsonl, watched.json and result.json of one run.
 
     Args:
-        settings: of the run.
         resume: whether to continue the folder's records after ``step``; "auto": if there are any.
-        overwrite: whether to replace them.
         step: the last step that was done before.
 
     Raises:
@@ -102,7 +100,6 @@ class Monitor:
     Args:
         instruments: on the model and its optimizers.
         records: of the first process; None in the others.
-        processes: this process and the run's others.
         step: the last step that was done before.
         on_alarm: called in the first process with the first alarm of each event.
     """

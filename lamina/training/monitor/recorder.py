@@ -271,7 +271,6 @@ class RunRecorder(TrainerCallback):
         return self.evaluation.step == step
 
     def tokens_at(self, step: int) -> int:
-        """The tokens trained on by the end of a step."""
         return step * self.tokens_per_step
 
     def measured(self, logs: Json) -> Json:

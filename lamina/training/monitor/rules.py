@@ -350,7 +350,6 @@ class Rules:
             yield self._fitted("skipped", row, self.limits["skipped/skipped_steps"], self._skipped)
 
     def state_dict(self) -> Json:
-        """Return the history of the series, for a checkpoint."""
         return {
             "recent": [[*series, list(values)] for series, values in self._recent.items()],
             "seen": [[*series, *steps] for series, steps in self._seen.items()],
@@ -359,7 +358,6 @@ class Rules:
         }
 
     def load_state_dict(self, state: Json) -> None:
-        """Resume with the history from a checkpoint."""
         self._recent = {
             (layer, sublayer, role, metric): deque(values, maxlen=WINDOW)
             for layer, sublayer, role, metric, values in state.get("recent", [])

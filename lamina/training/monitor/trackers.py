@@ -42,9 +42,6 @@ class Trackers:
     W&B and trackio: into the run that is open, as Trainer's callbacks leave one, else into one of its own, named like
     the folder, in the project of WANDB_PROJECT (default: lamina).
 
-    Attributes:
-        names: of the trackers.
-
     Raises:
         UserError: for a tracker that is not installed.
     """
@@ -104,7 +101,6 @@ class Trackers:
         return library
 
     def close(self) -> None:
-        """Close what was opened here."""
         if self._writer is not None:
             self._writer.close()
         for library in self._own:

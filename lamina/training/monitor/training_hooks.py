@@ -559,7 +559,6 @@ class Instruments:
         return losses.sum() if shares or self._summed or self.takes_shares else losses.mean()
 
     def end_step(self, step: int) -> Taken:
-        """End a step."""
         if self._updates is not None:
             self._updates.after_step(self.optimizers)  # if one of the optimizers left the step out
         squares, self._current = self._current, None

@@ -226,7 +226,6 @@ class MetricsWriter:
             self.sync()
 
     def sync(self) -> None:
-        """Sync the file to disk."""
         if self.path.exists():
             sync(self.path)
         self._unsynced = 0

@@ -26,7 +26,6 @@ class TrainOrder(Sampler[list[int]]):
 
     Args:
         blocks: the number of blocks.
-        steps: of the run.
         batch_size: blocks in a micro-batch of all processes; a multiple of ``size``.
         gradient_accumulation: micro-batches in a step.
         seed: of the shuffles.
