@@ -1,1 +1,1 @@
-from training.tiny_runs import corpus, session_cache, shared_cache  # noqa: F401
+from training.tiny_runs import corpus  # noqa: F401

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from reliability import stages
 from reliability.record import HUNG, RIGHT, SILENT, TRACEBACK, Case, environment_as_before, main
-from training.tiny_runs import SMALL, layers, records, result, write_corpus
+from training.tiny_runs import SMALL, free_port, layers, records, result, write_corpus
 
 RUN = {**SMALL, "steps": 24, "logging_steps": 2, "save_steps": 2, "eval_steps": 6, "keep": 2}
 # By name: what differs from RUN, and in how many processes it trains.
@@ -79,12 +78,6 @@ def work(given: dict[str, Any], how: dict[str, Any], rank: int, size: int, port:
         pretrain.pretrain(settings, overwrite=True, bar=False)
     else:
         pretrain.pretrain(settings, resume="auto", bar=False)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Bench:

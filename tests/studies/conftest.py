@@ -4,7 +4,7 @@ from training.tiny_runs import SMALL, flags
 
 from lamina.studies.settings import CompareSettings
 
-corpus, session_cache, shared_cache = tiny_runs.corpus, tiny_runs.session_cache, tiny_runs.shared_cache
+corpus = tiny_runs.corpus
 
 
 @pytest.fixture

@@ -32,11 +32,9 @@ def trial(corpus, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def studied(corpus, session_cache, tmp_path_factory):
+def studied(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("max-lr") / "study"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LAMINA_CACHE", str(session_cache))
-        results = lamina.max_lr(**STUDY, corpus=str(corpus), output=str(folder), bar=False)
+    results = lamina.max_lr(**STUDY, corpus=str(corpus), output=str(folder), bar=False)
     return folder, results
 
 

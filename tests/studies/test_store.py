@@ -22,16 +22,14 @@ GAINS = "end/gains"
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory, corpus, session_cache):
+def ended(tmp_path_factory, corpus):
     """A study of two trials that has ended, with its store."""
     where = tmp_path_factory.mktemp("ended")
     axes = {"placement": ["pre_ln", "keel"], "learning_rate": [3e-3]}
     measured = {"end": ["gains"], "records": ["metrics"]}
     file = write_study(where, corpus=corpus, axes=axes, measures=measured)
     places = {"store": str(where / "trials"), "records": str(where / "records"), "output": str(where / "out")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LAMINA_CACHE", str(session_cache))
-        study(study=str(file), workers=2, bar=False, **places)
+    study(study=str(file), workers=2, bar=False, **places)
     return where
 
 

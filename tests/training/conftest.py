@@ -3,12 +3,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 from training import tiny_runs
-from training.tiny_runs import at_step, settings
+from training.tiny_runs import at_each_pass, at_step, settings
 
 from lamina.training import pretrain as pretraining
 from lamina.training.trainer import LaminaTrainer
 
-corpus, session_cache, shared_cache = tiny_runs.corpus, tiny_runs.session_cache, tiny_runs.shared_cache
+corpus = tiny_runs.corpus
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,13 @@ def before_step():
     """Call ``act(trainer, model)`` right before the forward pass of a step (counted from 1), until the test ends."""
     with ExitStack() as installed:
         yield lambda step, act: installed.enter_context(at_step(step, act))
+
+
+@pytest.fixture
+def before_each_pass():
+    """Call ``act(trainer, model, inputs)`` right before each forward pass of a step, until the test ends."""
+    with ExitStack() as installed:
+        yield lambda act: installed.enter_context(at_each_pass(act))
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Checkpoints are whole or not there; what a kill, a full disk, a flipped bit or --overwrite leaves."""
+"""Checkpoints are whole or not there; what a kill, a full disk, a flipped bit or --overwrite leaves.
+
+So are those that are written while training goes on.
+"""
 
 import errno
 import json
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training.tiny_runs import SMALL, assert_same_weights, cut_at, flags, layers, records, result, settings
+from training.tiny_runs import SMALL, assert_same_weights, cut_at, flags, layers, records, result, settings, wait_for
 
 from lamina.cli import main
 from lamina.errors import UserError
@@ -20,20 +23,19 @@ from lamina.jobs.manifest import refuse_damaged
 from lamina.training import pretrain as pretraining
 from lamina.training.checkpointing import checkpoints, sharding
 from lamina.training.checkpointing import state as saving
-from lamina.training.checkpointing.checkpoints import Checkpoints, what_is_broken
+from lamina.training.checkpointing.checkpoints import Background, Checkpoints, what_is_broken
 from lamina.training.pretrain import Pretraining
 from lamina.training.trainer import LaminaTrainer
 
-LONG = {"steps": 12, "logging_steps": 2, "save_steps": 2, "eval_steps": 4}
+LONG = {"steps": 12, "logging_steps": 2, "save_steps": 2, "eval_steps": 4, "ema_decay": 0.9}
+ASYNC = {**LONG, "async_checkpoints": True}
 
 
 @pytest.fixture(scope="module")
-def whole(corpus, session_cache, tmp_path_factory):
-    """The folder of a run that nothing disturbed."""
+def whole(corpus, tmp_path_factory):
+    """The folder of a run that nothing disturbed, and that waits for its checkpoints."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LAMINA_CACHE", str(session_cache))
-        pretraining.pretrain(settings(corpus, folder, **LONG), bar=False)
+    pretraining.pretrain(settings(corpus, folder, **LONG), bar=False)
     return folder
 
 
@@ -44,7 +46,7 @@ def copied(whole, tmp_path):
 
 FILES = (
     "config.json", "model.safetensors", "optimizer/states.safetensors", "optimizer.pt", "scheduler.pt",
-    "rng_state.pth", "trainer_state.json", "run_state.json", "manifest.json",
+    "average.safetensors", "rng_state.pth", "trainer_state.json", "run_state.json", "manifest.json",
 )  # fmt: skip
 
 
@@ -57,6 +59,24 @@ def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
+
+
+def named(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def assert_same_records(one, other):
+    assert records(one) == records(other)
+    assert layers(one).equals(layers(other))
+
+
+def in_a_child(work):
+    """Do work in a child process that kills itself."""
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
 def once(number):
@@ -76,7 +96,7 @@ def test_a_harmed_file_is_named_and_the_checkpoint_before_is_used(copied, caplog
 
 
 def test_only_the_newest_are_kept_and_the_manifest_lists_every_file(whole):
-    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["checkpoint-10", "checkpoint-12"]
+    assert named(whole) == ["checkpoint-10", "checkpoint-12"]
     newest = whole / "checkpoints" / "checkpoint-12"
     listed = json.loads((newest / "manifest.json").read_text())["files"]
     there = {str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()}
@@ -97,9 +117,19 @@ def test_the_old_ones_go_only_when_the_new_one_is_whole(trained, tmp_path, monke
     assert seen == [[], ["checkpoint-2"], ["checkpoint-4"]]
 
 
-@pytest.mark.parametrize("where", [(sharding, "save_file"), (torch, "save"), (checkpoints, "sync_and_hash")])
-def test_a_disk_that_fills_during_a_save_leaves_the_last_good_checkpoint(trained, whole, tmp_path, monkeypatch, where):
-    module, name = where
+@pytest.mark.parametrize(
+    ("module", "name", "options"),
+    [
+        (sharding, "save_file", LONG),
+        (torch, "save", LONG),
+        (checkpoints, "sync_and_hash", LONG),
+        (checkpoints, "sync_and_hash", ASYNC),
+    ],
+    ids=["tensors", "pickles", "sync", "sync while training"],
+)
+def test_a_disk_that_fills_during_a_save_leaves_the_last_good_checkpoint(
+    trained, whole, tmp_path, monkeypatch, module, name, options
+):
     original = getattr(module, name)
 
     def full(*args, **kwargs):
@@ -110,12 +140,11 @@ def test_a_disk_that_fills_during_a_save_leaves_the_last_good_checkpoint(trained
     with monkeypatch.context() as patch:
         patch.setattr(module, name, full)
         with pytest.raises(OSError, match="No space left"):
-            trained(**LONG)
-    left = tmp_path / "run" / "checkpoints"
-    assert sorted(p.name for p in left.iterdir()) == ["checkpoint-2", "checkpoint-4"]
-    assert Checkpoints(left).newest().name == "checkpoint-4"
-    trained(resume=True, **LONG)
-    assert records(tmp_path / "run") == records(whole)
+            trained(**options)
+    assert named(tmp_path / "run") == ["checkpoint-2", "checkpoint-4"]
+    assert Checkpoints(tmp_path / "run" / "checkpoints").newest().name == "checkpoint-4"
+    trained(resume=True, **options)
+    assert_same_records(tmp_path / "run", whole)
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_a_draft_that_is_cleared(trained, whole, tmp_path, monkeypatch):
@@ -125,19 +154,13 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_a_draft_that_is_cleared(tra
         tensor_files = write(trainer, processes, folder, state, *rest, **options)
         return tensor_files if state["step"] < 6 else (lambda: (tensor_files(), os.kill(os.getpid(), signal.SIGKILL)))
 
-    child = os.fork()
-    if child == 0:  # a kill must not take pytest with it
-        monkeypatch.setattr(saving, "write", die)
-        trained(**LONG)
-        os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    left = tmp_path / "run" / "checkpoints"
-    assert sorted(p.name for p in left.iterdir()) == [".draft-6", "checkpoint-2", "checkpoint-4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write", die)
+        in_a_child(lambda: trained(**LONG))
+    assert named(tmp_path / "run") == [".draft-6", "checkpoint-2", "checkpoint-4"]
     trained(resume=True, **LONG)
-    assert not list(left.glob(".*"))
-    assert records(tmp_path / "run") == records(whole)
-    assert layers(tmp_path / "run").equals(layers(whole))
+    assert named(tmp_path / "run") == named(whole)
+    assert_same_records(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -162,6 +185,71 @@ def test_the_guard_goes_on_with_what_it_saw(trained, tmp_path, trainers, before_
     resumed, straight = trainers[1].guard, trainers[2].guard
     assert resumed.state_dict() == straight.state_dict()
     assert resumed.alarms.state_dict() == straight.alarms.state_dict()
+
+
+@pytest.fixture
+def held(monkeypatch, before_each_pass):
+    """Holds each checkpoint until training is two steps on; gives the steps held for good, and those that were let go
+    then.
+    """
+    chosen, overtaken, begun = set(), [], [0]
+    begin = Background.begin
+
+    def begin_late(self, act):
+        saved = begun[0]
+
+        def later():
+            wait_for(lambda: saved not in chosen and (begun[0] > saved + 1 or saved >= LONG["steps"]))
+            overtaken.append(saved)
+            act()
+
+        begin(self, later)
+
+    before_each_pass(lambda trainer, model, inputs: begun.__setitem__(0, trainer.state.global_step + 1))
+    monkeypatch.setattr(Background, "begin", begin_late)
+    return chosen, overtaken
+
+
+def test_the_files_of_a_run_that_does_not_wait_are_the_same(trained, whole, tmp_path, held):
+    trained(**ASYNC)
+    assert held[1] == [2, 4, 6, 8, 10, 12]
+    assert named(tmp_path / "run") == named(whole) == ["checkpoint-10", "checkpoint-12"]
+    for name in named(whole):
+        one, other = (folder / "checkpoints" / name for folder in (whole, tmp_path / "run"))
+        assert what_is_broken(other) is None
+        files = [sorted(p.relative_to(path) for p in path.rglob("*") if p.is_file()) for path in (one, other)]
+        assert files[0] == files[1]
+        for file in (file for file in files[0] if file.name not in ("run_state.json", "manifest.json")):
+            assert (one / file).read_bytes() == (other / file).read_bytes(), file
+        states = [json.loads((path / "run_state.json").read_text()) for path in (one, other)]
+        assert [state.pop("settings")["async_checkpoints"] for state in states] == [False, True]
+        assert states[0] == states[1]
+    assert records(tmp_path / "run") == records(whole)
+    assert_same_weights(tmp_path / "run", whole)
+
+
+def test_a_kill_while_one_waits_leaves_the_one_before(trained, whole, tmp_path, held, before_step):
+    held[0].add(6)
+
+    def killed():
+        before_step(8, die)
+        trained(**ASYNC)
+
+    in_a_child(killed)
+    assert named(tmp_path / "run") == [".draft-6", "checkpoint-2", "checkpoint-4"]
+    held[0].clear()
+    trained(resume=True, **ASYNC)
+    assert named(tmp_path / "run") == named(whole)
+    assert_same_records(tmp_path / "run", whole)
+
+
+def test_a_run_that_is_stopped_ends_with_a_whole_one(trained, whole, tmp_path, before_step):
+    before_step(7, once(signal.SIGTERM))
+    assert trained(**ASYNC)["status"] == "interrupted"
+    assert named(tmp_path / "run") == ["checkpoint-6", "checkpoint-7"]
+    trained(resume=True, **LONG)  # whether training waits decides nothing
+    assert_same_records(tmp_path / "run", whole)
+    assert_same_weights(tmp_path / "run", whole)
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path, capsys):
@@ -208,14 +296,12 @@ OPTIONS = {"steps": 10, "logging_steps": 1, "save_steps": 3, "eval_steps": 3, "l
 
 
 @pytest.fixture(scope="module")
-def runs(corpus, session_cache, tmp_path_factory):
+def runs(corpus, tmp_path_factory):
     """A whole run, and the same one stopped at step 8; tests copy it."""
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LAMINA_CACHE", str(session_cache))
-        pretraining.pretrain(settings(corpus, folder / "whole", **OPTIONS), bar=False)
-        with cut_at(8):
-            pretraining.pretrain(settings(corpus, folder / "stopped", **OPTIONS), bar=False)
+    pretraining.pretrain(settings(corpus, folder / "whole", **OPTIONS), bar=False)
+    with cut_at(8):
+        pretraining.pretrain(settings(corpus, folder / "stopped", **OPTIONS), bar=False)
     return folder
 
 
@@ -459,19 +545,14 @@ ROLLED_BACK = {**OPTIONS, "rollback": 1}
 
 
 @pytest.mark.parametrize("harm", [cut, gone])
-def test_damaged_rollbacks_are_refused(trained, tmp_path, monkeypatch, capsys, harm):
-    original, left = LaminaTrainer.training_step, [RuntimeError("pulled the plug")]
+def test_damaged_rollbacks_are_refused(trained, tmp_path, before_each_pass, capsys, harm):
+    def spoil(trainer, model, inputs):
+        step = trainer.state.global_step + 1
+        if trainer.order.data_step(step) == 5:
+            trainer.guard.see_loss(step, float("nan"))
 
-    def training_step(self, *args, **kwargs):
-        step = self.state.global_step + 1
-        if self.order.data_step(step) == 5:
-            self.guard.see_loss(step, float("nan"))
-        if step == 8 and self.order.data_step(step) > step and left:
-            raise left.pop()
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
-    with pytest.raises(RuntimeError, match="plug"):
+    before_each_pass(spoil)
+    with cut_at(8):
         trained(**ROLLED_BACK)
     path = tmp_path / "run" / "rollbacks.json"
     whole = path.read_bytes()
@@ -514,15 +595,6 @@ def failing(error):
         raise error
 
     return build
-
-
-def in_a_child(work):
-    """Do work in a child process that kills itself."""
-    child = os.fork()
-    if child == 0:
-        work()
-        os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
 def die(*args, **kwargs):

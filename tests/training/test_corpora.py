@@ -14,7 +14,6 @@ from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.settings import PretrainSettings
-from lamina.training.trainer import LaminaTrainer
 
 
 @pytest.fixture
@@ -42,15 +41,11 @@ def test_the_shares_are_in_the_log_and_the_result(trained, tmp_path, mix):
     assert result(tmp_path / "run")["mix"] == given["mix"]
 
 
-def test_the_model_is_given_the_blocks_in_these_shares(trained, monkeypatch):
-    seen = []
-    original = LaminaTrainer.training_step
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        seen.append((inputs["input_ids"] == ord(",")).any(dim=1).sum().item())  # only the other corpus has commas
-        return original(self, model, inputs, *args, **kwargs)
-
-    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
+def test_the_model_is_given_the_blocks_in_these_shares(trained, before_each_pass):
+    seen = []  # of each pass, how many blocks are of the other corpus: only that has commas
+    before_each_pass(
+        lambda trainer, model, inputs: seen.append((inputs["input_ids"] == ord(",")).any(dim=1).sum().item())
+    )
     trained(steps=5, batch_size=4, sequence_length=64)
     assert seen == [1] * 5
 
@@ -124,17 +119,15 @@ def tiny(tmp_path):
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def seen(before_each_pass):
     """Each micro-batch's place in the data's order, its step and its ids."""
     found = []
-    original = LaminaTrainer.training_step
 
-    def training_step(self, model, inputs, *args, **kwargs):
-        step = self.state.global_step + 1
-        found.append((step, self.order.data_step(step), inputs["input_ids"].clone()))
-        return original(self, model, inputs, *args, **kwargs)
+    def see(trainer, model, inputs):
+        step = trainer.state.global_step + 1
+        found.append((step, trainer.order.data_step(step), inputs["input_ids"].clone()))
 
-    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
+    before_each_pass(see)
     return found
 
 
@@ -184,19 +177,16 @@ def test_the_held_out_text_is_never_trained_on(train, folder, seen, trainers):
     assert not trained & held_out
 
 
-def test_a_rollback_leaves_the_streams_blocks_of_the_window_out(train, seen, small_chunks, monkeypatch):
+def test_a_rollback_leaves_the_streams_blocks_of_the_window_out(train, seen, small_chunks, before_each_pass):
     train("whole", save_steps=0, steps=20)
     wanted = blocks_by_place(seen)
     seen.clear()
-    original = LaminaTrainer.training_step
 
-    def spoiled(self, *args, **kwargs):
-        loss = original(self, *args, **kwargs)
-        if self.order.data_step(self.state.global_step + 1) == 7:
-            self.guard.see_loss(self.state.global_step + 1, float("nan"))
-        return loss
+    def spoil(trainer, model, inputs):
+        if trainer.order.data_step(trainer.state.global_step + 1) == 7:
+            trainer.guard.see_loss(trainer.state.global_step + 1, float("nan"))
 
-    monkeypatch.setattr(LaminaTrainer, "training_step", spoiled)
+    before_each_pass(spoil)
     found = train(save_steps=4, rollback=1)
     assert [told["skipped"] for told in found["rollbacks"]] in ([[5, 7]], [(5, 7)])
     back = next(i for i in range(1, len(seen)) if seen[i][0] < seen[i - 1][0])

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from training.tiny_runs import (
     at_step,
     cut_at,
     flags,
+    free_port,
     last_step,
     layers,
     records,
@@ -57,12 +57,6 @@ ASYNC = ("ddp", "fsdp2")
 STREAMED = {"streaming": True, "shuffle_buffer": 6}
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def torchrun(*argv, processes=2, timeout=240):
     """``torchrun ARGV`` to its end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
@@ -81,42 +75,40 @@ def train(folder, runs):
 
 
 @pytest.fixture(scope="module")
-def runs(corpus, session_cache, tmp_path_factory):
+def runs(corpus, tmp_path_factory):
     """One process; both ways of two, one of them stopped on the way and gone on with; a way changed in the middle."""
     folder = tmp_path_factory.mktemp("runs")
 
     def given(name, **changed):
         return settings(corpus, folder / name, **{**OPTIONS, **changed})
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LAMINA_CACHE", str(session_cache))
-        pretraining.pretrain(given("one"), bar=False)
-        (folder / "one-then-two").mkdir()
-        with cut_at(13):
-            pretraining.pretrain(given("one-then-two"), bar=False)
-        plan = [
-            {"settings": given("ddp", parallel="ddp").to_dict()},
-            {"settings": given("fsdp2", parallel="fsdp2").to_dict(), "terminate": 13},
-            {"settings": given("two-then-one", parallel="fsdp2").to_dict(), "terminate": 13},
-            {"settings": given("fsdp2", parallel="fsdp2").to_dict(), "resume": True},
-            {"settings": given("one-then-two", parallel="fsdp2").to_dict(), "resume": True},
-            {"settings": given("odd", batch_size=3).to_dict()},
-            {"settings": given("spoiled", parallel="fsdp2").to_dict(), "spoil": 4},
-            {"settings": given("streamed-ddp", **STREAMED).to_dict()},
-            {"settings": given("streamed-two-then-one", parallel="fsdp2", **STREAMED).to_dict(), "terminate": 13},
-            {"settings": given("tensor", **TENSOR).to_dict(), "terminate": 13},
-            {"settings": given("tensor-then-one", **TENSOR).to_dict(), "terminate": 13},
-            {"settings": given("tensor", **TENSOR).to_dict(), "resume": True},
-            *({"settings": given(f"{way}-async", parallel=way, async_checkpoints=True).to_dict()} for way in ASYNC),
-            *({"settings": given("refused", **{**TENSOR, **changed}).to_dict()} for changed, _ in REFUSED),
-        ]
-        said = train(folder, plan)
-        pretraining.pretrain(given("streamed-one", **STREAMED), bar=False)
-        pretraining.pretrain(given("streamed-two-then-one", **STREAMED), resume=True, bar=False)
-        pretraining.pretrain(given("two-then-one"), resume=True, bar=False)
-        pretraining.pretrain(given("tensor-then-one"), resume=True, bar=False)
-        with at_step(4, spoil):
-            pretraining.pretrain(given("spoiled-one"), bar=False)
+    pretraining.pretrain(given("one"), bar=False)
+    (folder / "one-then-two").mkdir()
+    with cut_at(13):
+        pretraining.pretrain(given("one-then-two"), bar=False)
+    plan = [
+        {"settings": given("ddp", parallel="ddp").to_dict()},
+        {"settings": given("fsdp2", parallel="fsdp2").to_dict(), "terminate": 13},
+        {"settings": given("two-then-one", parallel="fsdp2").to_dict(), "terminate": 13},
+        {"settings": given("fsdp2", parallel="fsdp2").to_dict(), "resume": True},
+        {"settings": given("one-then-two", parallel="fsdp2").to_dict(), "resume": True},
+        {"settings": given("odd", batch_size=3).to_dict()},
+        {"settings": given("spoiled", parallel="fsdp2").to_dict(), "spoil": 4},
+        {"settings": given("streamed-ddp", **STREAMED).to_dict()},
+        {"settings": given("streamed-two-then-one", parallel="fsdp2", **STREAMED).to_dict(), "terminate": 13},
+        {"settings": given("tensor", **TENSOR).to_dict(), "terminate": 13},
+        {"settings": given("tensor-then-one", **TENSOR).to_dict(), "terminate": 13},
+        {"settings": given("tensor", **TENSOR).to_dict(), "resume": True},
+        *({"settings": given(f"{way}-async", parallel=way, async_checkpoints=True).to_dict()} for way in ASYNC),
+        *({"settings": given("refused", **{**TENSOR, **changed}).to_dict()} for changed, _ in REFUSED),
+    ]
+    said = train(folder, plan)
+    pretraining.pretrain(given("streamed-one", **STREAMED), bar=False)
+    pretraining.pretrain(given("streamed-two-then-one", **STREAMED), resume=True, bar=False)
+    pretraining.pretrain(given("two-then-one"), resume=True, bar=False)
+    pretraining.pretrain(given("tensor-then-one"), resume=True, bar=False)
+    with at_step(4, spoil):
+        pretraining.pretrain(given("spoiled-one"), bar=False)
     return folder, said
 
 

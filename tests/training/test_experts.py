@@ -1,13 +1,12 @@
 """Expert balance: what is counted, how the biases move, the auxiliary loss, and all of it in runs."""
 
 import shutil
-import socket
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from training.tiny_experts import CHOSEN, CONFIGS, EXPERTS, config, moe, token_ids, watched
-from training.tiny_runs import cut_at, layers, settings
+from training.tiny_runs import cut_at, free_port, layers, settings
 
 from lamina.errors import UserError
 from lamina.training.monitor.experts import ExpertBalance, balance_loss, find_routers, scores
@@ -252,10 +251,7 @@ def _count_in_a_process(rank, port, out):
 
 @pytest.mark.slow
 def test_two_processes_share_their_loads_and_move_their_biases_alike(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_count_in_a_process, (port, str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(_count_in_a_process, (free_port(), str(tmp_path)), nprocs=2)
     torch.manual_seed(0)
     model = moe()
     experts = ExpertBalance(model)

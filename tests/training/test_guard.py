@@ -132,33 +132,23 @@ def test_a_poisoned_weight_ends_the_run_and_is_named(trained, tmp_path, before_s
     assert found["steps"] <= 5
 
 
-@pytest.mark.parametrize("clip", [1.0, 0.0])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_a_poisoned_gradient_ends_the_run_and_is_named(trained, before_step, clip, accumulation, layer):
-    before_step(3, poison_gradient(layer))
-    found = trained(steps=8, logging_steps=8, max_grad_norm=clip, gradient_accumulation=accumulation)
-    assert found["status"] == "diverged"
-    assert re.search(named(layer, "feed_forward"), found["reason"])
-    assert "at step 3" in found["reason"]
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Values are read at recorded steps only, as where reading waits for the device."""
     monkeypatch.setattr(recorder, "reading_waits", lambda tensor: True)
 
 
+@pytest.mark.parametrize(("clip", "late"), [(1.0, False), (0.0, False), (1.0, True)], ids=["clipped", "free", "late"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_gradient_that_is_read_late_is_told_of_the_step_where_it_broke(
-    trained, before_step, as_on_a_gpu, accumulation, layer
-):
+def test_a_poisoned_gradient_ends_the_run_and_is_named(trained, before_step, request, clip, late, accumulation, layer):
+    if late:
+        request.getfixturevalue("as_on_a_gpu")
     before_step(3, poison_gradient(layer))
-    found = trained(steps=8, logging_steps=8, gradient_accumulation=accumulation)
+    found = trained(steps=8, logging_steps=8, max_grad_norm=clip, gradient_accumulation=accumulation)
     assert found["status"] == "diverged"
-    assert "at step 3, read at step 8" in found["reason"]
     assert re.search(named(layer, "feed_forward"), found["reason"])
+    assert ("at step 3, read at step 8" if late else "at step 3") in found["reason"]
 
 
 @pytest.mark.parametrize(("layer", "sublayer"), [(0, "feed_forward"), (2, "attention"), (3, "feed_forward")])
@@ -232,27 +222,28 @@ ROLLBACK = {
 }  # fmt: skip
 
 
-def spoiled_data(monkeypatch, *places):
-    """Blocks of these steps of the data's order make the loss NaN, whichever step trains on them."""
-    seen = []
-    original = LaminaTrainer.training_step
+@pytest.fixture
+def spoiled_data(before_each_pass):
+    """Let blocks of some steps of the data's order make the loss NaN, whichever step trains on them."""
 
-    def training_step(self, model, inputs, *args, **kwargs):
-        step = self.state.global_step + 1
-        place = self.order.data_step(step)
-        rate = self.optimizer.param_groups[0]["lr"]
-        seen.append((step, place, rate))
-        loss = original(self, model, inputs, *args, **kwargs)
-        if place in places:
-            self.guard.see_loss(step, float("nan"))
-        return loss
+    def spoil(*places):
+        seen = []
 
-    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
-    return seen
+        def see(trainer, model, inputs):
+            step = trainer.state.global_step + 1
+            place = trainer.order.data_step(step)
+            seen.append((step, place, trainer.optimizer.param_groups[0]["lr"]))
+            if place in places:
+                trainer.guard.see_loss(step, float("nan"))
+
+        before_each_pass(see)
+        return seen
+
+    return spoil
 
 
-def test_a_run_goes_back_leaves_out_the_data_and_lowers_the_rate(trained, tmp_path, monkeypatch, caplog):
-    seen = spoiled_data(monkeypatch, 7)
+def test_a_run_goes_back_leaves_out_the_data_and_lowers_the_rate(trained, tmp_path, spoiled_data, caplog):
+    seen = spoiled_data(7)
     found = trained(**ROLLBACK)
     assert found["status"] in ("finished", "short", "stuck")
     assert found["steps"] == 16
@@ -282,8 +273,8 @@ def test_a_run_goes_back_leaves_out_the_data_and_lowers_the_rate(trained, tmp_pa
     assert result(folder)["rollbacks"] == json.loads((folder / "rollbacks.json").read_text())
 
 
-def test_after_the_last_return_the_run_has_diverged(trained, tmp_path, monkeypatch):
-    seen = spoiled_data(monkeypatch, 7, 9, 11)
+def test_after_the_last_return_the_run_has_diverged(trained, spoiled_data):
+    seen = spoiled_data(7, 9, 11)
     found = trained(**ROLLBACK)
     assert found["status"] == "diverged"
     assert [entry["learning_rate_factor"] for entry in found["rollbacks"]] == [0.5, 0.25]
@@ -293,21 +284,21 @@ def test_after_the_last_return_the_run_has_diverged(trained, tmp_path, monkeypat
     assert "at step 6" in found["reason"]
 
 
-def test_how_much_data_is_left_out_can_be_said(trained, monkeypatch):
-    seen = spoiled_data(monkeypatch, 7)
+def test_how_much_data_is_left_out_can_be_said(trained, spoiled_data):
+    seen = spoiled_data(7)
     trained(**ROLLBACK, rollback_skip=10)
     assert [(step, place) for step, place, _ in seen[7:]] == [(s, s + 10) for s in range(5, 17)]
 
 
-def test_without_the_option_a_divergence_ends_the_run(trained, monkeypatch):
-    spoiled_data(monkeypatch, 7)
+def test_without_the_option_a_divergence_ends_the_run(trained, spoiled_data):
+    spoiled_data(7)
     found = trained(**{**ROLLBACK, "rollback": 0})
     assert found["status"] == "diverged"
     assert found["rollbacks"] == []
 
 
-def test_a_run_that_diverged_before_its_first_checkpoint_starts_again(trained, tmp_path, monkeypatch):
-    seen = spoiled_data(monkeypatch, 2)
+def test_a_run_that_diverged_before_its_first_checkpoint_starts_again(trained, tmp_path, spoiled_data):
+    seen = spoiled_data(2)
     found = trained(**ROLLBACK)
     assert found["rollbacks"][0]["step"] == 0
     assert [(step, place) for step, place, _ in seen[2:]] == [(s, s + 2) for s in range(1, 17)]
@@ -316,9 +307,9 @@ def test_a_run_that_diverged_before_its_first_checkpoint_starts_again(trained, t
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == list(range(1, 17))
 
 
-def test_a_run_stopped_after_a_return_goes_on_with_it(trained, tmp_path, monkeypatch):
+def test_a_run_stopped_after_a_return_goes_on_with_it(trained, tmp_path, spoiled_data):
     """The learning rate, the data left out and the number of returns survive the process."""
-    spoiled_data(monkeypatch, 7)
+    spoiled_data(7)
     trained("whole", **ROLLBACK)
     with at_step(10, lambda trainer, model: os.kill(os.getpid(), signal.SIGTERM)):
         assert trained(**ROLLBACK)["status"] == "interrupted"
@@ -327,9 +318,9 @@ def test_a_run_stopped_after_a_return_goes_on_with_it(trained, tmp_path, monkeyp
     assert layers(tmp_path / "run").equals(layers(tmp_path / "whole"))
 
 
-def test_a_kill_right_after_the_decision_changes_nothing(trained, tmp_path, monkeypatch):
+def test_a_kill_right_after_the_decision_changes_nothing(trained, tmp_path, spoiled_data, monkeypatch):
     """The return is on disk, the checkpoint of the line given up still there: it is not gone on from."""
-    spoiled_data(monkeypatch, 11)
+    spoiled_data(11)
     trained("whole", **ROLLBACK, divergence_patience=1)
     monkeypatch.setattr(training, "is_good", lambda state: state["step"] <= 4)  # 8 was on its way up already
     trained("whole-4", **ROLLBACK)

@@ -56,7 +56,7 @@ PLACEMENTS_THAT_LEARN = with_learned_scales()
 
 
 @pytest.fixture(scope="module")
-def runs(corpus, session_cache, tmp_path_factory):
+def runs(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
 
     def given(name, placement=SCALAR, **changed):
@@ -71,14 +71,12 @@ def runs(corpus, session_cache, tmp_path_factory):
         {"settings": given("stopped", parallel="fsdp2").to_dict(), "resume": True},
         {"settings": given("one-then-two", parallel="fsdp2").to_dict(), "resume": True},
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LAMINA_CACHE", str(session_cache))
-        for number, placement in enumerate(PLACEMENTS_THAT_LEARN):
-            pretraining.pretrain(given(f"one-{number}", placement), bar=False)
-        with cut_at(4):
-            pretraining.pretrain(given("one-then-two"), bar=False)
-        said = train(folder, plan)
-        pretraining.pretrain(given("two-then-one"), resume=True, bar=False)
+    for number, placement in enumerate(PLACEMENTS_THAT_LEARN):
+        pretraining.pretrain(given(f"one-{number}", placement), bar=False)
+    with cut_at(4):
+        pretraining.pretrain(given("one-then-two"), bar=False)
+    said = train(folder, plan)
+    pretraining.pretrain(given("two-then-one"), resume=True, bar=False)
     assert said[0] == said[1]
     return folder
 

@@ -355,11 +355,9 @@ LASTING = {**SMALL, "steps": 240, "logging_steps": 10, "save_steps": 40, "eval_s
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(corpus, session_cache, tmp_path_factory):
+def uninterrupted(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LAMINA_CACHE", str(session_cache))
-        assert main(["pretrain", *flags(**LASTING, corpus=corpus, output=folder)]) == 0
+    assert main(["pretrain", *flags(**LASTING, corpus=corpus, output=folder)]) == 0
     return folder
 
 

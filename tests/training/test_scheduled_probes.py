@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from own_probes import write_probes
-from training.tiny_runs import layers, records
+from training.tiny_runs import cut_at, layers, records
 
 import lamina
 from lamina import build
@@ -79,20 +79,10 @@ def test_parts_and_notes_behind_the_resumed_step_are_dropped(tmp_path):
     assert (tmp_path / "a" / "notes.jsonl").read_text(encoding="utf-8") == lines[0]
 
 
-def test_a_resumed_run_goes_on_and_drops_what_came_after_its_checkpoint(trained, tmp_path, own, monkeypatch):
+def test_a_resumed_run_goes_on_and_drops_what_came_after_its_checkpoint(trained, tmp_path, own):
     trained("whole", probe_every=1, probes=own, steps=6)
-    from lamina.training.trainer import LaminaTrainer
-
-    original = LaminaTrainer.training_step
-
-    def stops(self, *args, **kwargs):
-        if self.state.global_step == 3:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LaminaTrainer, "training_step", stops)
-        assert trained(probe_every=1, probes=own, steps=6, save_steps=2)["status"] == "interrupted"
+    with cut_at(4):
+        trained(probe_every=1, probes=own, steps=6, save_steps=2)
     assert list(parts(tmp_path / "run")) == [0, 1, 2, 3]
     assert trained(resume=True, probe_every=1, probes=own, steps=6, save_steps=2)["status"] in ENDED
     whole, resumed = parts(tmp_path / "whole"), parts(tmp_path / "run")

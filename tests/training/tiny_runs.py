@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -56,18 +57,30 @@ def shared_cache(session_cache, monkeypatch):
 
 
 @contextmanager
-def at_step(step: int, act):
-    """Call ``act(trainer, model)`` right before the first forward pass of a step (counted from 1)."""
-    original, done = LaminaTrainer.training_step, []
+def at_each_pass(act):
+    """Call ``act(trainer, model, inputs)`` right before each forward pass of a step."""
+    original = LaminaTrainer.training_step
 
-    def training_step(self, model, *args, **kwargs):
-        if self.state.global_step + 1 == step and self not in done:
-            done.append(self)
-            act(self, model)
-        return original(self, model, *args, **kwargs)
+    def training_step(self, model, inputs, *args, **kwargs):
+        act(self, model, inputs)
+        return original(self, model, inputs, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LaminaTrainer, "training_step", training_step)
+        yield
+
+
+@contextmanager
+def at_step(step: int, act):
+    """Call ``act(trainer, model)`` right before the first forward pass of a step (counted from 1)."""
+    done = []
+
+    def once(trainer, model, inputs):
+        if trainer.state.global_step + 1 == step and trainer not in done:
+            done.append(trainer)
+            act(trainer, model)
+
+    with at_each_pass(once):
         yield
 
 
@@ -107,6 +120,12 @@ def start(*argv: str, **options) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-m", "lamina", *argv], env=environment, **{**pipes, **options})
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 def wait_for(condition, seconds: float = 60.0):
