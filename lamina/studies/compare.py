@@ -26,7 +26,7 @@ from lamina.studies.record import refuse_another_trial, stored_study, write_stud
 from lamina.studies.running import run_tasks, usual_workers
 from lamina.studies.settings import CompareSettings, MaxRateSettings, MaxRateStudySettings, TransferSettings
 from lamina.studies.task import Task
-from lamina.training.checkpointing.resuming import refuse_another_text
+from lamina.training.checkpointing.resuming import is_model_damaged, refuse_another_text
 from lamina.training.execution.devices import decided
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.pretrain import pretrain
@@ -130,7 +130,11 @@ def run_study(
     header: Json = {} if job.kind == Kind.COMPARE else {"kind": str(job.kind)}
     run = {"command": settings.command(), "version": environment(0)["versions"].get("lamina"), "created": created}
     write_study(folder, {**header, **run, "settings": complete.to_dict()})
-    results = {t: r for t, s in trials.items() if (r := read_result(Path(s.output))) and r["status"] in ENDED}
+    results: dict[str, Json] = {}
+    for trial, one in trials.items():
+        result = read_result(Path(one.output))
+        if result is not None and result["status"] in ENDED and not is_model_damaged(Path(one.output)):
+            results[trial] = result
     tasks = {trial: Task(settings=s, job=of_trial) for trial, s in trials.items() if trial not in results}
     names = list(dict.fromkeys([*columns.names(), *keys]))
 

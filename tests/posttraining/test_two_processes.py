@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from training.test_distributed import DOCS, free_port, scripts, torchrun
 from training.tiny_runs import SMALL, TIMING, flags
 
-from lamina import pretrain
+from lamina.training.pretrain import pretrain
 
 pytestmark = pytest.mark.slow
 FSDP2, LORA = {"parallel": "fsdp2"}, {"lora_rank": 2, "best_by": "loss"}

@@ -131,6 +131,16 @@ def test_finished_trials_are_skipped_and_placements_rates_and_seeds_can_be_added
     assert list(again.eval_loss) == [more.set_index("trial").eval_loss[t] for t in again.trial]
 
 
+def test_a_finished_trials_damaged_model_is_named_and_written_again(study, tmp_path, caplog):
+    compare(study(), bar=False)
+    weights = next(tmp_path.glob("study/trials/pre_ln*/model/model.safetensors"))
+    whole = weights.read_bytes()
+    weights.rename(weights.with_name("other.safetensors"))
+    compare(study(), resume=True, bar=False)
+    assert "model.safetensors is missing; it is written again" in caplog.text
+    assert weights.read_bytes() == whole
+
+
 def test_a_placement_file_that_changed_is_not_taken_for_the_finished_trial(study, tmp_path):
     path = tmp_path / "mine.yaml"
     rule = {"attention": {"pre_norm": True}, "feed_forward": {"pre_norm": True}}

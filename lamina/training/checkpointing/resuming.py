@@ -233,15 +233,22 @@ def result_to_keep(folder: Path) -> Json | None:
     result = read_result(folder)
     if result is None or result["status"] not in ENDED:
         RunFolder(folder).require_records()
-    elif result["status"] != Status.DIVERGED:
-        try:
-            if not (folder / MODEL).is_dir():
-                raise UserError(f"{folder}: the model is missing")
-            refuse_damaged(folder / MODEL)
-        except UserError as error:
-            logger.warning("%s; it is written again from the last checkpoint", str(error).partition(" (allowed")[0])
-            return {**result, "status": "interrupted"}
+    elif result["status"] != Status.DIVERGED and is_model_damaged(folder, missing=True):
+        return {**result, "status": "interrupted"}
     return result
+
+
+def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
+    """Return whether a run's model is damaged or, with ``missing``, not there; warn of it."""
+    try:
+        if (folder / MODEL).is_dir():
+            refuse_damaged(folder / MODEL)
+        elif missing:
+            raise UserError(f"{folder}: the model is missing")
+    except UserError as error:
+        logger.warning("%s; it is written again from the last checkpoint", str(error).partition(" (allowed")[0])
+        return True
+    return False
 
 
 def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
