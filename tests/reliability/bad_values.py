@@ -8,6 +8,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
+from lamina.jobs.aliases import meaning
+
 Row = tuple[str, list[str], tuple[str, ...], dict[str, str], bool]
 
 TINY = {
@@ -32,7 +34,7 @@ BASE: dict[str, tuple[list[str], dict[str, str]]] = {
     "placements": (["keel"], {}),
     "backbones": ([], {}),
 }
-ANY_TEXT = ("text_field",)  # every text but one with NUL has a meaning
+ANY_TEXT = ("text_field", "stop")  # every text but one with NUL has a meaning
 PATHS = ("output", "svg", "screenshot", "config")
 LISTS = {"learning_rates": float, "verify_rates": float, "seeds": int, "widths": int}
 ZERO_IS_GOOD = ("eval_blocks", "eval_task_limit", "save_steps", "probe_every", "rollback", "rollback_skip", "seed")
@@ -86,7 +88,10 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
             if kind is not bool:
                 yield "flags", [*line(name, **{field: None}), flag], mentions, {}, False  # without a value
             wrong = misspelled(flag, drawn)
-            if wrong not in {o for a in actions(name) for o in a.option_strings}:
+            flags = {o for a in actions(name) for o in a.option_strings}
+            if wrong not in flags and not meaning(
+                wrong[2:].replace("-", "_"), {o[2:].replace("-", "_") for o in flags}
+            ):
                 yield "flags", [*line(name), wrong, "1"], (wrong,), {}, False
         yield "flags", [*line(name), "--" + word(drawn)], ("unknown option", "unrecognized"), {}, False
         yield "flags", [*line(name), word(drawn), word(drawn)], ("argument", "unknown", "is no"), {}, False

@@ -153,7 +153,10 @@ def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if linked is not None:
             linked += [path for name in folders if (path := Path(folder, name)).is_symlink()]
-        paths += [path for name in files if not name.startswith(".") and (path := Path(folder, name)).is_file()]
+        try:
+            paths += [path for name in files if not name.startswith(".") and (path := Path(folder, name)).is_file()]
+        except PermissionError as error:  # a link into a folder of somebody else's
+            refuse(error)
     return sorted(paths, key=lambda path: path.relative_to(root).parts)
 
 

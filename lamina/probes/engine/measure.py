@@ -247,12 +247,12 @@ def make_context(
         batch_size=settings.batch_size,
         seed=settings.seed,
     )
-    if whole:
-        for note in notes[len(loaded.notes) :]:  # the user's own text, of which a part is not measured
-            logger.warning(note)
+    left_out = notes[len(loaded.notes) :] if whole else []  # the user's own text, of which a part is not measured
     if reads_images(model) and texts_or_blocks is None and settings.corpus in (NOISE, EMBEDDED):
         notes.append("the images are Gaussian noise: pass real ones with --corpus to see what the model does with them")
     structure = structure_of(model, batches[0], layers=settings.layers)
+    for note in left_out:
+        logger.warning(note)
     base = base_of(model, structure, batches[0])
     device = next(model.parameters()).device
     with evaluating(model):
