@@ -68,6 +68,7 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
     source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, field="model").dtype
     context = make_context(source, settings)
+    context.warn_of_unread()
     model = cast(PreTrainedModel, context.model)
     old = model if isinstance(model.config, LaminaConfig) else from_transformers(model)
     if not isinstance(old, LaminaForCausalLM):

@@ -74,6 +74,7 @@ def prune(
     source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, "model").dtype
     context = make_context(source, settings)
+    context.warn_of_unread()
     count = context.structure.num_layers
     if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
         raise UserError(f"model: {source!r} remembers earlier layers' states by their index (allowed: one without)")

@@ -201,7 +201,10 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
     if settings.probe_every or settings.probes != PretrainSettings.probes:
         registry.make_all(settings.probes)
-    initializers.check(recommended(plan) if settings.init == "recommended" else settings.init)
+    if settings.init != "recommended":
+        initializers.check(settings.init)
+    if settings.from_model is None:  # also where the run takes another: a placement's file may name what does not exist
+        initializers.check(recommended(plan))
     arguments = training_arguments(settings, processes)
     if settings.optimizer == "muon" and "optim" in settings.trainer:
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from lamina.errors import UserError
 from lamina.probes.engine.losses import token_losses
 from lamina.probes.structure.hooks import Output, forward
 from lamina.probes.structure.sites import Structure
+
+logger = logging.getLogger(__name__)
 
 
 class RunState(TypedDict, total=False):
@@ -44,6 +47,7 @@ class Context:
         warnings: reasons to doubt the results; the page shows them first.
         new_weights: the head's weights that the checkpoint does not have; with any, the model's predictions are random.
         whole: whether the inputs are the user's own, of which a probe measures all unless its options say otherwise.
+        unread: the notes on parts of the user's own text that are not measured.
     """
 
     model: nn.Module
@@ -59,6 +63,7 @@ class Context:
     warnings: list[str] = field(default_factory=list)
     new_weights: Sequence[str] = ()
     whole: bool = False
+    unread: Sequence[str] = ()
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +82,10 @@ class Context:
     def on_device(self, batch: Mapping[str, torch.Tensor], sequences: int | None = None) -> dict[str, torch.Tensor]:
         """Return a batch, or its first ``sequences`` inputs, where the model is."""
         return {name: tensor[:sequences].to(self.device) for name, tensor in batch.items()}
+
+    def warn_of_unread(self) -> None:
+        for note in self.unread:
+            logger.warning(note)
 
     def note(self, text: str) -> None:
         """Add a note for the reader of the page, once."""

@@ -197,7 +197,9 @@ def probe(
     chosen = make_all(probes)
     record = ProbeSettings.from_dict(settings)
     strict = not (isinstance(probes, str) and probes.strip() == "all")
-    return measure(make_context(model_or_path, record, texts_or_blocks, tokenizer), chosen, record, strict=strict)
+    context = make_context(model_or_path, record, texts_or_blocks, tokenizer)
+    context.warn_of_unread()  # there is no page
+    return measure(context, chosen, record, strict=strict)
 
 
 def measure(
@@ -247,12 +249,10 @@ def make_context(
         batch_size=settings.batch_size,
         seed=settings.seed,
     )
-    left_out = notes[len(loaded.notes) :] if whole else []  # the user's own text, of which a part is not measured
+    unread = notes[len(loaded.notes) :] if whole else []
     if reads_images(model) and texts_or_blocks is None and settings.corpus in (NOISE, EMBEDDED):
         notes.append("the images are Gaussian noise: pass real ones with --corpus to see what the model does with them")
     structure = structure_of(model, batches[0], layers=settings.layers)
-    for note in left_out:
-        logger.warning(note)
     base = base_of(model, structure, batches[0])
     device = next(model.parameters()).device
     with evaluating(model):
@@ -271,6 +271,7 @@ def make_context(
         warnings=[_WITHOUT_HEAD.format(names)] if new else [],
         new_weights=new,
         whole=whole,
+        unread=unread,
     )
 
 
