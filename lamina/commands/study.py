@@ -10,6 +10,7 @@ from lamina.api import study
 from lamina.commands.arguments import Parser
 from lamina.core.json_types import Json
 from lamina.core.terminal import show, show_error
+from lamina.core.values import entries
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.catalog import JOBS
 from lamina.jobs.names import PAGE
@@ -90,7 +91,7 @@ def _run(argv: list[str]) -> int:
     from lamina.papers.study_catalog import names
 
     listed = str(typed.pop("study", None) or "")
-    studies = names() if listed == "all" else [name.strip() for name in listed.split(",") if name.strip()]
+    studies = names() if listed == "all" else entries(listed)
     if not studies:
         raise UserError("study: none given (allowed: a name, several with commas, a YAML file, all)")
     if len(studies) > 1 and "output" in typed:

@@ -53,6 +53,22 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
 
 
 @contextmanager
+def patched(holder: object, **attributes: object) -> Iterator[None]:
+    """Give an object, which may be a module, these attributes; at the end it has its own again, or none."""
+    before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
+    for name, value in attributes.items():
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(holder, name, before[name])
+            else:
+                delattr(holder, name)
+
+
+@contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Run modules compiled in place eagerly: a compiled one calls no hooks inside it, and recompiles for each shape."""
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}

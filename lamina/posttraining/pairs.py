@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from transformers import PreTrainedModel, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.jobs.kinds import Kind
+from lamina.modeling.parts import patched
 from lamina.posttraining.examples import IGNORED, Fields, preference_of
 from lamina.posttraining.settings import DpoSettings, RewardSettings
 from lamina.posttraining.trainer import NoReference, Passed, TunedTrainer
@@ -75,7 +74,10 @@ class PairTrainer(TunedTrainer):
             self._metrics["eval"].clear()
             return Measured(loss=float(loss), metrics=metrics, counts=_counts(inputs))
 
-        with _on_its_own(self.accelerator):
+        def keep(data: Passed, *args: Passed, **kwargs: Passed) -> Passed:
+            return data  # TRL would gather a batch's numbers: one process may have a batch more than another
+
+        with patched(self.accelerator, gather=keep, gather_for_metrics=keep):
             return self.held_out_batches(measure)
 
 
@@ -100,23 +102,6 @@ def _overall(batches: Sequence[Measured]) -> dict[str, list[float]]:
         else:
             overall[name] = [value for value, times in zip(values, weights, strict=True) for _ in range(times)]
     return overall
-
-
-@contextmanager
-def _on_its_own(accelerator: Accelerator) -> Iterator[None]:
-    """Keep TRL from gathering a batch's numbers: one process may have a batch more than another."""
-
-    def keep(data: Passed, *args: Passed, **kwargs: Passed) -> Passed:
-        return data
-
-    names = ("gather", "gather_for_metrics")
-    for name in names:
-        setattr(accelerator, name, keep)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(accelerator, name)
 
 
 class PairStage(TuningStage[S]):

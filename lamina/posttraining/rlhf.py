@@ -30,10 +30,12 @@ from transformers import PreTrainedModel, TrainingArguments
 from lamina.core.json_types import Json
 from lamina.core.values import mapping
 from lamina.errors import UserError
-from lamina.jobs.files import write_text
+from lamina.jobs.files import write_lines
 from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.run_folder import parse_lines
 from lamina.jobs.settings import at_least
+from lamina.modeling.parts import patched
 from lamina.modeling.processes import Processes
 from lamina.posttraining.examples import Fields, prompt_of
 from lamina.posttraining.rewards import Rewards, check_rewards, make_rewards, padded
@@ -225,23 +227,16 @@ class ReMaxTrainer(PolicyTrainer):
         if not self.bare_model().training:
             return super()._generate_single_turn(prompt_ids, *others)
         sampled = super()._generate_single_turn(prompt_ids[0::2], *others)
-        stochastic = self.generation_config, self.generation_kwargs
         greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
-        self.generation_config = copy.deepcopy(stochastic[0])
-        self.generation_config.update(**greedy)
-        self.generation_kwargs = {**stochastic[1], **greedy}
-        try:
+        config = copy.deepcopy(self.generation_config)
+        config.update(**greedy)
+        with patched(self, generation_config=config, generation_kwargs={**self.generation_kwargs, **greedy}):
             best = super()._generate_single_turn(prompt_ids[1::2], *others)
-        finally:
-            self.generation_config, self.generation_kwargs = stochastic
         return [answer for pair in zip(sampled, best, strict=True) for answer in pair]
 
     def _generate_and_score_completions(self, inputs: list[Fields]) -> Passed:
-        beta, self.beta = self.beta, 0.0  # TRL would charge the KL to the baseline, too
-        try:
+        with patched(self, beta=0.0):  # TRL would charge the KL to the baseline, too
             output = super()._generate_and_score_completions(inputs)
-        finally:
-            self.beta = beta
         output = {name: value[0::2] for name, value in output.items()}  # the greedy answers were the baseline
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
@@ -259,14 +254,11 @@ class ReMaxTrainer(PolicyTrainer):
         settings = {"beta": self.beta, "kl_per": self.kl_per}
         weight = remax_weights(inputs["advantages"], logps, reference, answers, **settings)
         kl = ((logps.detach() - reference) * answers).sum()
-        self._log_answers(kl, answers.sum(), torch.tensor(len(answers), device=kl.device))
+        sums = torch.stack([kl.float(), answers.sum().float(), torch.tensor(float(len(answers)), device=kl.device)])
+        kl, tokens, count = self.accelerator.reduce(sums, reduction="sum")
+        self._metrics["train"]["kl"].append(float(kl / tokens.clamp(min=1)))
+        self._metrics["train"]["kl_per_answer"].append(float(kl / count.clamp(min=1)))
         return remax_loss(weight, logps, answers)
-
-    def _log_answers(self, *sums: torch.Tensor) -> None:
-        kl, tokens, answers = self.accelerator.reduce(torch.stack([part.float() for part in sums]), reduction="sum")
-        measured = self._metrics["train"]
-        measured["kl"].append(float(kl / tokens.clamp(min=1)))
-        measured["kl_per_answer"].append(float(kl / answers.clamp(min=1)))
 
 
 def remax_weights(
@@ -301,16 +293,8 @@ def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) ->
 
 def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
     """Replace the held-out answers of this and later steps, which a resumed run repeats, by this evaluation's."""
-    earlier = [line for line in read_held_out(path) if line["step"] < step]
-    lines = [*earlier, *({"step": step, **number} for number in numbers)]
-    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def read_held_out(path: Path) -> list[Json]:
-    """Read the lines of held_out.jsonl; none if there is no such file."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    earlier = [line for line in parse_lines(path)[0] if line["step"] < step]
+    write_lines(path, [*earlier, *({"step": step, **number} for number in numbers)])
 
 
 def reward_gain(path: Path) -> Json:
@@ -320,7 +304,7 @@ def reward_gain(path: Path) -> Json:
     """
     from scipy import stats
 
-    lines = pd.DataFrame(read_held_out(path), columns=pd.Index(("step", "prompt", "reward")))
+    lines = pd.DataFrame(parse_lines(path)[0], columns=pd.Index(("step", "prompt", "reward")))
     rewards = lines.pivot_table(index="prompt", columns="step", values="reward", aggfunc="last")
     if len(rewards.columns) < 2:
         return {}

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, Trainer, TrainingArguments
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.aliases import meaning
+from lamina.probes.structure.hooks import evaluating
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.monitor.recorder import MonitoredTrainer
 from lamina.training.monitor.writers import StepSeries
@@ -153,7 +154,8 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         with self._arguments_told():
             metrics = self.held_out()
         self.evaluation = self.watched.measure(self)
-        self.evaluating(lambda: self.log(metrics))  # in training mode TRL would add its training means, and forget them
+        with evaluating(self.bare_model()):  # in training mode TRL would add its training means, and forget them
+            self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
@@ -174,19 +176,9 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         size = size or max(1, self.args.per_device_eval_batch_size)
         # a process without a batch measures another's: a sharded model needs every process
         starts = range(0, math.ceil(number / processes.size) if self.sharded else len(mine), size)
-        with torch.no_grad():
-            measured = self.evaluating(lambda: [measure(list(mine[at : at + size]) or [0]) for at in starts])
+        with torch.no_grad(), evaluating(self.bare_model()):
+            measured = [measure(list(mine[at : at + size]) or [0]) for at in starts]
         return measured[: math.ceil(len(mine) / size)]
-
-    def evaluating(self, act: Callable[[], T]) -> T:
-        """Act with the model in evaluation mode."""
-        model = self.bare_model()
-        was_training = model.training
-        model.eval()
-        try:
-            return act()
-        finally:
-            model.train(was_training)
 
     def without_adapters(self, **inputs: Passed) -> Passed:
         """Return the output of the model that training began with: this one, its LoRA matrices switched off."""
@@ -194,8 +186,8 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         assert tuner is not None
         tuner.disable_adapter_layers()
         try:
-            with torch.no_grad():
-                return self.evaluating(lambda: self.in_precision(**inputs))
+            with torch.no_grad(), evaluating(self.bare_model()):
+                return self.in_precision(**inputs)
         finally:
             tuner.enable_adapter_layers()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from lamina.training.checkpointing.saved_model import check_repository
 from lamina.training.execution.devices import decided, missing_compiler
 from lamina.training.execution.float8 import check_float8
 from lamina.training.monitor.experts import choose, find_routers
+from lamina.training.monitor.trackers import installed
 from lamina.training.objectives.objective import Objective, Processor, objective_of
 from lamina.training.objectives.text import about_eval_corpus
 from lamina.training.optimization.optimizer import check_optimizer, scaling_of, step_factors
@@ -196,9 +196,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
         with about_eval_corpus():
             single_corpus_of(settings.eval_corpus, settings.text_field)
     task_measure(settings)
-    for name in settings.reports():
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
+    installed(settings.report_to)
     if settings.probe_every or settings.probes != PretrainSettings.probes:
         registry.make_all(settings.probes)
     if settings.init != "recommended":

@@ -22,7 +22,7 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback
 
 from lamina.core.json_types import Json
 from lamina.data.blocks import ItemSource, PartShare
@@ -412,8 +412,7 @@ class TrainingRun:
         trainer = self.stage.trainer(self)
         if self.settings.async_checkpoints:
             trainer.background = Background(self.processes)
-        for callback in (ProgressCallback, PrinterCallback):
-            trainer.remove_callback(callback)
+        trainer.remove_callback(PrinterCallback)  # with ``disable_tqdm``, Trainer adds no other
         for callback in (self.recorder, *self._further):
             callback.trainer = trainer  # type: ignore[attr-defined]
         return trainer

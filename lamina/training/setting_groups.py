@@ -13,7 +13,7 @@ from lamina.core.backbone_presets import get as get_preset
 from lamina.core.backbone_presets import is_place
 from lamina.core.json_types import Json
 from lamina.core.scaling_schemes import DEPTH_SCHEMES, SCHEMES
-from lamina.core.values import comma_separated, corpus_name, mapping, one_of, path, place, steps_or_share, text
+from lamina.core.values import comma_separated, corpus_name, entries, mapping, one_of, path, place, steps_or_share, text
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import BatchSettings, TextSettings
 from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
@@ -362,7 +362,7 @@ class SpeedSettings(Settings, group="machine"):
 def trackers(name: str, value: object) -> str:
     """``none``, or a comma-separated list of trackers."""
     listed = text(name, value)
-    for target in filter(None, map(str.strip, listed.split(","))):
+    for target in entries(listed):
         one_of(name, target, ("none", *TRACKERS))
     return listed
 
@@ -378,9 +378,6 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
     trainer: Json = setting(
         {}, "any other argument of transformers' TrainingArguments, e.g. --trainer.optim adafactor", mapping
     )
-
-    def reports(self) -> list[str]:
-        return [target for part in self.report_to.split(",") if (target := part.strip()) not in ("", "none")]
 
 
 def in_steps(span: float, steps: int) -> int:

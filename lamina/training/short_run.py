@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lamina.data.blocks import ItemSource, TokenBlock
 from lamina.errors import UserError
+from lamina.modeling.parts import patched
 from lamina.modeling.scaling import StepFactors
 from lamina.training.arguments import training_arguments
 from lamina.training.monitor.experts import ExpertBalance
@@ -96,8 +97,7 @@ class ShortRun(TrainerCallback):
                 schedule=self.schedule,
             )
             trainer.series = self._series
-            for callback in (ProgressCallback, PrinterCallback):
-                trainer.remove_callback(callback)
+            trainer.remove_callback(PrinterCallback)
             try:
                 trainer.train()
             except Diverged:
@@ -106,15 +106,9 @@ class ShortRun(TrainerCallback):
     @contextmanager
     def full_precision(self) -> Iterator[None]:
         """Run the model without mixed precision's autocast around its forward pass."""
-        attributes = vars(self.model)
-        wrapped, plain = attributes.get("forward"), attributes.get("_original_forward")
-        if plain is not None:
-            attributes["forward"] = plain
-        try:
+        plain = vars(self.model).get("_original_forward")
+        with nullcontext() if plain is None else patched(self.model, forward=plain):
             yield
-        finally:
-            if plain is not None:
-                attributes["forward"] = wrapped
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

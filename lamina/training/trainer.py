@@ -21,6 +21,7 @@ from lamina.core.json_types import Json
 from lamina.modeling.parts import decaying, uncompiled
 from lamina.modeling.processes import Processes
 from lamina.modeling.scaling import StepFactors
+from lamina.probes.structure.hooks import evaluating
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing import state as saving
 from lamina.training.checkpointing.checkpoints import Background, Checkpoints, RunState, Stateful, collected
@@ -337,9 +338,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         batch = self.args.per_device_eval_batch_size * size
         totals: dict[str, float] = {"eval_loss": 0.0}
         weights = 0.0
-        was_training = model.training
-        model.eval()
-        try:
+        with evaluating(model):
             for start in range(0, len(held_out), batch):
                 chunk = range(start, min(start + batch, len(held_out)))
                 mine = chunk[rank::size]
@@ -355,8 +354,6 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
                 scored = {} if self.scores is None else self.scores(outputs["logits"], labels)
                 for name, values in scored.items():
                     totals[name] = totals.get(name, 0.0) + (float(values.sum()) if mine else 0.0)
-        finally:
-            model.train(was_training)
         counted = {name: len(held_out) / size for name in totals} | {"eval_loss": self.processes.mean(weights)}
         return {name: self.processes.mean(total) / counted[name] for name, total in totals.items()}
 

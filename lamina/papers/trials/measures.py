@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from lamina.errors import UserError, one_line
 from lamina.jobs.files import noted, write_json, write_parquet
-from lamina.jobs.run_folder import RunFolder
+from lamina.jobs.run_folder import RunFolder, parse_lines
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
@@ -124,9 +124,9 @@ def _records(folder: Path, name: str) -> pd.DataFrame:
             raise UserError("no layer records")
         return pd.concat([pd.read_parquet(part.absolute()) for part in parts], ignore_index=True)
     if name == "held_out":
-        from lamina.posttraining.rlhf import HELD_OUT, read_held_out
+        from lamina.posttraining.rlhf import HELD_OUT
 
-        return pd.DataFrame(read_held_out(folder / HELD_OUT))
+        return pd.DataFrame(parse_lines(folder / HELD_OUT)[0])
     if not (records := RunFolder(folder).metrics):
         raise UserError("no training records")
     rows = pd.DataFrame(records)

@@ -6,14 +6,14 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.modeling.parts import temporary_hooks
+from lamina.modeling.parts import patched, temporary_hooks
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.registry import Probe, Sample, check_most, sample_of
 from lamina.probes.structure.hooks import Args, Key, Kwargs, Output, argument_of, intercept, stream_of, with_argument
@@ -39,7 +39,8 @@ class LayerCall:
         Of several streams both are [sequences, tokens, n, channels].
         """
         args, kwargs = with_argument(self.args, self.kwargs, self.site.input.argument, x)
-        with _of_copies(self.site.module):
+        layer = self.site.module  # Lamina's first block of several streams is to take them, not to make them
+        with patched(layer, streams=0) if vars(layer).get("streams") else nullcontext():
             return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,20 +62,6 @@ class LayerCall:
         with intercept(points, lambda key, tensor: y if key == "start" else ends.append(tensor), calls=self.calls):
             self(self.stream)
         return ends[0]
-
-
-@contextmanager
-def _of_copies(layer: nn.Module) -> Iterator[None]:
-    """Let Lamina's first block of several streams take them, where it would make them of the embedding."""
-    attributes = vars(layer)
-    made = attributes.get("streams")
-    try:
-        if made:
-            attributes["streams"] = 0
-        yield
-    finally:
-        if made:
-            attributes["streams"] = made
 
 
 @contextmanager

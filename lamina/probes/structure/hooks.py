@@ -6,7 +6,7 @@ import inspect
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lamina.modeling.parts import temporary_hooks, uncompiled
+from lamina.modeling.parts import patched, temporary_hooks, uncompiled
 from lamina.probes.structure.sites import LayerSite, Point, Structure
 
 Output: TypeAlias = Any  # of a module: a tensor, a tuple, a list or a ModelOutput
@@ -169,17 +169,10 @@ def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Output:
 @contextmanager
 def forwards(functions: Mapping[nn.Module, Callable[..., Output]]) -> Iterator[None]:
     """In this context these modules compute what the functions return."""
-    before = {module: module.__dict__.get("forward") for module in functions}
-    for module, function in functions.items():
-        module.forward = function
-    try:
+    with ExitStack() as stack:
+        for module, function in functions.items():
+            stack.enter_context(patched(module, forward=function))
         yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
 
 
 def takes_cache(cls: type[nn.Module]) -> bool:

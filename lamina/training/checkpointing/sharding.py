@@ -126,9 +126,7 @@ def _scalar(vector: torch.Tensor) -> torch.Tensor:
 
 def _set_scalar(vector: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Set the one element of a sharded tensor, in place."""
-    part = vector.to_local() if isinstance(vector, DTensor) else vector
-    with torch.no_grad():
-        part.fill_(value.item())  # most processes' part is empty
+    local_part(vector).fill_(value.item())  # most processes' part is empty
     return vector
 
 

@@ -138,11 +138,8 @@ class GradientNorms:
 
     def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
         """This process' share of each group's sum of |x|**power, for one tensor like each parameter; None is zeros."""
-        parts, present = [], []
-        for index, tensor in enumerate(tensors):
-            if tensor is not None:
-                parts.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-                present.append(index)
+        present = [index for index, tensor in enumerate(tensors) if tensor is not None]
+        parts = [local_part(tensor) for tensor in tensors if tensor is not None]
         if not parts:
             device = local_part(self.parameters[0]).device if self.parameters else None
             return torch.zeros(len(self.keys), dtype=torch.float64, device=device)
@@ -155,7 +152,12 @@ class GradientNorms:
 
     def summed(self, parts: torch.Tensor, present: list[int] | None = None) -> torch.Tensor:
         """This process' share of each group's sum of a number of each parameter, or of those ``present``."""
-        groups, shares = self._index(list(range(len(self.groups))) if present is None else present, parts.device)
+        key = tuple(range(len(self.groups)) if present is None else present)
+        if key not in self._sent:  # sending them waits for the device
+            groups = torch.tensor([self.groups[index] for index in key], device=parts.device)
+            shares = torch.tensor([self._shares[index] for index in key], dtype=torch.float64, device=parts.device)
+            self._sent[key] = groups, shares
+        groups, shares = self._sent[key]
         sums = torch.zeros(len(self.keys), dtype=torch.float64, device=parts.device)
         return sums.index_add_(0, groups, parts * shares)
 
@@ -164,14 +166,6 @@ class GradientNorms:
         if self.sharded:
             torch.distributed.all_reduce(sums)
         return sums
-
-    def _index(self, present: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Groups and shares of the parameters ``present``, on the device; cached: sending them waits for the device."""
-        if (key := tuple(present)) not in self._sent:
-            groups = torch.tensor([self.groups[index] for index in present], device=device)
-            shares = torch.tensor([self._shares[index] for index in present], dtype=torch.float64, device=device)
-            self._sent[key] = (groups, shares)
-        return self._sent[key]
 
     def trained(self) -> set[Owner]:
         """Return the owners of ``rows`` that have a parameter which requires a gradient now."""

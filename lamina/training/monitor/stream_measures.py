@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lamina.modeling.parts import body_of, sublayers, uncompiled
+from lamina.modeling.parts import body_of, patched, sublayers, uncompiled
 from lamina.probes.engine.statistics import stream_figures
-from lamina.probes.structure.hooks import Args, Kwargs, Output, layers_running, watch
+from lamina.probes.structure.hooks import Args, Kwargs, Output, evaluating, layers_running, watch
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.monitor.writers import Row
 
@@ -79,17 +79,13 @@ def stream_rows(
     step: int,
 ) -> list[Row]:
     """The rows of ``hidden_state_rows`` at any ``points`` of a model, whose ``base`` is run."""
-    meter, was_training = ForwardMeter(points, top=TOP), model.training
-    model.eval()
-    try:
-        with torch.no_grad(), uncompiled(base), meter.measuring(base):
-            named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
-            if isinstance(model, FSDPModule):  # only its root gathers the embedding; all processes must call it
-                model(**named, use_cache=False, logits_to_keep=1)
-            else:
-                base(**named, use_cache=False)
-    finally:
-        model.train(was_training)
+    meter = ForwardMeter(points, top=TOP)
+    with torch.no_grad(), evaluating(model), uncompiled(base), meter.measuring(base):
+        named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
+        if isinstance(model, FSDPModule):  # only its root gathers the embedding; all processes must call it
+            model(**named, use_cache=False, logits_to_keep=1)
+        else:
+            base(**named, use_cache=False)
     return rows_of(step, [meter.take()])
 
 
@@ -303,11 +299,8 @@ def _inner_calls(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
         see(x.detach().amax().float())
         return softmax(x, *args, **kwargs)
 
-    functional.scaled_dot_product_attention, functional.softmax = seen_fused, seen_softmax
-    try:
+    with patched(functional, scaled_dot_product_attention=seen_fused, softmax=seen_softmax):
         yield
-    finally:
-        functional.scaled_dot_product_attention, functional.softmax = fused, softmax
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from transformers import TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
+from lamina.core.values import entries
 from lamina.errors import UserError
 from lamina.training.monitor.stream_measures import TOP
 from lamina.training.monitor.writers import Row
@@ -36,6 +37,15 @@ def series_of(row: Row) -> str:
     return f"{metric}.{section}/{place}" + (f"{index:03d}" if role == "expert" or index else "")
 
 
+def installed(report_to: str) -> list[str]:
+    """Name the trackers of the setting. Raises UserError for one that is not installed."""
+    names = [name for name in entries(report_to) if name != "none"]
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
+    return names
+
+
 class Trackers:
     """Logs rows into TensorBoard, W&B and trackio, from the first row on.
 
@@ -47,11 +57,7 @@ class Trackers:
     """
 
     def __init__(self, report_to: str, folder: Path):
-        self.names = [name for name in map(str.strip, report_to.split(",")) if name not in ("", "none")]
-        self._folder = folder
-        for name in self.names:
-            if importlib.util.find_spec(name) is None:
-                raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
+        self.names, self._folder = installed(report_to), folder
         self._writer: Library = None
         self._runs: list[Library] | None = None
         self._own: list[Library] = []
