@@ -21,7 +21,7 @@ from transformers import (
 
 from lamina.core.json_types import Json
 from lamina.core.values import text
-from lamina.data.blocks import ItemSource, PartShare, Splits, spread
+from lamina.data.blocks import Blocks, ItemSource, PartShare, Splits, pair_entropy, spread
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.folder import Resume
@@ -46,7 +46,6 @@ from lamina.training.monitor.experts import ExpertBalance, find_routers
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, still_falling, usual_guard
 from lamina.training.monitor.scheduled_probes import ScheduledProbes
 from lamina.training.monitor.writers import spike_columns
-from lamina.training.objectives.bigram import entropy_of
 from lamina.training.optimization.optimizer import WeightAverage, schedule_of, warmup_stable_decay
 from lamina.training.optimization.order import TrainOrder, order_of
 from lamina.training.resolve import POLICY, ResolvedRun, initial_model, resolve_run, task_measure, training_flops
@@ -54,7 +53,6 @@ from lamina.training.run import TrainingRun, TrainingStage, train
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
-
 
 def pretrain(
     settings: PretrainSettings | Mapping[str, Any],
@@ -271,6 +269,26 @@ class Pretraining(TrainingStage[PretrainSettings]):
             base_model=settings.from_model,
         )
         return run.model if run.average is None else run.average.model, card
+
+
+MOST_TOKENS = 2**24
+"""The table is fitted on at most so many tokens, the first that the run has read."""
+
+
+def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
+    """Return the loss in nats, on the run's held-out blocks, of the table of the first ``steps`` steps.
+
+    A model above it has shown nothing of its depth. A block that the run has read several times counts once. Of a stream, the table has the text that its unigram
+    entropy has, too. None where no next token is predicted, or nothing was read.
+    """
+    if not isinstance(splits, Blocks) or steps < 1:
+        return None
+    batch = order.batch_size * order.gradient_accumulation
+    steps = min(steps, max(1, MOST_TOKENS // (batch * splits.stats.sequence_length)))
+    micro_batches = (order.micro_batch(s, m) for s in range(1, steps + 1) for m in range(order.gradient_accumulation))
+    train = splits.train.for_run(settings.seed).rows([index for batch in micro_batches for index in batch])
+    held_out = splits.eval.rows(spread(len(splits.eval), settings.eval_blocks or len(splits.eval)))
+    return pair_entropy(train, held_out, splits.stats.vocab_size)
 
 
 class StreamPosition:

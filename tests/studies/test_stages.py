@@ -7,9 +7,8 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.columns import RESULT_COLUMNS
-from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan
-from lamina.papers.engine.study_run import _refuse_edited, results_table
+from lamina.papers.engine.study_run import _refuse_edited, results_table, run_plan
 from lamina.papers.study_catalog import read_study
 from lamina.papers.trials.jobs import JOBS, columns_of
 from lamina.papers.trials.measures import measure, missing

@@ -11,9 +11,8 @@ from studies.study_files import run_here, write_study
 from training.tiny_runs import SMALL
 from transformers import ModernBertConfig
 
-from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan
-from lamina.papers.engine.study_run import measured_table, results_table
+from lamina.papers.engine.study_run import measured_table, results_table, run_plan
 from lamina.papers.judging import Trials, at_equal_kl, frontiers
 from lamina.papers.study_catalog import read_study
 from lamina.papers.trials import store as stores

@@ -10,8 +10,8 @@ from studies.study_files import write_study
 from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.papers.engine.driver import runnable
 from lamina.papers.engine.plan import StudyPlan
+from lamina.papers.engine.study_run import runnable
 from lamina.papers.engine.verdicts import all_verdicts
 from lamina.papers.study_catalog import read_study
 from lamina.papers.trials import measures

@@ -13,9 +13,8 @@ from studies.study_files import run_here, write_study
 from training.tiny_runs import start, wait_for
 
 from lamina.cli import main
-from lamina.papers.engine.driver import run_plan
 from lamina.papers.engine.plan import StudyPlan
-from lamina.papers.engine.study_run import results_table
+from lamina.papers.engine.study_run import results_table, run_plan
 from lamina.papers.study_catalog import read_study
 from lamina.papers.trials.store import Records, Store
 

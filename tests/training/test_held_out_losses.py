@@ -21,9 +21,8 @@ from lamina.errors import UserError
 from lamina.reports import report
 from lamina.training import pretrain as pretraining
 from lamina.training.monitor.guard import STILL_FALLING, still_falling
-from lamina.training.objectives.bigram import entropy_of
 from lamina.training.optimization.order import order_of
-from lamina.training.pretrain import pretrain
+from lamina.training.pretrain import entropy_of, pretrain
 from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
 
