@@ -54,6 +54,7 @@ from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
+
 def pretrain(
     settings: PretrainSettings | Mapping[str, Any],
     *,
@@ -278,8 +279,9 @@ MOST_TOKENS = 2**24
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
     """Return the loss in nats, on the run's held-out blocks, of the table of the first ``steps`` steps.
 
-    A model above it has shown nothing of its depth. A block that the run has read several times counts once. Of a stream, the table has the text that its unigram
-    entropy has, too. None where no next token is predicted, or nothing was read.
+    A model above it has shown nothing of its depth. A block that the run has read several times counts once. Of a
+    stream, the table has the text that its unigram entropy has, too. None where no next token is predicted, or nothing
+    was read.
     """
     if not isinstance(splits, Blocks) or steps < 1:
         return None
