@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, TrainingArguments
 
 from lamina.core.json_types import Json
@@ -72,21 +71,17 @@ class PairTrainer(TunedTrainer):
             loss: Passed = self.compute_loss(self.in_precision, inputs)  # type: ignore[arg-type]
             metrics = {name: float(values[-1]) for name, values in self._metrics["eval"].items()}
             self._metrics["eval"].clear()
-            return Measured(loss=float(loss), metrics=metrics, counts=_counts(inputs))
+            counts = {"pairs": len(inputs["input_ids"]) // 2}
+            if "completion_mask" in inputs:  # of DPO; a text's first token is not predicted
+                better, worse = (int(part.sum()) for part in inputs["completion_mask"][:, 1:].chunk(2))
+                counts |= {"tokens": better + worse, "chosen": better, "rejected": worse}
+            return Measured(loss=float(loss), metrics=metrics, counts=counts)
 
         def keep(data: Passed, *args: Passed, **kwargs: Passed) -> Passed:
             return data  # TRL would gather a batch's numbers: one process may have a batch more than another
 
         with patched(self.accelerator, gather=keep, gather_for_metrics=keep):
             return self.held_out_batches(measure)
-
-
-def _counts(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    counts = {"pairs": len(inputs["input_ids"]) // 2}
-    if "completion_mask" in inputs:  # of DPO; a text's first token is not predicted
-        chosen, rejected = (int(part.sum()) for part in inputs["completion_mask"][:, 1:].chunk(2))
-        counts |= {"tokens": chosen + rejected, "chosen": chosen, "rejected": rejected}
-    return counts
 
 
 def _overall(batches: Sequence[Measured]) -> dict[str, list[float]]:

@@ -19,7 +19,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification
 
 from lamina.core.python_files import guarded, run_file
 from lamina.data.encoding import TextEncoder
@@ -106,10 +106,6 @@ class Rewards:
             for each in zip(*parts.values(), strict=True)
         ]
 
-    def __call__(self, rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
-        """Return the weighted sum for each answer."""
-        return self.total(self.parts(rows, answers, texts))
-
 
 def make_rewards(settings: RlhfSettings, device: torch.device, dtype: torch.dtype = torch.float32) -> Rewards:
     """Make the rewards of the settings' reward models, on this device, and of their functions."""
@@ -117,7 +113,7 @@ def make_rewards(settings: RlhfSettings, device: torch.device, dtype: torch.dtyp
     for path in settings.reward_models():
         folder = model_folder(path)
         name = folder.parent.name if folder.name == "model" else folder.name
-        made[_unused(name, made)] = _of_model(_loaded(path, device, dtype))
+        made[_unused(name, made)] = _of_model(path, device, dtype)
     for function in settings.reward_functions():
         made[_unused(_parts(function)[1], made)] = _of_function(
             function, seconds=settings.reward_timeout, announced=True
@@ -131,18 +127,17 @@ def _unused(name: str, known: Mapping[str, object]) -> str:
     return plain if plain not in known else _unused(f"{plain}_{len(known) + 1}", known)
 
 
-def _loaded(named: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    folder = model_folder(named)
+def _of_model(named: str, device: torch.device, dtype: torch.dtype) -> Score:
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            model_folder(named), dtype=dtype, use_safetensors=True
+        )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"reward_model: {named!r} can't be loaded ({one_line(error)})") from error
     if model.config.num_labels != 1:
         raise UserError(f"reward_model: it gives {model.config.num_labels} scores (needed: one)")
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
 
-
-def _of_model(model: PreTrainedModel) -> Score:
     @torch.no_grad()
     def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
         scores: list[float] = []

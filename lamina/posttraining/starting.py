@@ -241,16 +241,12 @@ def _check_outline(start: Start, settings: TuningSettings) -> None:
         else:
             model = build(start.config, start.plan, init="normal")
     start._attending(model)
-    if named != ALL_LINEAR:
-        _check_targets(named, model)
-
-
-def _check_targets(named: str, model: nn.Module) -> None:
-    """Raise UserError for a name that is no linear layer's: beside others, peft passes over it."""
+    if named == ALL_LINEAR:
+        return
     kinds = (nn.Linear, nn.Embedding, Conv1D)
     layers = [name for name, layer in model.named_modules() if isinstance(layer, kinds)]
     targeted = [name for name in layers if name.rpartition(".")[2] not in NOT_TARGETED]
-    for target in entries(named) or [named]:
+    for target in entries(named) or [named]:  # peft passes over one that is no linear layer's, beside others
         if not any(f".{name}".endswith(f".{target}") for name in targeted):
             raise unknown("lora_targets", target, [ALL_LINEAR, *{name.rpartition(".")[2] for name in targeted}])
 

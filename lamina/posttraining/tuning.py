@@ -483,11 +483,9 @@ class TuningStage(TrainingStage[S]):
                 raise
             raise UserError(f"trl: {one_line(error)}") from error
 
-    def verdict(self, run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
+    def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
         recorder, step = run.recorder, run.trainer.state.global_step
         assert isinstance(recorder, TuningRecorder)
-        if recorder.interrupted and not complete:
-            return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
         if not math.isfinite(float(str(recorder.last_measured.get(self.measure, math.nan)))):
             return Diverged(step, f"{self.measure} is not finite at step {step}")
         return Status.FINISHED, ""

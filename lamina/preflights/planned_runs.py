@@ -105,18 +105,12 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
             preflights = []
             for number, run in enumerate(runs):
                 progress.set_description(run.placement, refresh=False)
-                preflights.append(_measured(settings, run, blocks, device, progress))
+                burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=progress.update)
+                numbers, advice = features(burn_in), find(run.placement).advice
+                found = judge(numbers, burn_in)
+                preflights.append(Preflight(run=run, advice=advice, burn_in=burn_in, features=numbers, verdict=found))
                 progress.n = (number + 1) * steps
     return preflights
-
-
-def _measured(
-    settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, device: str, progress: tqdm
-) -> Preflight:
-    burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=lambda: progress.update(1))
-    numbers = features(burn_in)
-    advice = find(run.placement).advice
-    return Preflight(run=run, advice=advice, burn_in=burn_in, features=numbers, verdict=judge(numbers, burn_in))
 
 
 def burn_in_of(

@@ -190,11 +190,8 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
         return scores
 
-    def verdict(self, run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
-        """Return how a run ended, and why; ``complete``: it trained all its steps."""
+    def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
         settings, recorder, step = self.settings, run.recorder, run.trainer.state.global_step
-        if recorder.interrupted and not complete:
-            return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
         if not math.isfinite(loss := recorder.evaluation.loss):
             return Diverged(step, f"the eval loss is {loss}; {run.guard.first_to_leave()}")
         entropy, margin = self.splits.stats.unigram_entropy, settings.stuck_margin

@@ -154,8 +154,8 @@ class TrainingStage(ABC, Generic[S]):
         return {}
 
     @abstractmethod
-    def verdict(self, run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
-        """Decide how a run ended, and why, in the first process; ``complete``: it trained all its steps."""
+    def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
+        """Decide how a run that was not interrupted ended, and why, in the first process."""
 
     @abstractmethod
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
@@ -440,7 +440,13 @@ class TrainingRun:
             except Diverged as diverged:
                 recorder.record_divergence(diverged)
                 return diverged
-        return self.processes.by_first(lambda: self.stage.verdict(self, step >= steps))
+
+        def verdict() -> tuple[Status, str] | Diverged:
+            if recorder.interrupted and step < steps:
+                return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
+            return self.stage.verdict(self)
+
+        return self.processes.by_first(verdict)
 
     def _warn_of_repetition(self) -> None:
         """Warn of corpora of a mix that the run sees more than once."""

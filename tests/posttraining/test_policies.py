@@ -201,7 +201,8 @@ def test_remax_compares_a_sampled_with_a_greedy_answer(policy, monkeypatch):
         whole = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **given)
         assert whole[0].tolist() == [*prompt, *answer]
     rows = [{"prompt_ids": prompt} for prompt in prompts]
-    clipped = [max(-0.01, min(0.01, r)) for r in trainer.rewards(rows, answers, [""] * len(rows))]
+    parts = trainer.rewards.parts(rows, answers, [""] * len(rows))
+    clipped = [max(-0.01, min(0.01, r)) for r in trainer.rewards.total(parts)]
     expected = sorted(s - g for s, g in zip(clipped[0::2], clipped[1::2], strict=True))
     assert sorted(trained[0]["advantages"].tolist()) == pytest.approx(expected, abs=1e-6)
     kept = sorted(ids[: int(m.sum())].tolist() for ids, m in
@@ -381,7 +382,8 @@ def test_functions_of_trls_form_are_asked_as_trl_asks(tmp_path):
     def asked(name, prompt, text, **fields):
         settings = RlhfSettings(reward_function=f"{tmp_path / 'own.py'}:{name}")
         row = {"prompt": "rendered", "row": json.dumps({"prompt": prompt, **fields})}
-        return make_rewards(settings, torch.device("cpu"))([row], [[5, 6]], [text])
+        rewards = make_rewards(settings, torch.device("cpu"))
+        return rewards.total(rewards.parts([row], [[5, 6]], [text]))
 
     assert asked("letters", "p", "aab", solution="xyz") == [2.32]
     assert asked("letters", "p", "aab", solution="") == [0.0]

@@ -484,9 +484,9 @@ def test_the_best_evaluation_is_known_without_its_record(run, monkeypatch):
 
     original = Pretraining.verdict
 
-    def verdict(stage, run, complete):
+    def verdict(stage, run):
         seen.append((run.recorder.evaluation.step, run.recorder.best_eval))
-        return original(stage, run, complete)
+        return original(stage, run)
 
     monkeypatch.setattr(Pretraining, "verdict", verdict)
     monkeypatch.setattr(LaminaTrainer, "evaluate", lambda self, **ignored: {})

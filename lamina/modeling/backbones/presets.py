@@ -59,7 +59,8 @@ def resolve_backbone(
             num_heads = _heads(hidden_size, head_dim_of(config))
         names = ("intermediate_size", "moe_intermediate_size", "n_inner")
         inner = {name: size for name in names if (size := getattr(config, name, None))}  # GPT-2's default is None
-        changes |= {name: _round_up(size / config.hidden_size * hidden_size) for name, size in inner.items()}
+        for name, size in inner.items():  # to a multiple of 8, rounded up
+            changes[name] = -(-round(size / config.hidden_size * hidden_size) // 8) * 8
         changes["hidden_size"] = hidden_size
     if num_heads is not None:
         width = config.hidden_size if hidden_size is None else hidden_size
@@ -130,10 +131,6 @@ def head_dim_of(config: PreTrainedConfig) -> int:
     if hasattr(config, "kv_lora_rank"):
         return config.hidden_size // config.num_attention_heads
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _round_up(width: float) -> int:
-    return -(-round(width) // 8) * 8
 
 
 def _heads(width: int, head_dim: int) -> int:

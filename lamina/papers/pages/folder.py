@@ -152,12 +152,7 @@ def has_claims(folder: Path) -> bool:
 
 def read_folder(folder: Path) -> StudyFolder:
     """Read a study's folder or record. Raises UserError that names the file which is missing or damaged."""
-    return StudyFolder(
-        folder=folder, header=study_header(folder), results=_results(folder / RESULTS), claims=read_claims(folder) or []
-    )
-
-
-def _results(path: Path) -> Frame:
+    header, path = study_header(folder), folder / RESULTS
     try:
         raw: Frame = pd.read_csv(path.absolute(), dtype={"key": str}, keep_default_na=False, na_values=["", "nan"])
     except FileNotFoundError:
@@ -165,7 +160,8 @@ def _results(path: Path) -> Frame:
     except (OSError, ValueError) as error:
         raise UserError(f"{str(path)!r}: not readable as CSV ({error})") from None
     tuned = raw["tuned"].astype(str).eq("True") if "tuned" in raw else pd.Series(False, index=raw.index)
-    return complete(raw).assign(tuned=tuned)
+    results = complete(raw).assign(tuned=tuned)
+    return StudyFolder(folder=folder, header=header, results=results, claims=read_claims(folder) or [])
 
 
 def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:

@@ -87,20 +87,17 @@ class Records:
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
         """A measure's table of one trial; None if there is no record of it."""
         if measure not in self._tables:
-            self._tables[measure] = self._read(measure)
+            tables: dict[str, pd.DataFrame] = {}
+            for path in self._files(f"{TABLES}/{file_name(measure)}"):
+                for name, rows in read_table(path).groupby("key", sort=False):
+                    tables[str(name)] = rows.drop(columns="key").reset_index(drop=True)
+            self._tables[measure] = tables
         return self._tables[measure].get(key)
 
     def _files(self, name: str) -> list[Path]:
         """List the records' files of a name, the study's own last, since later ones win."""
         own = self.folder / self.own / name
         return sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == own, path))
-
-    def _read(self, measure: str) -> dict[str, pd.DataFrame]:
-        tables: dict[str, pd.DataFrame] = {}
-        for path in self._files(f"{TABLES}/{file_name(measure)}"):
-            for name, rows in read_table(path).groupby("key", sort=False):
-                tables[str(name)] = rows.drop(columns="key").reset_index(drop=True)
-        return tables
 
 
 def recorded_keys(record: Path) -> list[str]:

@@ -269,7 +269,9 @@ class Samples:
             self.resumed &= not any(len(optimizer.state) for optimizer in optimizers)
             return
         now = self._take({(place, key): value for place, key, value in self._moments(optimizers)})
-        if now is not None and now.shape == self._last.shape and not _same(now, self._last):
+        if now is None or now.shape != self._last.shape:
+            return
+        if now.device.type != "cpu" or not torch.equal(now, self._last):  # comparing on a GPU would wait for it
             self._drift = now - self._last if self._drift is None else self._drift + (now - self._last)
 
     def after_step(self, optimizers: Optimizers) -> None:
@@ -339,11 +341,6 @@ def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
     stride = max(1, tensor.numel() // size)
     stride -= stride > 2 and stride % 2 == 0  # else they could all be of few columns
     return tensor.view(-1)[_START % stride :: stride][:size]
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two samples are the same, as far as that is known without waiting for a device."""
-    return one.device.type == "cpu" and torch.equal(one, other)
 
 
 class UpdateRatios(TrainerCallback):

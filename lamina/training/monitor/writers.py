@@ -305,19 +305,16 @@ class LayersWriter:
             return
         for part in layer_parts(self.folder.parent):
             if "layer_parts" not in state:
-                self._trim(part, state["step"])
+                rows = list(zip(*read_part(part).values(), strict=True))
+                kept = [row for row in rows if row[0] <= state["step"]]
+                if len(kept) < len(rows):
+                    part.unlink()
+                    self._write(_number(part), kept)
             elif _number(part) >= state["layer_parts"]:
                 part.unlink()
         if (missing := state.get("layer_parts", 0) - len(layer_parts(self.folder.parent))) > 0:
             logger.warning("%s: %d of its parts are missing: what they held is left out", self.folder, missing)
         self.next = state.get("layer_parts", self._after_last())
-
-    def _trim(self, part: Path, step: int) -> None:
-        rows = list(zip(*read_part(part).values(), strict=True))
-        kept = [row for row in rows if row[0] <= step]
-        if len(kept) < len(rows):
-            part.unlink()
-            self._write(_number(part), kept)
 
     def add(self, rows: Iterable[Row]) -> None:
         """Add rows of (step, layer, sublayer, role, index, metric, value)."""
