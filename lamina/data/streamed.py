@@ -75,7 +75,6 @@ def stream_blocks(
         eval_fraction: the largest share of the scanned text to hold out.
         eval_blocks: how many blocks to hold out, at least 64; 0 for 1,000.
         buffer: how many consecutive blocks are shuffled among themselves; 1 keeps the order of the corpus.
-        seed: the seed of the order.
     """
     check_split(sequence_length, eval_fraction)
     if is_trained(tokenizer_spec):
@@ -334,9 +333,7 @@ class StreamedBlocks(BlockSource):
     has one at or shortly before any block that training has reached.
 
     Args:
-        stream: the stream of the corpus.
         buffer: how many consecutive blocks are shuffled among themselves; 1 for none.
-        seed: the seed of the shuffles.
         known: some of the corpus' text, [blocks, sequence_length].
     """
 

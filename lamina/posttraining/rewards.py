@@ -89,7 +89,6 @@ class Rewards:
 
     Attributes:
         scores: each reward, by the name that records have for it.
-        weights: their factors.
     """
 
     scores: Mapping[str, Score]

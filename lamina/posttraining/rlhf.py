@@ -277,8 +277,6 @@ def remax_weights(
         logps: the policy's log-probabilities of the tokens in nats, [answers, tokens].
         reference: those of the model that it started from.
         mask: 1 for an answer's tokens, [answers, tokens].
-        beta: the factor on the KL.
-        kl_per: "step" or "sequence".
     """
     kl = ((logps - reference) * mask).detach()
     if kl_per == "sequence":

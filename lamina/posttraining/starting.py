@@ -66,7 +66,6 @@ class Start:
     """What a job starts from.
 
     Attributes:
-        path: as the user gave it.
         tokenizer: the model's, with an end-of-text and a padding token.
         plan: where the norms sit; None for a model of transformers that Lamina does not convert, which stays as it is.
         config: of the backbone, or of transformers' model.

@@ -52,7 +52,6 @@ class Cause:
     """A kind of failure.
 
     Attributes:
-        name: a few words.
         meaning: what happens in it.
         check: how to see in a few steps whether it is this one.
         changes: what to change, most promising first, each with its source.

@@ -25,7 +25,6 @@ class Line:
     """A line of a chart.
 
     Attributes:
-        color: as hexadecimal.
         name: in the legend, escaped.
         data_name: in the data that the page saves, escaped; by default its name.
         notes: what the saved data say at its points.
@@ -36,8 +35,6 @@ class Line:
         markers: whether each point has a marker; of ``marker`` pixels, in the form ``symbol``.
         hover: plotly's template for a point; None: no text.
         band: its points and their lower and upper edge, of a band around it.
-        opacity: of the band.
-        customdata: more values for the template.
     """
 
     x: Values

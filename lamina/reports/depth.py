@@ -28,7 +28,6 @@ class Quantity:
         label: its name on the axes.
         table: a trial's values: one row per layer, one column per step; empty where it has none.
         by: what the depth counts.
-        log: whether its scale is logarithmic.
     """
 
     label: str

@@ -29,7 +29,6 @@ class Metric:
         quantity: on their axes.
         caption: how to read them.
         over_steps: how to read its maps over the steps.
-        log: whether its scale is logarithmic.
         folded: whether its charts start folded; then those of whole blocks are left out.
         by_index: whether it is recorded for every expert: the charts show each layer's largest value over the mean.
         limit: a level that its chart marks, with the level's name.

@@ -57,7 +57,6 @@ class Stop:
     Attributes:
         rule: one of ``RULES``.
         step: the last step before the failure.
-        rate: the learning rate of that step.
         loss: the smoothed loss there.
         seen: the step at which the rule held.
         reason: a clause for result.json.

@@ -14,7 +14,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -338,9 +337,7 @@ class Branches(TrainerCallback):
         if find_routers(run.model):
             raise UserError(f"branches: {settings.branches!r} with experts (allowed: a dense backbone)")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         settings = self.settings
         for steps in settings.branch_steps():
             ended = any(row["branch_steps"] == steps for row in self.rows)

@@ -83,9 +83,7 @@ class TrainingStage(ABC, Generic[S]):
 
     Attributes:
         kind: of the run's folder.
-        record: the record of its settings.
         policy: what a resumed run may change.
-        recorder: writes its records.
         evaluates_first: whether a new run is evaluated before its first step.
         tokens_per_step: tokens of one optimizer step; 0 where they are counted.
         settings: complete, after ``read``; so are the following.

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
@@ -110,18 +110,14 @@ class ShortRun(TrainerCallback):
         with nullcontext() if plain is None else patched(self.model, forward=plain):
             yield
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Record the step's learning rate."""
         optimizer = kwargs["optimizer"]
         assert isinstance(optimizer, torch.optim.Optimizer)
         group = optimizer.param_groups[0]
         self.learning_rates.append(self.settings.learning_rate * group["lr"] / group["initial_lr"])
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
         """Record the step's loss and gradient norm, and ask whether to take another step."""
         self._end_step()
         if self.stopped or not self._after(len(self.losses)):

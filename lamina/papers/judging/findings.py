@@ -207,7 +207,6 @@ class Region:
     """The region in which a claim puts a mean: below a bound, above one, or between two.
 
     Attributes:
-        below, above: the bounds.
         least: the smallest distance beyond the bound that counts.
         text: the claim in words, after the numbers.
     """

@@ -131,7 +131,6 @@ class Optimum:
 
     Attributes:
         rate: the parabola's lowest point, or the best trained rate at the sweep's edge.
-        loss: the loss there.
         at_edge: whether the best trained rate is the sweep's first or last: the optimum may lie outside.
         trained: the best of the rates that were trained.
     """

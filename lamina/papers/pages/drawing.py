@@ -97,12 +97,9 @@ class Drawing:
 
     Attributes:
         name: the stem of its files.
-        title: what it shows, in a few words.
-        caption: how to read it.
         x, y: the axes that all panels share.
         panels: side by side, at most three in a row.
         joined: whether the points of a series are joined by a line.
-        spread: whether the spread is drawn as error bars or as a band.
         quantity: what the color of a map is of.
     """
 

@@ -195,7 +195,6 @@ class StudyTrial:
         settings: complete; the store says where the trial is.
         measures: what is measured on it, as "TIME/NAME".
         identity: all that decides its numbers.
-        key: the hash of the identity.
         inputs: by setting, the trial whose model it takes; empty for the first of a chain.
         root: the first trial of the chain; None for that trial itself.
     """

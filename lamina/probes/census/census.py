@@ -71,8 +71,6 @@ class Census:
     """What was measured of a model, and the registered placement that it is.
 
     Attributes:
-        model_type: of its configuration.
-        num_layers: how many layers it has.
         match: the placement; its ``differences`` say in what the model differs from it. None if ``unknown`` says why.
         unknown: why the model can't be followed.
         groups: the layers that compute the same, together.

@@ -34,7 +34,6 @@ class Context:
     Attributes:
         model: with its head where it has one, in evaluation mode.
         base: the same model without its head.
-        structure: its layers.
         batches: the inputs, one mapping a forward pass: {"input_ids": [batch, tokens]} (and attention_mask where texts
             differ in length), or {"pixel_values": [batch, channels, height, width]}. They can be read repeatedly.
         tokenizer: the checkpoint's, where it has one.

@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import torch
 from torch import distributed, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from lamina.core.values import one_of
 from lamina.errors import UserError
@@ -116,9 +116,7 @@ class ExpertBalance(TrainerCallback):
                     losses.append(balance_loss(scores(logits, router), chosen, sequences))
         return self.rate * torch.stack(losses).sum() if losses else None
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Trainer calls this right after the optimizer's step."""
         self.finish_step()
 

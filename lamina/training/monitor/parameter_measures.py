@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed import get_world_size, is_initialized
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback
-from transformers import TrainerControl as Control
 from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 
@@ -374,13 +373,13 @@ class UpdateRatios(TrainerCallback):
         self._frozen: set[int] = set()  # the places of weights that stay as they are, such as LoRA's base
         self._sums: dict[str, torch.Tensor] = {}  # by metric: of each group, before the root is taken
 
-    def on_pre_optimizer_step(self, args: Arguments, state: State, control: Control, **kwargs: Output) -> None:
+    def on_pre_optimizer_step(self, args: Arguments, state: State, control: object, **kwargs: Output) -> None:
         """Trainer calls this right before the optimizer's step."""
         self._sums = {}
         optimizers = [kwargs["optimizer"]] if kwargs.get("optimizer") is not None else []
         self.before_step(optimizers, recorded=is_recorded(state.global_step + 1, args))
 
-    def on_optimizer_step(self, args: Arguments, state: State, control: Control, **kwargs: Output) -> None:
+    def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: Output) -> None:
         """Trainer calls this right after it."""
         self.after_step([kwargs["optimizer"]] if kwargs.get("optimizer") is not None else [])
 

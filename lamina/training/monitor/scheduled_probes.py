@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import disk_full, write_json, write_lines, write_parquet
@@ -66,15 +59,11 @@ class ScheduledProbes(TrainerCallback):
         if "step" in state:
             forget(self.folder, after=state["step"])
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         if state.global_step == 0:
             self._probe(state)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         # Trainer has already stepped and cleared the gradients, and the recorder, called before, has stopped its clock.
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._probe(state)

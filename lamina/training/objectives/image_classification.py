@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -15,9 +15,7 @@ from lamina.data.images.labeled_images import ALLOWED
 from lamina.errors import UserError
 from lamina.training.objectives.objective import Collate, Objective, Processor, objective
 from lamina.training.setting_groups import ImageSettings
-
-if TYPE_CHECKING:
-    from lamina.training.settings import PretrainSettings
+from lamina.training.settings import PretrainSettings
 
 _OF_TEXT = ("tokenizer", "sequence_length", "text_field", "streaming", "shuffle_buffer", "eval_corpus")
 TOP = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -20,9 +20,7 @@ from lamina.errors import UserError
 from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.training import source
 from lamina.training.objectives.objective import Objective, Processor, objective
-
-if TYPE_CHECKING:
-    from lamina.training.settings import PretrainSettings
+from lamina.training.settings import PretrainSettings
 
 
 class TextObjective(Objective):

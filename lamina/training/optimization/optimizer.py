@@ -16,8 +16,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import (
     PreTrainedModel,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
     get_cosine_with_min_lr_schedule_with_warmup,
 )
@@ -230,9 +228,7 @@ class WeightAverage(TrainerCallback):
         self._follow()
         return cast(PreTrainedModel, self.averaged.module)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._follow()
         self.averaged.update_parameters(self.trained)
 

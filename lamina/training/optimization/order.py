@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import Sampler
 
 from lamina.data.blocks import ItemSource, shuffled
-
-if TYPE_CHECKING:
-    from lamina.training.settings import PretrainSettings
+from lamina.training.settings import PretrainSettings
 
 STRETCH = 50  # micro-batches that are sorted by length together, as in Trainer
 Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is ahead after it)
@@ -28,7 +25,6 @@ class TrainOrder(Sampler[list[int]]):
         blocks: the number of blocks.
         batch_size: blocks in a micro-batch of all processes; a multiple of ``size``.
         gradient_accumulation: micro-batches in a step.
-        seed: of the shuffles.
         skips: skipped data as pairs (step, ahead): after ``step`` the order is ``ahead`` steps ahead. For each step,
             the last pair before it counts.
         done: steps already trained: the first micro-batch is the one after them.
