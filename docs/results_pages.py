@@ -25,7 +25,7 @@ from lamina.papers.pages.drawing import Drawing
 from lamina.papers.pages.folder import OURS, StudyFolder, arms, read_folder
 from lamina.papers.pages.lines import arms_title
 from lamina.papers.pages.matplotlib_figures import FIGURES, write
-from lamina.papers.pages.plotly_figures import plot
+from lamina.papers.pages.page import plot
 from lamina.papers.pages.study_figures import drawings
 from lamina.papers.study_catalog import StudyDefinition
 from lamina.reports.records import rows_of

@@ -12,6 +12,7 @@ from lamina import auto_classes
 from lamina.api import WRITTEN
 from lamina.core import peft_targets
 from lamina.core.extras import missing_extra
+from lamina.core.late_imports import when_imported
 from lamina.jobs.catalog import JOBS
 
 if TYPE_CHECKING:
@@ -72,5 +73,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_PACKAGES})
 
 
-auto_classes.register()
-peft_targets.register()
+when_imported("transformers.models.auto.configuration_auto", auto_classes.install)
+when_imported("peft.utils.constants", peft_targets.put_rows)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from lamina.core.late_imports import when_imported
-
 
 class _Configurations(dict):
     """A copy of transformers' table of registered configurations that imports Lamina's models once somebody asks for
@@ -23,12 +21,7 @@ class _Configurations(dict):
         return super().__contains__(key)
 
 
-def _install(module: ModuleType) -> None:
+def install(module: ModuleType) -> None:
     registered = getattr(getattr(module, "CONFIG_MAPPING", None), "_extra_content", None)
     if type(registered) is dict:  # another version of transformers may keep it elsewhere: then nothing is changed
         module.CONFIG_MAPPING._extra_content = _Configurations(registered)  # type: ignore[attr-defined]
-
-
-def register() -> None:
-    """Register now if transformers' Auto classes are imported, or else when they are."""
-    when_imported("transformers.models.auto.configuration_auto", _install)

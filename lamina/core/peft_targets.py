@@ -12,8 +12,6 @@ import re
 from collections.abc import Iterable
 from types import ModuleType
 
-from lamina.core.late_imports import when_imported
-
 # One projection may have several roles.
 _STACKED = {
     "query_key_value": ("query", "key", "value"),
@@ -46,8 +44,3 @@ def put_rows(module: ModuleType) -> None:
         of_llama = table.get("llama") if isinstance(table, dict) else None
         if re.fullmatch(r"TRANSFORMERS_MODELS_TO_\w+_MODULES_MAPPING", name) and isinstance(of_llama, list):
             table.setdefault("lamina", targets(of_llama))
-
-
-def register() -> None:
-    """Register now if PEFT is imported, or else when it is."""
-    when_imported("peft.utils.constants", put_rows)

@@ -21,8 +21,8 @@ def has_bars() -> bool:
 class ProgressLines:
     """Lines for a log file: at most one every few seconds, and one at the end. Silent unless ``show``."""
 
-    def __init__(self, total: int, done: int = 0, *, unit: str = "step", show: bool = True, every: float = EVERY):
-        self.total, self.unit, self.show, self.every = total, unit, show, every
+    def __init__(self, total: int, done: int = 0, *, show: bool = True, every: float = EVERY):
+        self.total, self.show, self.every = total, show, every
         self._begun, self._last, self._told = time.monotonic(), -float("inf"), -1
         self._seen: deque[tuple[float, int]] = deque()  # when how much was done, since half of the time that passed
 
@@ -36,7 +36,7 @@ class ProgressLines:
         if not self.show or done == self._told or (now - self._last < self.every and done < self.total):
             return
         self._last, self._told = now, done
-        parts = [f"{self.unit} {done}/{self.total} ({done / max(1, self.total):.0%})"]
+        parts = [f"step {done}/{self.total} ({done / max(1, self.total):.0%})"]
         parts += [f"{name} {value}".strip() for name, value in (numbers or {}).items()]
         if (left := self.seconds_left(done, now)) is not None:
             parts.append(f"{duration(left)} left")

@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, Template, select_autoescape
 from markupsafe import Markup
 
 from lamina.jobs.files import write_text
+from lamina.jobs.names import PAGE
 from lamina.reports.records import faults
 from lamina.reports.style import FONT, to_html
 
@@ -40,12 +41,14 @@ class Section:
         return re.sub(r"[^a-z]+", "-", self.name.lower())
 
 
-def write_page(path: Path, *, title: str, facts: Sequence[str], command: object, sections: Iterable[Section]) -> Path:
-    """Write the page whole or not at all; sections without content and empty facts are left out."""
+def write_page(
+    folder: Path, *, title: str, facts: Sequence[str], command: object, sections: Iterable[Section], name: str = PAGE
+) -> Path:
+    """Write a folder's page whole or not at all; sections without content and empty facts are left out."""
     parts = [section for section in sections if section.html]
-    damage = faults(path.parent)
+    damage = faults(folder)
     for line in damage:
-        logger.warning("%s: %s", path.parent, line)
+        logger.warning("%s: %s", folder, line)
     page = _template().render(
         title=title,
         facts=[fact for fact in facts if fact],
@@ -56,8 +59,8 @@ def write_page(path: Path, *, title: str, facts: Sequence[str], command: object,
         script=Markup(_ASSETS.joinpath("page.js").read_text(encoding="utf-8")),
         plotly=packed_plotly() if any("plotly-graph-div" in part.html for part in parts) else "",
     )
-    write_text(path, page)
-    return path
+    write_text(folder / name, page)
+    return folder / name
 
 
 def prose(texts: Iterable[str], colors: Mapping[str, str]) -> str:

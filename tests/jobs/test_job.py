@@ -174,7 +174,7 @@ def test_a_file_is_not_written_through_a_link_in_its_temporary_place(folder, pre
 
 def test_a_page_is_not_written_through_a_link_in_its_temporary_place(folder, precious):
     (folder / f".report.html.{os.getpid()}").symlink_to(precious)
-    write_page(folder / "report.html", title="A page", facts=[], sections=[], command="")
+    write_page(folder, title="A page", facts=[], sections=[], command="")
     assert precious.read_text() == "mine"
 
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from synthetic_claims import BEST, PLACEMENTS, write_claims_study
 
-from lamina.papers.pages import matplotlib_figures, plotly_figures, study_figures
+from lamina.papers.pages import matplotlib_figures, page, study_figures
 from lamina.papers.pages.drawing import Request
 from lamina.papers.pages.folder import arms, read_folder
 from lamina.papers.pages.lines import value_title
@@ -124,13 +124,13 @@ def everything(tmp_path_factory):
 
 def test_the_pages_figures_have_the_same_points(everything):
     sweep = drawn(everything, "sweep")
-    traces = {trace.name: trace for trace in plotly_figures.plot(sweep).data if trace.mode == "lines+markers"}
+    traces = {trace.name: trace for trace in page.plot(sweep).data if trace.mode == "lines+markers"}
     for series in sweep.panels[0].series:
         assert tuple(traces[series.label].x) == series.x
         assert tuple(traces[series.label].y) == series.y
         assert traces[series.label].line.dash == series.look.dash
     for drawing in drawings(everything):
-        assert plotly_figures.plot(drawing).data
+        assert page.plot(drawing).data
 
 
 def test_figures_beyond_the_first_few_are_named_and_written_for_a_paper(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import COORDINATES, PAGE, RESULT, SLOPES
+from lamina.jobs.names import COORDINATES, RESULT, SLOPES
 from lamina.reports import charts, tables
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, write_page
@@ -51,7 +51,7 @@ def coordinates_report(folder: Path) -> Path:
     if result.get("modules"):
         said += callouts([f"{verdict}: {', '.join(map(str, result['modules']))}."])
     return write_page(
-        folder / PAGE,
+        folder,
         title=f"Coordinate check: {settings.get('placement', '')}, {axis} scaling {scheme}",
         facts=[
             f"{axis}s {settings.get(f'{axis}s', '')}",

@@ -41,7 +41,8 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
     more = len(groups) - _SHOWN
     listed += f"<li>and {more} more</li>" if more > 0 else ""
     return write_page(
-        path,
+        path.parent,
+        name=path.name,
         title=f"Diagnosis of {source.resolve().name}",
         facts=[f"status: {evidence.status}", f"{len(groups)} alarm{'s' * (len(groups) != 1)}"],
         command=f"lamina diagnose {source}",

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import PAGE, RESULT, RESULTS
+from lamina.jobs.names import RESULT, RESULTS
 from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, moment, write_page
 from lamina.reports.records import is_number, rows_of
@@ -43,7 +43,7 @@ def evaluation_report(folder: Path) -> Path:
     scores = callouts(unfinished) + _scores(printed, color) + f'<p class="source">{escape(_SCORES)}</p>'
     notes = [{**unit, "note": note} for unit in units for note in unit["notes"]]
     return write_page(
-        folder / PAGE,
+        folder,
         title="What the models can do",
         facts=[
             f"status: {result['status']}",

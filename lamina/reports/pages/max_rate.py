@@ -13,7 +13,6 @@ import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import PAGE
 from lamina.jobs.status import Status
 from lamina.reports import charts, sections
 from lamina.reports.charts import line_of
@@ -63,7 +62,7 @@ def max_rate_report(folder: Path) -> Path:
         text("reason", kind="reason"),
     ]
     return write_page(
-        folder / PAGE,
+        folder,
         title=f"How high a learning rate: {len(rows)} placement{'s' * (len(rows) > 1)}",
         facts=sections.facts(study),
         command=study.header.get("command"),

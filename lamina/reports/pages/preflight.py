@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import LAYERS, PAGE, PREFLIGHT
+from lamina.jobs.names import LAYERS, PREFLIGHT
 from lamina.reports import charts
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, figure, sentence, write_page
@@ -74,7 +74,7 @@ def preflight_report(folder: Path) -> Path:
     if losses is not None:
         losses.add_hline(y=first["unigram_loss"], line={"color": GREY, "width": 1.2, "dash": "dash"})
     return write_page(
-        folder / PAGE,
+        folder,
         title="Preflight: will it train?",
         facts=[
             f"{first['num_layers']} layers of width {first['hidden_size']}",

@@ -17,7 +17,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import ENVIRONMENT, PAGE, RESULT
+from lamina.jobs.names import ENVIRONMENT, RESULT
 from lamina.probes.job.compact import compact
 from lamina.reports import sections, tables
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, sentence, write_page
@@ -41,7 +41,7 @@ def probing_report(folder: Path) -> Path:
     facts = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
     notes = callouts(str(note) for note in model.get("notes") or ())
     return write_page(
-        folder / PAGE,
+        folder,
         title=f"What each layer does: {Path(str(model.get('name') or 'a model')).name}",
         facts=_facts(result, environment),
         command=environment.get("command"),

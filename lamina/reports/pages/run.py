@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import PAGE
 from lamina.reports import layers, scheduled_probes, sections, tables
 from lamina.reports.page import Section, write_page
 from lamina.reports.records import read_run, rows_of
@@ -19,7 +18,7 @@ def run_report(folder: Path) -> Path:
     summary, items, color = sections.prepare(study)
     row = rows_of(study.results)[0]
     return write_page(
-        folder / PAGE,
+        folder,
         title=f"A run with {row['placement']}",
         facts=[f"status: {row['status']}", *sections.facts(study)],
         command=study.header.get("command"),

@@ -6,7 +6,6 @@ from html import escape
 from pathlib import Path
 
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import PAGE
 from lamina.reports import figures, layers, scheduled_probes, sections, tables
 from lamina.reports.page import Section, details, figure, write_page
 from lamina.reports.records import Frame, read_study
@@ -24,7 +23,7 @@ def study_report(folder: Path) -> Path:
     rates = figure(figures.u_curves(study.results, color, list(summary["placement"])), RATES)
     placements = f"{len(summary)} placements side by side" if len(summary) > 1 else summary["placement"].iloc[0]
     return write_page(
-        folder / PAGE,
+        folder,
         title=f"Where the norms sit: {placements}",
         facts=sections.facts(study),
         command=study.header.get("command"),

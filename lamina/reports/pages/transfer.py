@@ -7,7 +7,7 @@ from pathlib import Path
 from lamina.errors import UserError
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import PAGE, RESULTS, TRANSFER
+from lamina.jobs.names import RESULTS, TRANSFER
 from lamina.reports import figures, sections, tables
 from lamina.reports.page import Section, details, figure, moment, prose, write_page
 from lamina.reports.pages.study import RATES_BY_WIDTH, study_report
@@ -35,7 +35,7 @@ def transfer_report(folder: Path) -> Path:
     rates = figure(figures.u_curves(by_width, color, order), RATES_BY_WIDTH) + _rates(summary)
     trials = details(f"All {len(by_width)} trials", tables.trials_table(by_width, color))
     return write_page(
-        folder / PAGE,
+        folder,
         title=f"Learning rates for {summary['placement']}: width {summary['proxy_width']} to {summary['target_width']}",
         facts=[
             f"width scaling {summary['width_scaling']}",

@@ -11,7 +11,6 @@ import plotly.graph_objects as go
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import PAGE
 from lamina.jobs.run_folder import RunFolder
 from lamina.reports import charts, layers, sections
 from lamina.reports.charts import Line
@@ -80,7 +79,7 @@ def _write(kind: Kind, folder: Path) -> Path:
     origin = f"from {result['from']}" if result.get("from") else ""
     found = chip(status) + (callouts([reason]) if reason else "") + _numbers(result)
     return write_page(
-        folder / PAGE,
+        folder,
         title=f"{_TITLES[kind]} with {study.results['placement'].iloc[0]}",
         facts=[f"status: {status}", origin, *counts, *sections.facts(study)],
         command=study.header.get("command"),

@@ -7,7 +7,6 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import PAGE
 from lamina.reports import layers, scheduled_probes, sections
 from lamina.reports.page import Section, callouts, write_page
 from lamina.reports.records import read_run
@@ -23,7 +22,7 @@ def watched_report(folder: Path) -> Path:
     _, items, _ = sections.prepare(study)
     parameters = about.get("parameters")
     return write_page(
-        folder / PAGE,
+        folder,
         title=f"A training of {about.get('model', 'a model')}",
         facts=[
             f"status: {study.results['status'].iloc[0]}",
