@@ -322,7 +322,6 @@ class DrawnItems(ItemSource[T]):
         self.in_order = training
 
     def generator(self, position: int) -> torch.Generator:
-        """Return the generator of all random numbers of a position."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
 
     def number(self, position: int) -> int:

@@ -286,7 +286,6 @@ class _Entries:
         return UserError(f"{self.where}: {key}: {value!r} (allowed: {allowed})")
 
     def mapping(self, key: str) -> Mapping[str, object]:
-        """Return an entry that is a mapping; an empty one if it is missing."""
         if not isinstance(value := self.data.get(key, {}), Mapping):
             raise self.refused(key, value, "a mapping")
         return value

@@ -377,7 +377,6 @@ class Plan:
 
     @property
     def streams(self) -> int:
-        """The number of streams."""
         first = self.layers[0].attention.streams
         return len(first.read) if first else 1
 

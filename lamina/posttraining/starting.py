@@ -84,7 +84,6 @@ class Start:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the model."""
         return content_hash(self.path)
 
     def policy(self) -> PreTrainedModel:

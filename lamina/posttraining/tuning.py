@@ -411,7 +411,6 @@ class TuningStage(TrainingStage[S]):
         return model
 
     def new_model(self) -> PreTrainedModel:
-        """Load or build the model to train."""
         return self.start.policy()
 
     def model(self, run: TrainingRun) -> PreTrainedModel:

@@ -243,7 +243,6 @@ class _LayerNumbers:
             self.values[layer, name, metric] = tensor.detach().double().var(correction=0)
 
     def rows(self, step: int) -> list[Row]:
-        """The measurements as tidy rows, layer by layer."""
         order = sorted(self.values, key=lambda key: key[0])
         return [(step, layer, sub, "all", 0, name, float(self.values[layer, sub, name])) for layer, sub, name in order]
 

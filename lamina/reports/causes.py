@@ -40,7 +40,6 @@ class Change:
     made: str | float | None = None
 
     def is_made(self, settings: Json) -> bool:
-        """Whether the run was made with it."""
         value = settings.get(self.setting)
         if isinstance(self.made, float):
             return isinstance(value, int | float) and 0 < value <= self.made

@@ -239,7 +239,6 @@ def heat_maps(
 
 
 def color_bar(title: str) -> dict[str, object]:
-    """The color bar of a heat map."""
     return {
         "title": {"text": title, "side": "right", "font": {"size": 12, "color": GREY, "family": FONT}},
         "tickfont": {"size": 12, "color": GREY},
@@ -250,7 +249,6 @@ def color_bar(title: str) -> dict[str, object]:
 
 
 def titles_above(figure: go.Figure) -> go.Figure:
-    """The look of the titles above panels."""
     return figure.update_annotations(font={"size": 13, "family": FONT}, yshift=2)
 
 

@@ -160,7 +160,6 @@ def preflight_json(folder: Path | None, rows: Frame) -> str:
 
 
 def will_not_train(rows: Frame) -> bool:
-    """Whether a preflight says so of any run."""
     return bool((rows["verdict"] == "will not train").any())
 
 

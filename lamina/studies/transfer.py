@@ -44,7 +44,6 @@ class Rate:
 
     @property
     def fails(self) -> bool:
-        """Whether a run at this rate diverged or got stuck."""
         return self.status in ("diverged", "stuck")
 
 

@@ -97,7 +97,6 @@ class Finding:
         return self.parts if linked else (f"{self.verdict}: {self.ours}",)
 
     def noted(self, note: str) -> Finding:
-        """The same finding with one more note."""
         return replace(self, note="; ".join(filter(None, [self.note, note])))
 
     def undecided(self, note: str) -> Finding:

@@ -73,7 +73,6 @@ class StudyFolder:
 
     @cached_property
     def varied(self) -> tuple[str, ...]:
-        """The arms' axes that have more than one value here."""
         return tuple(a for a in self.arm_axes if self.results[a].nunique() > 1) or self.arm_axes[:1]
 
     @cached_property
@@ -120,7 +119,6 @@ class StudyFolder:
 
     @cached_property
     def has_sweep(self) -> bool:
-        """Whether an arm has several learning rates."""
         return bool((self.results.groupby(list(self.varied))["learning_rate"].nunique() > 1).any())
 
     @cached_property

@@ -293,7 +293,6 @@ def _gain(norm: NormSite) -> torch.Tensor:
 
 
 def largest_gain(norm: NormSite) -> float:
-    """Return the largest |gain| over the channels."""
     return float(_gain(norm).abs().max())
 
 

@@ -134,7 +134,6 @@ class ShortProbe(Probe):
         return sample_of(self.inputs)
 
     def tokens_of(self, context: Context) -> float:
-        """Return how many tokens are measured."""
         sequences, tokens = self._most(context)
         sequences = sample_of(context.first(sequences)).sequences
         return min(context.tokens(sequences), sequences * (tokens or math.inf))

@@ -129,7 +129,6 @@ class Checkpoints:
         drop_old(self.folder.parent)
 
     def discard_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps."""
         for path in self.paths():
             if step_of(path) > step:
                 _discard(path)

@@ -168,7 +168,6 @@ class Rollbacks:
 
     @property
     def learning_rate_factor(self) -> float:
-        """The factor on the schedule's learning rates."""
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
