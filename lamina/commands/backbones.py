@@ -7,7 +7,6 @@ from lamina.core.terminal import show
 
 
 def parser() -> Parser:
-    """The command's flags."""
     return Parser("backbones", "List the backbones that a placement can be put on.", "  lamina backbones")
 
 

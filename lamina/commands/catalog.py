@@ -32,7 +32,6 @@ def run(name: str, argv: list[str]) -> int:
 
 
 def parser(name: str) -> Parser:
-    """A command's flags."""
     if name in JOBS and not JOBS[name].own_command:
         from lamina.commands import run_job
 

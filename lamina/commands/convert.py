@@ -17,7 +17,6 @@ EXAMPLES = """
 
 
 def parser() -> Parser:
-    """The command's flags."""
     flags = Parser(
         "convert",
         "Turn a transformers checkpoint whose placement is known into a Lamina one with the same logits;\n"

@@ -16,7 +16,6 @@ EXAMPLES = """
 
 
 def parser() -> Parser:
-    """The command's flags."""
     flags = Parser(
         "diagnose",
         "Say what left its usual range first in a run, in which layer and at which step, how early it could be seen,\n"

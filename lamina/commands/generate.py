@@ -18,7 +18,6 @@ EXAMPLES = """
 
 
 def parser() -> Parser:
-    """The command's flags."""
     flags = Parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
     flags.add_argument("model", help="a folder with a saved model, or a run's folder")
     flags.add_flag("--prompt", 'the text to continue (default: "The")')

@@ -14,7 +14,6 @@ EXAMPLES = """
 
 
 def parser() -> Parser:
-    """The command's flags."""
     about = (
         "Put another placement on a trained decoder. The weights stay; the new norms' gains are fitted on one half of\n"
         "a text, so that each sub-layer gives what it gave; both losses are measured on the other half. What the new\n"

@@ -26,7 +26,6 @@ EXAMPLES = """
 
 
 def parser() -> Parser:
-    """The command's flags."""
     flags = Parser(
         "placements",
         "List the placements, show one in full, or measure which one a model has (nothing is fetched, no code beside\n"

@@ -15,7 +15,6 @@ EXAMPLES = """
 
 
 def parser() -> Parser:
-    """The command's flags."""
     about = (
         "Take layers out of a trained decoder, Lamina's or transformers', and say the loss before and after. What is\n"
         "written loads as the model did; `lamina pretrain --from` trains it further."

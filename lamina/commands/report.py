@@ -19,7 +19,6 @@ EXAMPLES = """
 
 
 def parser() -> Parser:
-    """The command's flags."""
     flags = Parser("report", "Rewrite the page of a folder, whichever command wrote the folder.", EXAMPLES, "FOLDER ")
     flags.add_argument("folder", help="the output folder of any command, of lamina.watch or of lamina.LayerMonitor")
     flags.add_flag("--screenshot", "also take a screenshot of the page (needs Chromium or Chrome)", metavar="PNG")

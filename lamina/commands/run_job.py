@@ -13,7 +13,6 @@ CODES = {"interrupted": 130, "failed": 1}  # by the status of a result
 
 
 def parser_of(row: JobRow) -> Parser:
-    """A job's flags."""
     about = row.about + (f"\n{load(row.listing)()}" if row.listing else "")
     words = "".join(f"{name.removesuffix('s...') + '...' * name.endswith('...')} " for name in row.positional).upper()
     parser = Parser(row.name, about, row.examples, words)

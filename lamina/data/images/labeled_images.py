@@ -313,16 +313,16 @@ def _of_hub(spec: str) -> HubImages:
     for part, numbers in zip(parts, labels, strict=True):
         if len(numbers) and numbers.min() < 0:
             raise UserError(f"corpus: {spec!r}: row {int(numbers.argmin())} of {part.split} has no class")
-    first = HubImages(
+    gray = all(cast("Image", part[0][columns[0]]).mode in ("L", "1") for part in parts if len(part))
+    return HubImages(
         spec=spec,
         classes=tuple(features[targets[0]].names),
         labels=np.concatenate(labels),
         held_out=None if len(parts) == 1 else np.arange(len(labels[0]), sum(map(len, labels))),
+        channels=1 if gray else 3,
         parts=tuple(parts),
         column=columns[0],
     )
-    gray = all(cast("Image", part[0][columns[0]]).mode in ("L", "1") for part in parts if len(part))
-    return HubImages(**{**first.__dict__, "channels": 1 if gray else 3})
 
 
 def _reason(error: Exception) -> str:

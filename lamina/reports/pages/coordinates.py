@@ -38,7 +38,6 @@ _SAID = {
 
 @report_of(Kind.COORD_CHECK, needs="coordinate check")
 def coordinates_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a coordinate check."""
     sizes: Frame = read_parquet(folder / COORDINATES)
     slopes: Frame = pd.read_csv((folder / SLOPES).absolute())
     result = read_json(folder / RESULT)

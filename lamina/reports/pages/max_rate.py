@@ -36,7 +36,6 @@ _MARKERS = {
 
 @report_of(Kind.MAX_LR, needs="study of largest rates")
 def max_rate_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a study of largest rates."""
     study = read_study(folder)
     rows = summarize(study.results)
     color = colors(study.results["placement"])
