@@ -70,17 +70,21 @@ def p_above(values: Sequence[float]) -> float:
         mean, error = _mean_and_error(values)
         if error > 1e-12 * max(1.0, abs(mean)):
             return min(1.0, 2 * float(stdtr(len(values) - 1, -mean / error)))
+    return min(1.0, 2 * _signed_ranks(values))
+
+
+def _signed_ranks(values: Sequence[float]) -> float:
+    """Return the share of all sign patterns whose positive ranks sum to at least as much; zeros are left out."""
     import numpy as np
     from scipy import stats
 
-    # The share of all sign patterns whose positive ranks sum to at least as much; zeros are left out.
     known = np.asarray([value for value in values if abs(value) > 1e-12])
     doubled = np.rint(2 * stats.rankdata(np.abs(known))).astype(int)  # ties have half ranks
     ways = np.zeros(int(doubled.sum()) + 1)
     ways[0] = 1.0
     for rank in doubled:
         ways[rank:] = ways[rank:] + ways[:-rank]
-    return min(1.0, 2 * float(ways[int(doubled[known > 0].sum()) :].sum() / ways.sum()))
+    return float(ways[int(doubled[known > 0].sum()) :].sum() / ways.sum())
 
 
 def holm(ps: Sequence[float]) -> list[float]:

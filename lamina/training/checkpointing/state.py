@@ -60,16 +60,8 @@ def write(
 
     def small_files() -> None:
         trainer._save_rng_state(str(folder))
-        if not writes:
-            return
-        torch.save(rest, folder / "optimizer.pt")
-        schedule: Any = trainer.lr_scheduler
-        torch.save(schedule.state_dict(), folder / "scheduler.pt")
-        trainer._save_scaler(str(folder))
-        callbacks = cast(dict[str, object], trainer.state.stateful_callbacks)
-        callbacks[type(trainer.control).__name__] = trainer.control.state()
-        trainer.state.save_to_json(str(folder / "trainer_state.json"))
-        (folder / RUN_STATE).write_text(json.dumps(state), encoding="utf-8")
+        if writes:
+            _write_rest(trainer, folder, rest, state)
 
     def whole_files() -> None:
         if not writes:
@@ -92,6 +84,18 @@ def write(
 
     processes.together(small_files)
     return tensor_files
+
+
+def _write_rest(trainer: Trainer, folder: Path, rest: Json, state: Json) -> None:
+    """Write what is neither a tensor nor a process's own; ``rest``: of the optimizer."""
+    torch.save(rest, folder / "optimizer.pt")
+    schedule: Any = trainer.lr_scheduler
+    torch.save(schedule.state_dict(), folder / "scheduler.pt")
+    trainer._save_scaler(str(folder))
+    callbacks = cast(dict[str, object], trainer.state.stateful_callbacks)
+    callbacks[type(trainer.control).__name__] = trainer.control.state()
+    trainer.state.save_to_json(str(folder / "trainer_state.json"))
+    (folder / RUN_STATE).write_text(json.dumps(state), encoding="utf-8")
 
 
 def bare(trainer: Trainer) -> PreTrainedModel:
