@@ -5,14 +5,12 @@ import json
 import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard as HubCard
-from posttraining.tiny import preferences, sorting, write_rows
+from posttraining.tiny import common, preferences, sorting, write_rows
 
 from lamina.errors import UserError
 from lamina.posttraining.pairs import reward
 from lamina.posttraining.sft import sft
 from lamina.training import run
-
-COMMON = {"steps": 1, "batch_size": 2, "eval_fraction": 0.25}
 
 
 @pytest.fixture
@@ -25,8 +23,7 @@ def uploads(monkeypatch):
 
 def test_a_fine_tuned_model_says_what_it_was_tuned_from_and_on_what(base, tmp_path, uploads):
     data = write_rows(tmp_path / "a | b.jsonl", sorting(12))
-    given = {"from_model": str(base), "data": str(data), "output": str(tmp_path / "run"), "template": "plain"}
-    result = sft({**given, **COMMON}, bar=False)
+    result = sft({**common(base, data, tmp_path / "run"), "template": "plain", "steps": 1}, bar=False)
     card = HubCard.load(tmp_path / "run" / "model" / "README.md")
     assert card.data.pipeline_tag == "text-generation"
     assert card.data.base_model is None, "the hub refuses a card with a folder there"
@@ -50,8 +47,7 @@ def test_a_fine_tuned_model_says_what_it_was_tuned_from_and_on_what(base, tmp_pa
 
 def test_a_reward_model_is_a_classifier_and_is_pushed_if_asked_for(base, tmp_path, uploads):
     data = write_rows(tmp_path / "pairs.jsonl", preferences(12))
-    given = {"from_model": str(base), "data": str(data), "output": str(tmp_path / "run"), "push_to_hub": "me/judge"}
-    reward({**given, **COMMON}, bar=False)
+    reward({**common(base, data, tmp_path / "run"), "push_to_hub": "me/judge", "steps": 1}, bar=False)
     card = HubCard.load(tmp_path / "run" / "model" / "README.md")
     assert card.data.pipeline_tag == "text-classification"
     assert "AutoModelForSequenceClassification" in card.content
@@ -62,7 +58,6 @@ def test_a_reward_model_is_a_classifier_and_is_pushed_if_asked_for(base, tmp_pat
 def test_without_a_token_nothing_is_trained(base, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     data = write_rows(tmp_path / "rows.jsonl", sorting(4))
-    given = {"from_model": str(base), "data": str(data), "output": str(tmp_path / "run"), "push_to_hub": "me/model"}
     with pytest.raises(UserError, match="push_to_hub: 'me/model' needs a token"):
-        sft({**given, **COMMON}, bar=False)
+        sft({**common(base, data, tmp_path / "run"), "push_to_hub": "me/model"}, bar=False)
     assert not (tmp_path / "run").exists()

@@ -4,16 +4,13 @@ import math
 
 import pytest
 from posttraining.tiny import preferences, same_weights, sorting, write_model, write_rows
+from posttraining.two_stages import JOBS
 from transformers import ViTConfig
 
 import lamina
 from lamina.errors import UserError
-from lamina.posttraining.pairs import dpo, reward
-from lamina.posttraining.rlhf import rlhf
 from lamina.posttraining.settings import PRESETS
 from lamina.posttraining.sft import sft
-
-JOBS = {"sft": sft, "reward": reward, "rlhf": rlhf, "dpo": dpo}
 
 
 @pytest.fixture(scope="module")

@@ -190,12 +190,12 @@ def test_a_prompt_that_reads_otherwise_before_its_answer_is_told_once(tokenizer,
     assert [record.message.partition(" ends in ")[0] for record in caplog.records] == ["a prompt"]
 
 
+@pytest.mark.parametrize("turns", [TURNS, [assistant("Yes."), *TURNS[3:]]], ids=["usual", "the assistant begins"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_answer_of_a_conversation_is_a_label_with_its_end(tokenizer, name):
-    tokens = encoder(tokenizer, TEMPLATES[name]).example({"messages": TURNS})
+def test_every_answer_of_a_conversation_is_a_label_with_its_end(tokenizer, name, turns):
+    tokens = encoder(tokenizer, TEMPLATES[name]).example(example_of({"messages": turns}))
     learned = tokenizer.decode([label for label in tokens["labels"] if label != IGNORED])
-    end = tokenizer.eos_token
-    assert [part.strip() for part in learned.split(end)] == ["Yes.", "Bye!", ""]
+    assert [part.strip() for part in learned.split(tokenizer.eos_token)] == ["Yes.", "Bye!", ""]
 
 
 def test_alpacas_template_is_the_published_one(tokenizer):
@@ -282,14 +282,6 @@ def test_an_empty_answer_is_no_preference(empty):
     row = {name: [user("q"), assistant("" if name == empty else name)] for name in ("chosen", "rejected")}
     with pytest.raises(ValueError, match=f"turn 2 of '{empty}', the assistant's, is empty"):
         preference_of(row)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_turns_may_begin_with_the_assistant(tokenizer, name):
-    turns = [assistant("Welcome."), user("Bye"), assistant("Bye!")]
-    tokens = encoder(tokenizer, TEMPLATES[name]).example(example_of({"messages": turns}))
-    learned = tokenizer.decode([label for label in tokens["labels"] if label != IGNORED])
-    assert [part.strip() for part in learned.split(tokenizer.eos_token)] == ["Welcome.", "Bye!", ""]
 
 
 def test_an_answer_alone_asks_nothing():

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from evaluation.conftest import data_dir  # noqa: F401
-from posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
+from posttraining.tiny import common, preferences, records, same_weights, sorting, write_model, write_rows
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -33,9 +33,8 @@ def flags(base, data_dir, tmp_path):  # noqa: F811
     return {**common(base, rows, tmp_path / "run"), **watched, "eval_task_limit": 12, "eval_steps": 2, "steps": 6}
 
 
-def records(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "eval_loss" in line]
+def evaluations(folder):
+    return [line for line in records(folder) if "eval_loss" in line]
 
 
 def typed(given):
@@ -48,7 +47,7 @@ def test_a_second_text_and_tasks_are_measured_and_training_does_not_notice(flags
     plain = {name: value for name, value in flags.items() if not name.startswith("eval_")} | {"eval_fraction": 0.25}
     sft({**plain, "eval_steps": 2, "output": str(tmp_path / "plain")}, bar=False)
     assert same_weights(tmp_path / "run", tmp_path / "plain")
-    first, *_, last = records(tmp_path / "run")
+    first, *_, last = evaluations(tmp_path / "run")
     ids = torch.tensor(list(TEXT.encode()))  # one document, a block of as many bytes as the model reads
     with torch.no_grad():
         blocks = ids[: len(ids) // 256 * 256].view(-1, 256)
@@ -75,7 +74,7 @@ def test_the_best_score_on_a_task_decides_which_model_is_kept_also_after_a_pause
     monkeypatch.setattr(TaskMeasure, "scores", lambda self, model, tokenizer: {"quiz": next(scores)})
     result = sft({**flags, "best_by": "quiz"}, bar=False)
     assert result["best_step"] == 2
-    best = records(tmp_path / "run")[1]
+    best = evaluations(tmp_path / "run")[1]
     assert all(result[name] == best[name] for name in ("eval_loss", "eval_corpus_loss", "tasks"))
     part = {**flags, "best_by": "quiz", "output": str(tmp_path / "part"), "save_steps": 2}
     assert sft({**part, "pause_step": 4}, bar=False)["status"] == "interrupted"

@@ -1,12 +1,11 @@
 """`lamina reward` and `lamina dpo`: their formulas, every held-out pair once, whatever the batches and processes."""
 
-import json
 import math
 
 import pandas as pd
 import pytest
 import torch
-from posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
+from posttraining.tiny import common, preferences, records, same_weights, sorting, write_model, write_rows
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -17,7 +16,6 @@ from transformers import (
 )
 
 from lamina.data.tokenizers import load_tokenizer
-from lamina.jobs.run_folder import RunFolder
 from lamina.modeling.processes import Processes
 from lamina.posttraining.pairs import dpo, reward
 from lamina.posttraining.sft import sft
@@ -40,8 +38,7 @@ def given(base, pairs, seven, folder, **changed):
 
 
 def evaluations(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k.startswith("eval_")} for line in lines if "eval_loss" in line]
+    return [{k: v for k, v in line.items() if k.startswith("eval_")} for line in records(folder) if "eval_loss" in line]
 
 
 @pytest.mark.parametrize("job", list(JOBS))
@@ -101,13 +98,8 @@ def test_an_evaluation_of_dpo_is_its_formula_over_pairs_whatever_the_batches(bas
     rows[4]["rejected"] = rows[5]["rejected"] = rows[5]["chosen"] + " and more"  # of other lengths, in the second batch
     held_out = write_rows(tmp_path / "held_out.jsonl", rows)
     with torch.enable_grad():
-        given = {
-            **common(base, pairs, tmp_path / "run"),
-            "eval_data": str(held_out),
-            "beta": 0.3,
-            "learning_rate": 1e-2,
-        }
-        result = dpo(given, bar=False)
+        more = {"eval_data": str(held_out), "beta": 0.3, "learning_rate": 1e-2}
+        result = dpo({**common(base, pairs, tmp_path / "run"), **more}, bar=False)
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(path).eval() for path in (tmp_path / "run" / "model", base)
     )
@@ -137,8 +129,7 @@ def test_the_adapter_of_a_reward_model_has_its_score_as_peft_reads_it(base, tmp_
     from peft import PeftModel
 
     pairs = write_rows(tmp_path / "pairs.jsonl", preferences(12))
-    given = {"from_model": str(base), "data": str(pairs), "output": str(tmp_path / "run"), "eval_fraction": 0.25}
-    reward({**given, "steps": 2, "batch_size": 4, "lora_rank": 2, "learning_rate": 1e-2}, bar=False)
+    reward({**common(base, pairs, tmp_path / "run"), "steps": 2, "lora_rank": 2, "learning_rate": 1e-2}, bar=False)
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model").eval()
     torch.manual_seed(1)  # the score that peft is to replace
     original = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=256)
@@ -161,14 +152,10 @@ def test_the_models_own_dropout_is_off_as_in_trl_unless_asked_for(job, tmp_path)
     first = {}
     for off in (True, False):
         folder = tmp_path / str(off)
-        more = {
-            "eval_data": str(rows),
-            "steps": 1,
-            "precision": "fp32",
-            "trl": {} if off else {"disable_dropout": False},
-        }
+        more = {"eval_data": str(rows), "steps": 1, "precision": "fp32"}
+        more |= {} if off else {"trl": {"disable_dropout": False}}
         JOBS[job]({**common(tmp_path / "gpt2", rows, folder), **more}, bar=False)
-        trained = next(line["loss"] for line in RunFolder(folder).metrics if "loss" in line)
+        trained = next(line["loss"] for line in records(folder) if "loss" in line)
         first[off] = abs(trained - evaluations(folder)[0]["eval_loss"])  # of the same four pairs, by the same model
     assert first[True] < 1e-6
     assert first[False] > 1e-4
@@ -182,7 +169,7 @@ def test_every_steps_recorded_loss_is_the_one_that_is_trained(tmp_path, train, r
     train({**common(base, data, tmp_path / "run"), **more}, bar=False)
     layers = pd.concat(map(pd.read_parquet, sorted((tmp_path / "run" / "layers").glob("*.parquet"))))
     losses = layers[layers["metric"] == "step_loss"].set_index("step")["value"]
-    logged = {line["step"]: line["loss"] for line in RunFolder(tmp_path / "run").metrics if "loss" in line}
+    logged = {line["step"]: line["loss"] for line in records(tmp_path / "run") if "loss" in line}
     assert logged == pytest.approx({1: losses[1], 2: losses[2], 4: (losses[3] + losses[4]) / 2}, rel=1e-5)
     if train is dpo:
         assert losses[1] == pytest.approx(math.log(2), rel=1e-4)  # the policy is the reference

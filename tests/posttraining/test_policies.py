@@ -14,7 +14,7 @@ import pytest
 import torch
 import trl
 from accelerate import Accelerator
-from posttraining.tiny import common, preferences, same_weights, write_rows
+from posttraining.tiny import common, preferences, records, same_weights, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina.errors import UserError
@@ -46,10 +46,6 @@ def policy(base, pairs, judge, tmp_path):
         return tmp_path / name, rlhf(given, resume=resume, bar=False)
 
     return run
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_an_evaluation_of_pairs_is_a_mean_over_pairs_whatever_the_batches(base, pairs, tmp_path):

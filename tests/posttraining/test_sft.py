@@ -1,11 +1,9 @@
 """`lamina sft` on a tiny model: it learns, resumes, keeps the best, trains LoRA, packs, and refuses bad input."""
 
-import json
-
 import pytest
 import torch
 from datasets import Dataset
-from posttraining.tiny import same_weights, sorting, write_model, write_rows
+from posttraining.tiny import common, records, sorting, write_model, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import lamina
@@ -28,17 +26,7 @@ def tuned(base, data, tmp_path):
     """Fine-tune the tiny model in ``tmp_path / name``; gives the folder and the result."""
 
     def run(name="run", resume=False, **changed):
-        given = {
-            "from_model": str(base),
-            "data": str(data),
-            "output": str(tmp_path / name),
-            "template": "plain",
-            "steps": 6,
-            "batch_size": 4,
-            "learning_rate": 1e-2,
-            "eval_fraction": 0.25,
-            "logging_steps": 1,
-        }
+        given = {**common(base, data, tmp_path / name), "template": "plain", "steps": 6, "learning_rate": 1e-2}
         given = {"output": given["output"]} if resume else given
         return tmp_path / name, sft({**given, **changed}, resume=resume, bar=False)
 
@@ -47,10 +35,6 @@ def tuned(base, data, tmp_path):
 
 def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_held_out_loss_falls_and_the_model_answers_in_its_template(tuned):
@@ -80,21 +64,6 @@ def test_a_tuned_model_chats(tuned, capsys, monkeypatch, base):
     assert capsys.readouterr().out == alone
     assert main(["generate", str(base), "--chat", "--prompt", "Sort abc"]) == 2
     assert "has no chat template" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_an_interrupted_run_resumes_as_if_nothing_had_happened(tuned, rank):
-    whole, result = tuned("whole", lora_rank=rank)
-    part, first = tuned("part", lora_rank=rank, pause_step=3)
-    assert first["status"] == "interrupted"
-    part, resumed = tuned("part", resume=True, pause_step=None)
-    assert resumed["status"] == "finished"
-    assert same_weights(whole, part)
-    assert resumed["eval_loss"] == result["eval_loss"]
-    kept = ("step", "tokens", "loss", "grad_norm", "learning_rate")
-    losses = [[{k: r.get(k) for k in kept} for r in records(f) if "loss" in r] for f in (whole, part)]
-    assert losses[0] == losses[1]
-    assert tuned("part", resume=True)[1] == resumed
 
 
 @pytest.mark.parametrize("damage", [lambda text: text.replace('  "versions": {\n', ""), lambda text: ""])
@@ -214,6 +183,10 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: rows are read, encoded and ordered by Lamina"),
         ({"trl": {"eos_token": "<|im_end|>"}}, "trl.eos_token: '<|im_end|>' is no token of the tokenizer"),
         ({"trl": {"eos_token": ["x"]}}, "trl.eos_token: ['x'] is no token of the tokenizer"),
+        ({"weights": "nf4"}, "weights: 'nf4' can't be trained (allowed: fp32, bf16, or with --lora-rank)"),
+        ({"weights": "bf16", "precision": "fp16"}, "precision: 'fp16' scales the losses of float32 weights"),
+        ({"group_by_length": True, "packing": True}, "group_by_length: no effect on packed sequences"),
+        ({"attn_implementation": "flash_attention_2"}, "attn_implementation: 'flash_attention_2': "),
     ],
 )
 def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):

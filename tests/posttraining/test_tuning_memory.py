@@ -1,15 +1,12 @@
 """What a job after pretraining takes in memory: weights, attention kernel, one model for two, batches by length."""
 
-import json
-
 import pytest
 import torch
-from posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
+from posttraining.tiny import common, preferences, records, same_weights, sorting, write_model, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lamina.cli import main
-from lamina.errors import UserError
 from lamina.modeling.processes import Processes
 from lamina.posttraining.pairs import DirectPreferences, DpoTrainer, dpo
 from lamina.posttraining.rlhf import PolicyTrainer, rlhf
@@ -27,10 +24,6 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", sorting(24))
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_weights_in_bfloat16_and_another_kernel_by_flags(base, rows, tmp_path, capsys):
@@ -101,22 +94,6 @@ def test_lora_on_quantized_weights_learns_resumes_and_leaves_a_whole_model(weigh
     assert same_weights(tmp_path / "whole", tmp_path / "part")
     names = [set(AutoModelForCausalLM.from_pretrained(f).state_dict()) for f in (base, tmp_path / "part" / "model")]
     assert names[0] == names[1]
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"weights": "nf4"}, "weights: 'nf4' can't be trained (allowed: fp32, bf16, or with --lora-rank)"),
-        ({"weights": "bf16", "precision": "fp16"}, "precision: 'fp16' scales the losses of float32 weights"),
-        ({"group_by_length": True, "packing": True}, "group_by_length: no effect on packed sequences"),
-        ({"attn_implementation": "flash_attention_2"}, "attn_implementation: 'flash_attention_2': "),
-    ],
-)
-def test_what_does_not_fit_is_one_line(changed, message, base, rows, tmp_path):
-    with pytest.raises(UserError) as error:
-        sft({**common(base, rows, tmp_path / "run"), **changed}, bar=False)
-    assert message in str(error.value)
-    assert not (tmp_path / "run").exists()
 
 
 def test_packed_sequences_have_trls_length_unless_the_model_or_the_user_says_less(base, tmp_path):
