@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from test_streams import BASES, EPS, built, wired
+from test_streams import EPS, wired
 from tiny import llama, token_ids
-from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -13,20 +12,11 @@ import lamina
 from lamina.errors import UserError
 from lamina.placements import Layer, Plan, Sublayer, resolve
 from lamina.placements.plan import Sources
-from lamina.training.execution import compiling
 from lamina.training.monitor.parameter_measures import gain_rows
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.resolve import wiring_multiplications
 
 WAYS = {"dynamic_dense": 1, "mudd": 4}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("wiring", WAYS)
-def test_at_step_0_it_is_its_base_placement_bit_for_bit(wiring, base):
-    ids = token_ids()
-    assert torch.equal(built(base, wiring)(ids).logits, built(base)(ids).logits)
 
 
 def dense(sources, x, before, ways):
@@ -107,17 +97,11 @@ def test_a_plan_of_before_has_one_norm_and_its_keys_norm_is_monitored():
 
 
 @torch.no_grad()
-def test_compiled_and_under_autocast_it_is_the_same():
-    model, ids = wired("mudd", "keel"), token_ids()
-    expected, counter, sources = model(ids, use_cache=False).logits, CompileCounter(), model.model.layers[1].sources
-    states = torch.randn(2, 2, 5, 32).bfloat16()
+def test_under_autocast_its_weights_are_those_of_float32():
+    sources, states = wired("mudd", "keel").model.layers[1].sources, torch.randn(2, 2, 5, 32).bfloat16()
     sums = sources(states[0], (states[1],))
     with torch.autocast("cpu", torch.bfloat16):
-        assert all(map(torch.equal, sources(states[0], (states[1],)), sums))  # the weights are float32's
-    torch._dynamo.reset()
-    kinds = compiling.compile_blocks(model, backend=counter)
-    torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
-    assert counter.frame_count <= kinds
+        assert all(map(torch.equal, sources(states[0], (states[1],)), sums))
 
 
 def test_flops_the_monitor_and_probes_count_it_as_earlier_states():

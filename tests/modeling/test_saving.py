@@ -84,6 +84,8 @@ def saved(tmp_path_factory):
         fill(root / name, built(name, 3))
     fill(root / "keel_learned", built("keel", 3, learnable_alpha=True))
     fill(root / "tied", built("fusenorm", 2, config=llama(2, tie_word_embeddings=True), embedding_norm=True))
+    fill(root / "streams", built("peri_ln", 3, wiring="mhc"))
+    fill(root / "earlier_states", built("pre_ln", 3, wiring="attn_res"))
     fill(root / "normed_heads", built("post_ln", 2, qk_norm="head", v_norm="full", norm="group", groups=4))
     config = LaminaConfig(backbone_config=llama(2, pad_token_id=0), plan=resolve("fusenorm", 2).to_dict(), num_labels=1)
     fill(root / "reward", LaminaForSequenceClassification(config).eval())
