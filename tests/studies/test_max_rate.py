@@ -1,10 +1,8 @@
 """`lamina max-lr`: one rising rate per placement and seed, stopped by a rule, resumed to the same result."""
 
-import json
-
 import pandas as pd
 import pytest
-from training.tiny_runs import SMALL, TIMING, cut_at, layers, result
+from training.tiny_runs import SMALL, TIMING, cut_at, layers, records, result
 
 import lamina
 from lamina.cli import main
@@ -63,8 +61,7 @@ def test_the_rate_rises_linearly_and_never_decays(trial, tmp_path):
     settings = trial(**OPEN)
     found = run_max_rate(settings, bar=False)
     assert (found["stop_rule"], found["max_learning_rate"], found["steps"]) == ("none", 1e-2, 60)
-    records = [json.loads(line) for line in (tmp_path / "trial" / "metrics.jsonl").read_text().splitlines()]
-    rates = {r["step"]: r["learning_rate"] for r in records if r.get("learning_rate") is not None}
+    rates = {r["step"]: r["learning_rate"] for r in records(tmp_path / "trial") if r.get("learning_rate") is not None}
     rules = MaxRateRules(settings, 0.0)
     for step, rate in rates.items():
         assert rate == pytest.approx(rules.rate(step))

@@ -1,14 +1,13 @@
 """Tiny models and loops, and what a naive computation says of them."""
 
-import json
 import math
 from contextlib import nullcontext
 
-import pandas as pd
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
+from training.tiny_runs import layers, values
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina
@@ -120,23 +119,9 @@ def loop(model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, after
     return monitor
 
 
-def result(folder):
-    return json.loads((folder / "result.json").read_text())
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def rows_of(folder):
-    return pd.concat([pd.read_parquet(path) for path in sorted((folder / "layers").glob("part-*.parquet"))])
-
-
 def found(folder, metric, step):
     """{(layer, sublayer, role): value} of one metric at one step."""
-    rows = rows_of(folder)
-    rows = rows[(rows["metric"] == metric) & (rows["step"] == step)]
-    return {(row.layer, row.sublayer, row.role): row.value for row in rows.itertuples()}
+    return values(layers(folder), metric, step)
 
 
 def norm_of(tensors):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from training.watching.loops import NanoGpt, Tokens, lines, llama, loop, result, rows_of
+from training.tiny_runs import layers, records, result
+from training.watching.loops import NanoGpt, Tokens, llama, loop
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import lamina
@@ -58,7 +59,7 @@ def test_layers_that_cannot_be_followed_are_one_line_and_totals_are_recorded(tmp
     assert "layers: none found in Flat" in said[0]
     assert "layers=PATH" in said[0]
     assert "\n" not in said[0]
-    rows = rows_of(tmp_path / "run")
+    rows = layers(tmp_path / "run")
     assert {"gradient_norm", "update_norm", "step_loss"} <= set(rows["metric"])
     assert result(tmp_path / "run")["status"] == "finished"
 
@@ -85,7 +86,7 @@ def test_an_unknown_wrapper_is_looked_through(tmp_path, kind, prefix, loss_of):
 def test_an_optimizer_without_moments_has_updates_all_the_same(tmp_path):
     model = NanoGpt()
     loop(model, tmp_path / "run", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), every=2)
-    metrics = set(rows_of(tmp_path / "run")["metric"])
+    metrics = set(layers(tmp_path / "run")["metric"])
     assert "update_ratio" in metrics
     assert not metrics & {"first_moment", "second_moment"}
 
@@ -177,9 +178,9 @@ def test_records_are_continued_and_the_page_is_drawn(tmp_path):
     first = result(tmp_path / "run")["tokens"]
     loop(NanoGpt(), tmp_path / "run", steps=4, every=2, resume=True, step=4)
     assert result(tmp_path / "run")["tokens"] == 2 * first
-    tokens = [line["tokens"] for line in lines(tmp_path / "run")]
+    tokens = [line["tokens"] for line in records(tmp_path / "run")]
     assert tokens == sorted(tokens)
-    rows = rows_of(tmp_path / "run")
+    rows = layers(tmp_path / "run")
     updates = rows[rows["metric"] == "update_norm"]["step"].unique()
     assert sorted(updates) == [1, 2, 4, 5, 6, 8]  # 1, 5: the first of each
     page = report(tmp_path / "run").read_text(encoding="utf-8")
@@ -198,7 +199,7 @@ def test_an_error_in_the_loop_leaves_readable_records(tmp_path):
     with pytest.raises(RuntimeError, match="my own mistake"):
         loop(NanoGpt(), tmp_path / "run", spoil=spoil, every=2)
     assert result(tmp_path / "run")["status"] == "failed"
-    assert rows_of(tmp_path / "run")["step"].max() == 4
+    assert layers(tmp_path / "run")["step"].max() == 4
 
 
 def test_tensorboard_has_the_same_numbers(tmp_path):
@@ -209,7 +210,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     (value,) = [e.value for e in events.Scalars("update_norm.layers_000-007/001.attention.all") if e.step == 2]
-    rows = rows_of(tmp_path / "run").query("metric == 'update_norm' and step == 2 and layer == 1")
+    rows = layers(tmp_path / "run").query("metric == 'update_norm' and step == 2 and layer == 1")
     assert value == pytest.approx(rows[rows["sublayer"] == "attention"]["value"].item(), rel=1e-6)
 
 
@@ -220,7 +221,7 @@ def test_experts_loads_add_up(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=61, num_hidden_layers=2, **sizes, **experts))
     loop(model, tmp_path / "run", steps=2, loss_of=lambda m, ids: m(input_ids=ids, labels=ids).loss)
-    rows = rows_of(tmp_path / "run")
+    rows = layers(tmp_path / "run")
     loads = rows[(rows["metric"] == "expert_load") & (rows["step"] == 1)]
     assert loads.groupby("layer")["value"].sum().tolist() == pytest.approx([2.0, 2.0])
     assert len(loads) == 8
@@ -235,7 +236,7 @@ def test_a_record_has_the_mean_loss_of_the_steps_since_the_last(tmp_path):
         return loss
 
     loop(NanoGpt(), tmp_path / "run", steps=6, every=3, loss_of=loss_of)
-    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "run")] == [
+    assert [(line["step"], line["loss"]) for line in records(tmp_path / "run")] == [
         (1, pytest.approx(seen[0])),
         (3, pytest.approx(sum(seen[1:3]) / 2)),
         (6, pytest.approx(sum(seen[3:]) / 3)),
@@ -251,7 +252,7 @@ def test_a_model_that_is_trained_in_evaluation_mode_is_measured_and_evaluations_
 
     loop(model, tmp_path / "run", steps=2, every=1, spoil=spoil)
     assert result(tmp_path / "run")["tokens"] == 2 * 2 * 11
-    assert "hidden_variance" in set(rows_of(tmp_path / "run")["metric"])
+    assert "hidden_variance" in set(layers(tmp_path / "run")["metric"])
     assert not model.training
 
 
@@ -323,5 +324,5 @@ def test_a_frozen_layer_is_not_dead(tmp_path):
         parameter.requires_grad = False
     loop(model, tmp_path / "run", steps=2, every=1)
     assert not (tmp_path / "run" / "alarms.jsonl").exists()
-    rows = rows_of(tmp_path / "run").query("metric == 'gradient_norm'")
+    rows = layers(tmp_path / "run").query("metric == 'gradient_norm'")
     assert set(rows["layer"]) == {-1, 1, 2}

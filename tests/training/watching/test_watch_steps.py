@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from training.watching.loops import Naive, NanoGpt, Tokens, found, lines, loop, nano_parts, norm_of, result, rows_of
+from training.tiny_runs import layers, records, result
+from training.watching.loops import Naive, NanoGpt, Tokens, found, loop, nano_parts, norm_of
 from transformers.optimization import Adafactor
 
 import lamina
@@ -24,14 +25,9 @@ def batches(steps):
 
 def series(folder, metric):
     """{step: value} of one metric of the whole model."""
-    rows = rows_of(folder)
+    rows = layers(folder)
     rows = rows[(rows["metric"] == metric) & (rows["sublayer"] == "model")]
     return dict(zip(rows["step"], rows["value"], strict=True))
-
-
-def alarms(folder):
-    path = folder / "alarms.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_a_learning_rate_is_that_of_the_step_though_the_schedule_went_on(tmp_path):
@@ -45,8 +41,8 @@ def test_a_learning_rate_is_that_of_the_step_though_the_schedule_went_on(tmp_pat
 
     loop(model, tmp_path / "run", 7, optimizer, spoil, after=lambda step: schedule.step(), every=1)
     assert series(tmp_path / "run", "learning_rate") == pytest.approx(dict(enumerate(used, 1)))
-    assert [line["learning_rate"] for line in lines(tmp_path / "run")] == pytest.approx(used)
-    assert not alarms(tmp_path / "run"), "the sixth update over the seventh step's rate is a hundred times too large"
+    assert [line["learning_rate"] for line in records(tmp_path / "run")] == pytest.approx(used)
+    assert not read_alarms(tmp_path / "run"), "the sixth update over the seventh step's rate is 100 times too large"
 
 
 def test_the_gradient_of_a_closure_is_that_of_its_own_step(tmp_path):
@@ -68,7 +64,7 @@ def test_the_gradient_of_a_closure_is_that_of_its_own_step(tmp_path):
     with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
         train(model, optimizer, monitor.step)
     assert series(tmp_path / "run", "step_gradient_norm") == pytest.approx(dict(enumerate(norms, 1)), rel=1e-6)
-    assert set(rows_of(tmp_path / "run").query("metric == 'update_norm'")["step"]) == {1, 2, 3, 4}
+    assert set(layers(tmp_path / "run").query("metric == 'update_norm'")["step"]) == {1, 2, 3, 4}
     train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), lambda loss: None)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
@@ -91,7 +87,7 @@ def test_autocast_to_float16_is_seen(tmp_path, inside):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loop(model, tmp_path / "run", 3, optimizer, loss_of=loss_of, after=after, every=1)
     assert json.loads((tmp_path / "run" / "watched.json").read_text())["half"] is True
-    assert {"fp16", "not_finite"} & {alarm["rule"] for alarm in alarms(tmp_path / "run")}
+    assert {"fp16", "not_finite"} & {alarm.rule for alarm in read_alarms(tmp_path / "run")}
     assert "number range" in dict(causes_of(gather(tmp_path / "run")))
 
 
@@ -111,7 +107,7 @@ def test_a_lasting_nan_is_noted_once_and_its_first_step_is_kept(tmp_path, caplog
     told = [record.getMessage() for record in caplog.records if "diverged:" in record.getMessage()]
     assert ["at step 4" in text for text in told] == [True, False]
     assert "at step 9" in told[1]
-    assert [line["step"] for line in lines(tmp_path / "run") if "diverged" in line] == [4, 9]
+    assert [line["step"] for line in records(tmp_path / "run") if "diverged" in line] == [4, 9]
     assert monitor.diverged.step == 4
     assert "at step 4" in result(tmp_path / "run")["reason"]
 
@@ -135,7 +131,7 @@ def test_micro_batches_of_accelerate_are_no_steps(tmp_path):
     assert result(tmp_path / "run")["steps"] == 4
     means = {step: sum(losses[3 * step - 3 : 3 * step]) / 3 for step in (1, 2, 3, 4)}
     assert series(tmp_path / "run", "step_loss") == pytest.approx(means, rel=1e-6)
-    rows = rows_of(tmp_path / "run")
+    rows = layers(tmp_path / "run")
     for metric in ("update_norm", "gradient_norm", "hidden_variance"):
         assert set(rows[rows["metric"] == metric]["step"]) == {1, 2, 4}
 
@@ -231,7 +227,7 @@ def test_a_scaled_loss_is_measured_unscaled_and_its_overflow_is_no_divergence(tm
             monitor.step(loss)
     assert (result(tmp_path / "run")["steps"], watched.diverged) == (4, None)
     assert not (tmp_path / "run" / "alarms.jsonl").exists()
-    rows = rows_of(tmp_path / "run")
+    rows = layers(tmp_path / "run")
     assert set(rows[rows["metric"].str.endswith("gradient_norm")]["step"]) == {2, 4}
     assert rows[rows["metric"] == "step_loss"]["step"].tolist() == [1, 2, 3, 4]
     for step in (2, 4):

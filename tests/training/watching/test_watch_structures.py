@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from training.watching.loops import VOCAB, NanoGpt, Tokens, found, loop, norm_of, rows_of
+from training.tiny_runs import layers, records
+from training.watching.loops import VOCAB, NanoGpt, Tokens, found, loop, norm_of
 from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -132,7 +133,7 @@ def test_what_no_hook_has_seen_is_said_once(tmp_path, caplog):
     (note,) = notes_of(model, tmp_path / "run")
     assert note.startswith("attention logits are not recorded")
     assert caplog.text.count("attention logits are not recorded") == 1
-    assert "hidden_variance" in set(rows_of(tmp_path / "run")["metric"])
+    assert "hidden_variance" in set(layers(tmp_path / "run")["metric"])
 
 
 def test_a_compiled_function_hides_the_stream_and_a_line_says_so(tmp_path):
@@ -197,16 +198,15 @@ def common(folder, **more):
 def check_losses(trainer, folder, *, equal=1e-6):
     """Every step's loss in the records is the one that Trainer logged, and metrics.jsonl's is their mean."""
     logged = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
-    rows = rows_of(folder).query("metric == 'step_loss'").set_index("step")["value"].to_dict()
+    rows = layers(folder).query("metric == 'step_loss'").set_index("step")["value"].to_dict()
     assert rows.keys() >= logged.keys()
     assert len(logged) > 1
     every = trainer.args.logging_steps
     for step, loss in logged.items():
         mean = sum(rows[number] for number in range(step - every + 1, step + 1)) / every
         assert mean == pytest.approx(loss, rel=1e-4, abs=equal), step
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     done = 0
-    for record in records:
+    for record in records(folder):
         mean = sum(rows[step] for step in range(done + 1, record["step"] + 1)) / (record["step"] - done)
         assert record["loss"] == pytest.approx(mean, rel=1e-6, abs=1e-9)
         done = record["step"]
@@ -259,7 +259,7 @@ def test_the_loss_is_the_one_that_trl_trains(make, logging_steps, accumulated, t
     assert "training_step" not in vars(trainer)  # as it was
     about = json.loads((tmp_path / "run" / "watched.json").read_text())
     assert [layer["sublayers"] for layer in about["layers"]] == [["attention", "feed_forward"]] * 2
-    assert set(rows_of(tmp_path / "run").query("metric == 'hidden_abs_max' and step == 2")["layer"]) == {-1, 0, 1}
+    assert set(layers(tmp_path / "run").query("metric == 'hidden_abs_max' and step == 2")["layer"]) == {-1, 0, 1}
 
 
 def test_one_grpo_step_records_the_loss_that_trl_trains(tmp_path):

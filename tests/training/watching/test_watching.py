@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.watching.loops import Naive, NanoGpt, Tokens, found, llama, llama_parts, loop, nano_parts, result, rows_of
+from training.tiny_runs import layers, result
+from training.watching.loops import Naive, NanoGpt, Tokens, found, llama, llama_parts, loop, nano_parts
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import lamina
@@ -77,7 +78,7 @@ def test_a_llama_under_trainer_is_measured_as_by_hand(tmp_path):
         stream = whole[layer][6].double()  # the first micro-batch of the fourth step
         assert shown[layer, "feed_forward", "all"] == pytest.approx(float(stream.var(correction=0)), rel=1e-5)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    rows = rows_of(tmp_path / "run")
+    rows = layers(tmp_path / "run")
     series = rows[rows["metric"] == "step_loss"].sort_values("step")["value"].tolist()
     assert series == pytest.approx(losses, rel=1e-6)
     norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
@@ -171,8 +172,8 @@ def test_two_processes_are_measured_as_one(tmp_path, kind):
         if metric.startswith("hidden_"):
             recorded = {place: recorded[place] for place in expected}  # the others are within layers
         assert recorded == pytest.approx(expected, rel=1e-4 if metric == "update_norm" else 1e-5)
-    layers = rows_of(tmp_path / "run").query("metric == 'hidden_abs_max' and step == 3")["layer"]
-    assert set(layers) == {-1, 0, 1}
+    rows = layers(tmp_path / "run").query("metric == 'hidden_abs_max' and step == 3")
+    assert set(rows["layer"]) == {-1, 0, 1}
 
 
 def seen(x, logit, load):
