@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from training import tiny_experts
 from training.tiny_runs import SMALL, records
-from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 import lamina
 from lamina.errors import UserError
@@ -99,18 +98,6 @@ def test_it_is_the_beginning_of_the_run_itself(corpus, tmp_path, monkeypatch, ch
     assert seen.losses == pytest.approx([r["loss"] for r in logged], rel=2e-7)
     assert seen.gradient_norms == [r["grad_norm"] for r in logged]
     assert seen.learning_rates == [r["learning_rate"] for r in logged]
-
-
-@pytest.mark.parametrize("warmup", [0, 3, 0.25])
-def test_the_rate_is_that_of_transformers_schedule(corpus, warmup):
-    settings = planned(corpus, warmup=warmup, steps=20)
-    steps = {0: 0, 3: 3, 0.25: 5}[warmup]
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, steps, 20, min_lr_rate=0.1)
-    for step in range(20):
-        assert planned_shares(settings)(step) == schedule.get_last_lr()[0]
-        optimizer.step()
-        schedule.step()
 
 
 def test_a_shorter_warmup_leaves_the_rest_of_the_schedule_as_it_is(corpus):

@@ -200,16 +200,6 @@ def test_a_role_is_known_by_the_end_of_its_path_and_the_whole_is_not_mixed_with_
     assert set(part.panels[0].series[0].y) == {7.0}
 
 
-def test_a_sweep_is_of_the_seeds_that_all_rates_have(tmp_path):
-    folder = read_folder(write_claims_study(tmp_path / "study"))
-    rows = folder.results
-    own = rows[(rows["placement"] == "mix_ln") & (rows["seed"] < 3)]
-    means = own.groupby("learning_rate")["eval_loss"].mean()
-    assert rows[rows["placement"] == "mix_ln"]["seed"].nunique() == 5
-    lines = {series.label: series for series in drawn(folder, "sweep").panels[0].series}
-    assert lines["mix_ln"].y == pytest.approx(means.tolist())
-
-
 def test_each_stage_of_a_study_shows_its_own_value(tmp_path):
     folder = write_claims_study(tmp_path / "study", then={"tasks": {"job": "eval"}})
     first = pd.read_csv(folder / "results.csv").assign(stage="pretrain", score=float("nan"))

@@ -187,16 +187,6 @@ def test_the_stored_study_is_a_configuration(command, tmp_path, corpus, capsys):
     assert tables[0].eval_loss[0] == tables[1].eval_loss[0]
 
 
-def test_a_trial_for_each_placement_rate_and_seed_with_seeds_outermost():
-    settings = CompareSettings(placements="pre_ln,keel", learning_rates="1e-3,3e-3", seeds="0,1")
-    trials = list(settings.trials().values())
-    assert len(trials) == 8
-    assert [t.seed for t in trials] == [0] * 4 + [1] * 4
-    assert {(t.placement, t.learning_rate) for t in trials[:4]} == {
-        (p, r) for p in ("pre_ln", "keel") for r in (1e-3, 3e-3)
-    }
-
-
 def test_commas_in_a_placements_options_do_not_split_it():
     settings = CompareSettings(placements="mix_ln(alpha=0.5, final_norm=true),pre_ln")
     assert [t.placement for t in settings.trials().values()] == ["mix_ln(alpha=0.5, final_norm=true)", "pre_ln"]
