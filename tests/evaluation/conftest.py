@@ -3,7 +3,7 @@ import random
 
 import pytest
 import yaml
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import lamina
 from lamina.data.tokenizers import load_tokenizer
@@ -23,6 +23,11 @@ def saved_model(folder, placement="keel", vocab_size=257, positions=256):
     model.save_pretrained(folder)
     load_tokenizer("bytes").save_pretrained(folder)
     return folder
+
+
+def loaded(folder):
+    """A saved model and its tokenizer."""
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,13 @@ def text(tmp_path):
     return path
 
 
+def write_study(folder, rows, kind):
+    """What candidates are found by."""
+    pd.DataFrame(rows).to_csv(folder / "results.csv", index=False)
+    (folder / "study.yaml").write_text("placements: keel\n")
+    (folder / "environment.json").write_text(json.dumps(environment(0, kind)))
+
+
 def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys):
     other = saved_model(tmp_path / "pre_ln", "pre_ln")
     out = tmp_path / "out"
@@ -108,9 +115,7 @@ def test_the_arms_of_two_studies_are_not_one_line(tmp_path):
         rows = [{**row, "trial": f"keel-{width}", "hidden_size": width} for width in widths]
         for one in rows:
             (tmp_path / name / "trials" / one["trial"] / "model").mkdir(parents=True)
-        pd.DataFrame(rows).to_csv(tmp_path / name / "results.csv", index=False)
-        (tmp_path / name / "study.yaml").write_text("placements: keel\n")
-        (tmp_path / name / "environment.json").write_text(json.dumps(environment(0, Kind.TRANSFER)))
+        write_study(tmp_path / name, rows, Kind.TRANSFER)
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert [one.arm for one in candidates_of([a], runs_of)] == ["keel"]
     both = ["keel of width 16", "keel of width 32"]
@@ -119,9 +124,7 @@ def test_the_arms_of_two_studies_are_not_one_line(tmp_path):
 
 
 def test_a_study_of_a_store_says_where_its_runs_are(tmp_path):
-    pd.DataFrame([{"key": "0123", "placement": "keel"}]).to_csv(tmp_path / "results.csv", index=False)
-    (tmp_path / "study.yaml").write_text("placements: keel\n")
-    (tmp_path / "environment.json").write_text(json.dumps(environment(0, Kind.COMPARE)))
+    write_study(tmp_path, [{"key": "0123", "placement": "keel"}], Kind.COMPARE)
     with pytest.raises(UserError, match=r"in its store .*STORE/KEY.* such as 0123"):
         runs_of(str(tmp_path))
 
@@ -143,9 +146,7 @@ def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path
         if status == "finished":
             saved_model(study / f"trials/keel-{seed}/model", "keel")
     rows.append({**rows[0], "trial": "post-0", "placement": "post_ln", "status": "stuck"})
-    pd.DataFrame(rows).to_csv(study / "results.csv", index=False)
-    (study / "study.yaml").write_text("placements: keel,post_ln\n")
-    (study / "environment.json").write_text(json.dumps(environment(0, Kind.COMPARE)))
+    write_study(study, rows, Kind.COMPARE)
     found = lamina.evaluate(models=str(study), corpus=str(text), output=str(tmp_path / "out"), bar=False)
     values = [unit["scores"][0]["value"] for unit in found["units"]]
     assert len(values) == 2
@@ -173,6 +174,11 @@ def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path
         ({"window": 999, "corpus": "embedded", "tasks": ""}, "window: 999 is longer than the model's context"),
         ({"dtype": "int8"}, "dtype: 'int8'"),
         ({"device": "tpu9"}, "device: 'tpu9'"),
+        ({"system": "Be brief."}, r"system: 'Be brief\.' has no effect here \(allowed: with --chat-template\)"),
+        ({"generation": {"temprature": 1}}, "unknown generation argument 'temprature'; did you mean 'temperature'"),
+        ({"generation": {"temperature": 1}}, "generation.temperature: no effect: none of the tasks"),
+        ({"batch_size": "some"}, r"batch_size: 'some' \(allowed: a whole number of at least 1, or auto\)"),
+        ({"batch_size": 0}, "batch_size: 0"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_evaluated(model, data_dir, tmp_path, given, says):
@@ -356,25 +362,6 @@ def test_auto_takes_as_many_as_fit(model, data_dir, text, tmp_path, monkeypatch)
     for one, other in zip(plain["units"], fitted["units"], strict=True):
         values = [[score["value"] for score in unit["scores"]] for unit in (one, other)]
         assert values[0] == pytest.approx(values[1], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"system": "Be brief."}, "system: 'Be brief.' has no effect here (allowed: with --chat-template)"),
-        ({"generation": {"temprature": 1}}, "unknown generation argument 'temprature'; did you mean 'temperature'"),
-        ({"generation": {"temperature": 1}}, "generation.temperature: no effect: none of the tasks"),
-        ({"batch_size": "some"}, "batch_size: 'some' (allowed: a whole number of at least 1, or auto)"),
-        ({"batch_size": 0}, "batch_size: 0"),
-    ],
-)
-def test_what_asks_nothing_is_refused(model, data_dir, tmp_path, changed, message):
-    with pytest.raises(UserError) as error:
-        lamina.evaluate(
-            models=str(model), tasks="quiz", data_dir=str(data_dir), output=str(tmp_path / "out"), **changed
-        )
-    assert message in str(error.value)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import gzip
 import json
 import zipfile
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -91,9 +90,6 @@ def test_a_row_serves_the_harness_and_fine_tuning(tmp_path, monkeypatch):
     assert len(rows) == 4
     assert rows[0]["output"] == rows[0]["choices"][rows[0]["answer"]]
     assert rows[0]["instruction"] == rows[0]["question"]
-
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")

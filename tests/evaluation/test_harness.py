@@ -9,7 +9,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import yaml
-from evaluation.conftest import QUIZ
+from evaluation.conftest import QUIZ, loaded
 
 from lamina.errors import UserError
 from lamina.evaluation import task_files
@@ -24,12 +24,6 @@ pytest.importorskip("lm_eval")
 @pytest.fixture(scope="module")
 def shipped():
     return Tasks.find(None)
-
-
-def loaded(model):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    return AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
 
 
 def test_every_task_of_a_paper_s_set_is_the_harness_s(shipped):

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from evaluation.conftest import loaded
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamina.errors import UserError
 from lamina.evaluation.candidates import Candidate
@@ -21,10 +21,6 @@ from lamina.evaluation.task_sets import Wanted
 from lamina.jobs.files import write_json
 
 TEXTS = ["the norm sits  before\nthe layer, " * 4, "short", "a öß line of other words " * 5]
-
-
-def loaded(model):
-    return AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
 
 
 def naive_nll(model, text, window, stride):

@@ -74,15 +74,21 @@ def test_logits_of_few_tokens_at_a_time_give_the_same_and_never_stand_whole(monk
     torch.testing.assert_close(torch.tensor(parts["value"]), torch.tensor(whole["value"]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("make", "head"),
+    [(bert, "cls"), (lambda: albert(initializer_range=0.3), "predictions")],
+    ids=["bert", "albert, whose one layer runs once a state"],
+)
 @torch.no_grad()
-def test_a_masked_model_predicts_what_is_behind_its_mask():
-    model, ids = bert(), blocks()
+def test_a_masked_model_predicts_what_is_behind_its_mask(make, head):
+    model, ids = make(), blocks()
     frame = finished(make_context(model, ProbeSettings(batch_size=2), ids, TOKENIZER))
     chosen = masked_positions(16)
     hidden = ids.clone()
     hidden[:, chosen] = TOKENIZER.mask_token_id
-    logits = [model.cls(x.float()).double()[:, chosen] for x in states(model, hidden)]  # with its transform
-    expect(frame, logits, ids[:, chosen])
+    found = model(input_ids=hidden, output_hidden_states=True).hidden_states
+    read = model.get_submodule(head)  # with its transform
+    expect(frame, [read(x).double()[:, chosen] for x in found], ids[:, chosen])
 
 
 @torch.no_grad()
@@ -123,19 +129,6 @@ def finished(context):
     instance = LogitLens()
     instance.begin(context)
     return instance.finish(context)
-
-
-@torch.no_grad()
-def test_an_albert_runs_its_one_layer_once_a_state():
-    model = albert(initializer_range=0.3)
-    ids = blocks()
-    context = make_context(model, ProbeSettings(batch_size=2), ids, TOKENIZER)
-    frame = finished(context)
-    chosen = masked_positions(16)
-    hidden = ids.clone()
-    hidden[:, chosen] = TOKENIZER.mask_token_id
-    found = model(input_ids=hidden, output_hidden_states=True).hidden_states
-    expect(frame, [model.predictions(x).double()[:, chosen] for x in found], ids[:, chosen])
 
 
 def test_so_many_tokens_as_asked_for():
