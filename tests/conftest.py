@@ -12,7 +12,6 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # numbers are those of a CPU;
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from transformers import LlamaConfig
 
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")  # the same cases on every machine, however slow
@@ -101,12 +100,6 @@ def refused(capsys, tmp_path):
 @pytest.fixture
 def tiny_llama():
     """Four heads that share two key-value heads, so that grouped attention is run as well."""
-    return LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    from modeling.tiny import llama
+
+    return llama()

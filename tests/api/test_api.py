@@ -16,7 +16,6 @@ from scripts import loaded
 import lamina
 from lamina.api.job_functions import as_settings
 from lamina.api.results import Comparison, Diagnosis, RunResult, StudyOutcome
-from lamina.cli import COMMANDS
 from lamina.core.progress import ProgressLines
 from lamina.errors import TrialsFailed, UserError
 from lamina.jobs.catalog import JOBS
@@ -26,7 +25,6 @@ from lamina.jobs.kinds import Kind
 from lamina.placements import resolve
 from lamina.posttraining.settings import SftSettings
 
-ROOT = Path(__file__).parents[2]
 FUNCTIONS = [row.function_name for row in JOBS.values()]
 
 
@@ -34,12 +32,6 @@ FUNCTIONS = [row.function_name for row in JOBS.values()]
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LAMINA_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-
-
-def test_every_command_is_a_function_of_the_same_name():
-    for command in set(COMMANDS) - {"placements"}:
-        assert callable(getattr(lamina, command.replace("-", "_")))
-    assert set(lamina.__all__) <= set(dir(lamina))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

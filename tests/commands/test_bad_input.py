@@ -204,15 +204,6 @@ def test_a_mistake_is_one_line_in_a_process_too(tiny, command):
     assert not out
 
 
-def process(*words, **more):
-    return subprocess.Popen(
-        [sys.executable, "-m", "lamina", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **{"text": True, **more},
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -236,7 +227,7 @@ def test_escaped_json_is_still_json(capsys):
 
 
 def test_a_terminal_without_the_characters_gets_their_numbers():
-    started = process("placements", "keel", env={**os.environ, "PYTHONIOENCODING": "ascii"}, encoding="ascii")
+    started = start("placements", "keel", env={**os.environ, "PYTHONIOENCODING": "ascii"}, encoding="ascii")
     out, err = started.communicate(timeout=60)
     assert (started.returncode, err) == (0, "")
     assert "\\u251c\\u2500 " in out
@@ -294,7 +285,7 @@ def test_code_that_ends_the_process_is_no_success(monkeypatch, capsys):
 @pytest.mark.parametrize("words", [("--help",), ("placements",), ("compare", "--help")])
 def test_a_closed_pipe_is_no_fault(words):
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    started = process(*words, env=buffered)
+    started = start(*words, env=buffered)
     started.stdout.close()  # as `| true` does
     assert started.wait(60) == 0
     assert started.stderr.read() == ""

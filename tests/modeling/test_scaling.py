@@ -7,12 +7,12 @@ from fractions import Fraction
 import pytest
 import torch
 from tiny import LATENT, OF_TEXT, token_ids
+from training.tiny_runs import llama_of
 from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
-    LlamaConfig,
     ModernBertConfig,
 )
 
@@ -46,12 +46,6 @@ def test_ntk_and_mean_field_are_no_schemes_of_their_own():
     assert set(SCHEMES) == {"standard", "standard-no-alignment", "mup", "mup-no-alignment"}
 
 
-def llama(width, **changes):
-    sizes = {"intermediate_size": 2 * width, "num_attention_heads": width // 8, "num_key_value_heads": width // 8}
-    sizes |= {"vocab_size": 61, "hidden_size": width, "num_hidden_layers": 2, "head_dim": 8}
-    return LlamaConfig(**{**sizes, **changes})
-
-
 def expected_rate(scheme, kind, m):
     """Read off the paper's table: eta * n^(learning rate's exponent - a)."""
     name, _, rest = scheme.partition("-")
@@ -66,7 +60,7 @@ def expected_rate(scheme, kind, m):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_weight_has_its_roles_factor(placement, scheme):
     with torch.device("meta"):
-        model = lamina.build(llama(64), placement, init="normal")
+        model = lamina.build(llama_of(64), placement, init="normal")
     found = {s.weight.name: s for s in scaled_weights(model, Scaling(width=scheme, base_width=16))}
     assert found.keys() == dict(model.named_parameters()).keys()
     for name, scaled in found.items():
@@ -96,7 +90,7 @@ def test_the_papers_example_divides_hidden_and_readout_by_four():
 
 
 def test_constants_are_each_kinds_own_and_not_the_vectors():
-    model = lamina.build(llama(32), "keel", init="normal")
+    model = lamina.build(llama_of(32), "keel", init="normal")
     scaling = Scaling(width="standard", base_width=16, k_embedding=3.0, k_hidden=5.0, k_readout=7.0)
     factors = {s.kind: s.factors.rate for s in scaled_weights(model, scaling)}
     assert factors == {"embedding": 3.0, "vector": 1.0, "hidden": 5 / 2, "readout": 7 / 2}
@@ -122,7 +116,7 @@ def test_experts_and_routers_are_hidden_and_a_latent_of_fixed_rank_keeps_its_rat
 @pytest.mark.parametrize("by", ["plan", "backbone"])
 def test_an_embedding_multiplied_by_the_root_of_the_width_loses_the_factor_again(by):
     if by == "plan":
-        model = lamina.build(llama(64), "pre_ln", embedding_scale="sqrt_hidden_size", init="normal")
+        model = lamina.build(llama_of(64), "pre_ln", embedding_scale="sqrt_hidden_size", init="normal")
     else:
         config = Gemma3TextConfig(**{**OF_TEXT, "hidden_size": 64}, head_dim=16, tie_word_embeddings=False)
         model = lamina.build(config, "pre_ln", init="normal")
@@ -133,8 +127,8 @@ def test_an_embedding_multiplied_by_the_root_of_the_width_loses_the_factor_again
 @pytest.mark.parametrize("init", ["normal", "scaled", "small", "xavier", "deepnorm"])
 def test_weights_start_as_at_the_base_and_then_fall_by_their_fan_in(init):
     base, width = 32, 128
-    wide = lamina.build(llama(width), "deepnorm", init=init, scaling=Scaling(width="mup", base_width=base))
-    narrow = lamina.build(llama(base), "deepnorm", init=init)
+    wide = lamina.build(llama_of(width), "deepnorm", init=init, scaling=Scaling(width="mup", base_width=base))
+    narrow = lamina.build(llama_of(base), "deepnorm", init=init)
     for ours, theirs in zip(weights(wide), weights(narrow), strict=True):
         if ours.role in ("vector", "wiring"):
             continue
@@ -148,20 +142,20 @@ def test_weights_start_as_at_the_base_and_then_fall_by_their_fan_in(init):
 @pytest.mark.parametrize("placement", names())
 def test_at_the_base_width_every_weight_starts_bit_for_bit_as_without(placement):
     torch.manual_seed(3)
-    plain = lamina.build(llama(32), placement, profile_ids=token_ids())
+    plain = lamina.build(llama_of(32), placement, profile_ids=token_ids())
     torch.manual_seed(3)
-    scaled = lamina.build(llama(32), placement, profile_ids=token_ids(), scaling=Scaling(width="mup", base_width=32))
+    scaled = lamina.build(llama_of(32), placement, profile_ids=token_ids(), scaling=Scaling(width="mup", base_width=32))
     for (name, one), (_, other) in zip(plain.named_parameters(), scaled.named_parameters(), strict=True):
         assert torch.equal(one, other), name
 
 
 def test_what_cannot_be_scaled_is_one_line():
-    tied = lamina.build(llama(32, tie_word_embeddings=True), "pre_ln", init="normal")
+    tied = lamina.build(llama_of(32, tie_word_embeddings=True), "pre_ln", init="normal")
     with pytest.raises(UserError, match=r"ties its readout.*--untie-embeddings"):
         list(scaled_weights(tied, Scaling(width="standard", base_width=16)))
     with pytest.raises(UserError, match="base_width: 15 cannot be"):
-        list(scaled_weights(copy.deepcopy(lamina.build(llama(32), "pre_ln")), Scaling(width="mup", base_width=15)))
-    grouped = lamina.build(llama(32), "group_ln", groups=8)
+        list(scaled_weights(copy.deepcopy(lamina.build(llama_of(32), "pre_ln")), Scaling(width="mup", base_width=15)))
+    grouped = lamina.build(llama_of(32), "group_ln", groups=8)
     with pytest.raises(UserError, match="base_width: 4 cannot be"):
         list(scaled_weights(grouped, Scaling(width="standard", base_width=4)))
     with pytest.raises(UserError, match="base_width: 0 is not a whole number of at least 1"):
@@ -241,7 +235,7 @@ def test_it_trains_as_transformers_granite_does_with_the_papers_table(scheme, al
     depth, base, eta, decay, epsilon = 6, 2, 1e-2, 0.1, 1e-4
     m = depth / base
     scaling = Scaling(depth=scheme, base_depth=base)
-    config = llama(32, num_hidden_layers=depth)
+    config = llama_of(32, num_hidden_layers=depth)
     ours = lamina.build(config, "pre_ln", init="small", scaling=scaling)
     kept = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
     multipliers = {"residual_multiplier": m**-alpha, "attention_multiplier": 8**-0.5}
@@ -277,9 +271,9 @@ def test_it_trains_as_transformers_granite_does_with_the_papers_table(scheme, al
 
 @pytest.mark.parametrize("init", ["normal", "scaled", "small_scaled_uncut"])
 def test_weights_start_as_at_the_base_depth(init):
-    config = llama(64, num_hidden_layers=8)
+    config = llama_of(64, num_hidden_layers=8)
     deep = lamina.build(config, "peri_ln", init=init, scaling=Scaling(depth="completep", base_depth=2))
-    shallow = lamina.build(llama(64, num_hidden_layers=2), "peri_ln", init=init)
+    shallow = lamina.build(llama_of(64, num_hidden_layers=2), "peri_ln", init=init)
     stds = {name.split(".", 4)[-1]: weight.std().item() for name, weight in shallow.named_parameters()}
     for weight in weights(deep):
         if weight.role != "vector":
@@ -290,7 +284,7 @@ def test_weights_start_as_at_the_base_depth(init):
 def test_width_and_depth_multiply_and_the_decay_follows_the_width_alone():
     """CompleteP, Table 1: hidden weights have rate eta / m_N * m_L^(alpha - 1) and decay lambda * m_N."""
     scaling = Scaling(width="mup", base_width=16, depth="depth-mup", base_depth=2)
-    model = lamina.build(llama(64, num_hidden_layers=8), "pre_ln", init="small", scaling=scaling)
+    model = lamina.build(llama_of(64, num_hidden_layers=8), "pre_ln", init="small", scaling=scaling)
     found = {name: (own.rate, own.width_rate, own.epsilon) for name, own in step_factors(model, scaling).items()}
     block, m_n, m_l = "model.backbone.layers.3.", 4, 4
     assert found[block + "attention.module.q_proj.weight"] == pytest.approx((m_l**-0.5 / m_n, 1 / m_n, m_l**-0.5))
@@ -308,7 +302,7 @@ def test_a_learned_scale_on_the_branch_is_the_multiplier_folded_into_it(tmp_path
     file.write_text(f"final_norm: true\nrules: [{{attention: {part}, feed_forward: {part}}}]\n")
     m, alpha, eta, epsilon = 4, DEPTH_SCHEMES[scheme], 1e-2, 1e-3
     scaling = Scaling(depth=scheme, base_depth=2)
-    model = lamina.build(llama(32, num_hidden_layers=2 * m), str(file), init="small", scaling=scaling)
+    model = lamina.build(llama_of(32, num_hidden_layers=2 * m), str(file), init="small", scaling=scaling)
     name = "model.backbone.layers.5.feed_forward.out_scale"
     own, factors = model.get_parameter(name), step_factors(model, scaling)[name]
     assert torch.allclose(own, torch.full((32,), 0.5 * m**-alpha))
@@ -331,7 +325,7 @@ def test_at_the_base_depth_every_weight_starts_bit_for_bit_as_without(scheme):
     models = []
     for scaling in (None, Scaling(depth=scheme, base_depth=4)):
         torch.manual_seed(3)
-        models.append(lamina.build(llama(32, num_hidden_layers=4), "peri_ln", init="scaled", scaling=scaling))
+        models.append(lamina.build(llama_of(32, num_hidden_layers=4), "peri_ln", init="scaled", scaling=scaling))
     for (name, one), (_, other) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
         assert torch.equal(one, other), name
     assert set(step_factors(models[1], scaling).values()) == {StepFactors()}
@@ -339,7 +333,7 @@ def test_at_the_base_depth_every_weight_starts_bit_for_bit_as_without(scheme):
 
 def test_rates_without_the_multiplier_are_refused():
     with pytest.raises(UserError, match="depth_scaling: 'completep', but the model's branches are not divided"):
-        lamina.build(llama(32), resolve("pre_ln", 2), scaling=Scaling(depth="completep", base_depth=1))
+        lamina.build(llama_of(32), resolve("pre_ln", 2), scaling=Scaling(depth="completep", base_depth=1))
     for options in ({"depth_scaling": "completep"}, {"base_depth": 2}):
         with pytest.raises(UserError, match="'depth_scaling' and 'base_depth' need each other"):
             resolve("pre_ln", 2, **options)

@@ -177,8 +177,6 @@ def test_an_arms_tolerance_is_of_the_seeds_that_all_its_rates_have(tmp_path):
     assert pages.tolerances(folder) == {"keel": "≥ 2.1", "pre_ln": "≥ 0.2"}
 
 
-resolution = loaded("docs/results_pages.py").resolution
-
 LOSSES = {"pre_ln": {1e-3: 2.7, 2e-3: 2.6, 4e-3: 2.7}, "keel": {1e-3: 2.6, 2e-3: 2.5, 4e-3: 2.45}}
 NOISE = {"pre_ln": (-0.02, 0.0, 0.02), "keel": (-0.01, 0.02, -0.01)}
 
@@ -198,7 +196,7 @@ def sweep() -> StudyFolder:
 
 
 def test_the_table_has_optima_spreads_and_what_five_pairs_show():
-    heading, table, sentence = resolution(sweep())
+    heading, table, sentence = pages.resolution(sweep())
     assert heading == "### What this size can decide"
     keel, pre = table.splitlines()[2:]  # the lowest loss first
     differences = [(2.45 + k) - (2.6 + p) for k, p in zip(NOISE["keel"], NOISE["pre_ln"], strict=True)]

@@ -26,10 +26,10 @@ WORDS = "the norm sits before after and between every layer of a deep model whos
 TIMING = ("tokens_per_second", "seconds")
 
 
-def llama_of(width: int) -> LlamaConfig:
+def llama_of(width: int, **changed) -> LlamaConfig:
     """Two layers whose heads, of 8 channels, and feed-forwards grow with the width."""
     sizes = {"intermediate_size": 2 * width, "num_attention_heads": width // 8, "num_key_value_heads": width // 8}
-    return LlamaConfig(vocab_size=61, hidden_size=width, num_hidden_layers=2, **sizes)
+    return LlamaConfig(**{"vocab_size": 61, "hidden_size": width, "num_hidden_layers": 2, **sizes, **changed})
 
 
 def write_corpus(path: Path) -> Path:
@@ -117,9 +117,9 @@ def flags(**given) -> list[str]:
 
 def start(*argv: str, **options) -> subprocess.Popen:
     """``lamina ARGV`` in a process of its own."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-m", "lamina", *argv], env=environment, **{**pipes, **options})
+    usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    usual |= {"env": {**os.environ, "PYTHONUNBUFFERED": "1"}}
+    return subprocess.Popen([sys.executable, "-m", "lamina", *argv], **{**usual, **options})
 
 
 def free_port() -> int:
