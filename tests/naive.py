@@ -33,14 +33,12 @@ class Expected:
 
     `norms` are the positions (A on the input, B on the output, C on the sum; - for none) of the attention and the
     feed-forward, "AC C | C C" where the first layer differs from the others, None where the border is an option.
-    `stream` is what silent branches leave of the stream: it "stays", is "normed" by every block or "some", or "scaled".
     `parameters` counts those of the norms (and learned scales) of n layers, without a final or embedding norm.
     `heads` are the norms on q and k, and on v: off | head | full.
     """
 
     norms: str | None
     final_norm: bool
-    stream: str
     parameters: Callable[[int], int]
     heads: tuple[str, str] = ("off", "off")
 
@@ -89,19 +87,19 @@ def alike(name, other, **changes):
     EXPECTED[name] = replace(EXPECTED[other], **changes)
 
 
-@formula("A A", final_norm=True, stream="stays")
+@formula("A A", final_norm=True)
 def naive_pre_ln(x, attention, feed_forward, norms, index, num_layers):
     y = x + attention(norms.attention.pre(x))
     return y + feed_forward(norms.feed_forward.pre(y))
 
 
-@formula("C C", final_norm=False, stream="normed")
+@formula("C C", final_norm=False)
 def naive_post_ln(x, attention, feed_forward, norms, index, num_layers):
     y = norms.attention.post(x + attention(x))
     return norms.feed_forward.post(y + feed_forward(y))
 
 
-@formula(None, final_norm=True, stream="some")
+@formula(None, final_norm=True)
 def naive_mix_ln(x, attention, feed_forward, norms, index, num_layers, alpha="0.25", num_post_layers=None):
     border = math.floor(Fraction(alpha) * num_layers) if num_post_layers is None else num_post_layers
     if index < border:
@@ -111,7 +109,7 @@ def naive_mix_ln(x, attention, feed_forward, norms, index, num_layers, alpha="0.
     return y + feed_forward(norms.feed_forward.pre(y))
 
 
-@formula("AB AB", final_norm=True, stream="stays", parameters=four_norms)
+@formula("AB AB", final_norm=True, parameters=four_norms)
 def naive_peri_ln(x, attention, feed_forward, norms, index, num_layers):
     y = x + norms.attention.out(attention(norms.attention.pre(x)))
     return y + norms.feed_forward.out(feed_forward(norms.feed_forward.pre(y)))
@@ -120,7 +118,7 @@ def naive_peri_ln(x, attention, feed_forward, norms, index, num_layers):
 alike("sandwich_ln", "peri_ln")  # the block is the same; the embedding's norm tells them apart
 
 
-@formula("AC C | C C", final_norm=False, stream="normed", parameters=lambda n: two_norms(n) + WIDTH)
+@formula("AC C | C C", final_norm=False, parameters=lambda n: two_norms(n) + WIDTH)
 def naive_fusenorm(x, attention, feed_forward, norms, index, num_layers):
     if index == 0:
         y = norms.attention.post(x + attention(norms.attention.pre(x)))
@@ -129,7 +127,7 @@ def naive_fusenorm(x, attention, feed_forward, norms, index, num_layers):
     return norms.feed_forward.post(x + feed_forward(y))
 
 
-@formula("A AC | AC AC", final_norm=False, stream="normed", parameters=lambda n: four_norms(n) - WIDTH)
+@formula("A AC | AC AC", final_norm=False, parameters=lambda n: four_norms(n) - WIDTH)
 def naive_keel(x, attention, feed_forward, norms, index, num_layers, alpha=None):
     alpha = 2 * num_layers if alpha is None else alpha
     if index == 0:
@@ -139,14 +137,14 @@ def naive_keel(x, attention, feed_forward, norms, index, num_layers, alpha=None)
     return norms.feed_forward.post(alpha * y + feed_forward(norms.feed_forward.pre(y)))
 
 
-@formula("C C", final_norm=False, stream="normed")
+@formula("C C", final_norm=False)
 def naive_deepnorm(x, attention, feed_forward, norms, index, num_layers, alpha=None):
     alpha = (2 * num_layers) ** 0.25 if alpha is None else alpha
     y = norms.attention.post(alpha * x + attention(x))
     return norms.feed_forward.post(alpha * y + feed_forward(y))
 
 
-@formula("C -", final_norm=True, stream="some", parameters=lambda n: (WIDTH + 3 * HEAD_DIM) * n, heads=("head", "head"))
+@formula("C -", final_norm=True, parameters=lambda n: (WIDTH + 3 * HEAD_DIM) * n, heads=("head", "head"))
 def naive_hybridnorm(x, attention, feed_forward, norms, index, num_layers):
     z = norms.attention.post(x + attention(x))
     return z + feed_forward(z)
@@ -155,7 +153,6 @@ def naive_hybridnorm(x, attention, feed_forward, norms, index, num_layers):
 @formula(
     "A A | C -",
     final_norm=True,
-    stream="some",
     parameters=lambda n: (WIDTH + 3 * HEAD_DIM) * n + WIDTH,
     heads=("head", "head"),
 )
@@ -167,14 +164,14 @@ def naive_hybridnorm_star(x, attention, feed_forward, norms, index, num_layers):
     return z + feed_forward(z)
 
 
-@formula("A A", final_norm=True, stream="stays")
+@formula("A A", final_norm=True)
 def naive_layernorm_scaling(x, attention, feed_forward, norms, index, num_layers):
     root = math.sqrt(index + 1)
     y = x + attention(norms.attention.pre(x) / root)
     return y + feed_forward(norms.feed_forward.pre(y) / root)
 
 
-@formula("B B", final_norm=True, stream="stays")
+@formula("B B", final_norm=True)
 def naive_out_ln(x, attention, feed_forward, norms, index, num_layers):
     y = x + norms.attention.out(attention(x))
     return y + norms.feed_forward.out(feed_forward(y))
@@ -189,43 +186,43 @@ alike(  # OLMo2's queries and keys are normed inside its attention
 alike("group_ln", "pre_ln")  # Group-LN's norms are group norms
 
 
-@formula("C C", final_norm=False, stream="normed", parameters=four_norms)  # two of them are omegas
+@formula("C C", final_norm=False, parameters=four_norms)  # two of them are omegas
 def naive_admin(x, attention, feed_forward, norms, index, num_layers, residuals):
     y = norms.attention.post(residuals[index].attention.skip_scale * x + attention(x))
     return norms.feed_forward.post(residuals[index].feed_forward.skip_scale * y + feed_forward(y))
 
 
-@formula("C C", final_norm=False, stream="normed")
+@formula("C C", final_norm=False)
 def naive_b2t(x, attention, feed_forward, norms, index, num_layers):
     y = norms.attention.post(x + attention(x))
     return norms.feed_forward.post(x + y + feed_forward(y))
 
 
-@formula("AC AC", final_norm=False, stream="normed", parameters=four_norms)
+@formula("AC AC", final_norm=False, parameters=four_norms)
 def naive_pre_post_ln(x, attention, feed_forward, norms, index, num_layers):
     y = norms.attention.post(x + attention(norms.attention.pre(x)))
     return norms.feed_forward.post(y + feed_forward(norms.feed_forward.pre(y)))
 
 
-@formula("A A", final_norm=True, stream="stays")
+@formula("A A", final_norm=True)
 def naive_granite(x, attention, feed_forward, norms, index, num_layers, multiplier=0.22):
     y = x + multiplier * attention(norms.attention.pre(x))
     return y + multiplier * feed_forward(norms.feed_forward.pre(y))
 
 
-@formula("A A", final_norm=True, stream="stays")
+@formula("A A", final_norm=True)
 def naive_minicpm(x, attention, feed_forward, norms, index, num_layers, scale_depth=1.4):
     y = x + scale_depth / num_layers**0.5 * attention(norms.attention.pre(x))
     return y + scale_depth / num_layers**0.5 * feed_forward(norms.feed_forward.pre(y))
 
 
-@formula("A A", final_norm=True, stream="stays", parameters=four_norms)  # two of them are lambdas
+@formula("A A", final_norm=True, parameters=four_norms)  # two of them are lambdas
 def naive_layerscale(x, attention, feed_forward, norms, index, num_layers, residuals):
     y = x + residuals[index].attention.out_scale * attention(norms.attention.pre(x))
     return y + residuals[index].feed_forward.out_scale * feed_forward(norms.feed_forward.pre(y))
 
 
-@formula("- -", final_norm=False, stream="stays", parameters=lambda n: 2 * n)
+@formula("- -", final_norm=False, parameters=lambda n: 2 * n)
 def naive_rezero(x, attention, feed_forward, norms, index, num_layers, residuals):
     y = x + residuals[index].attention.out_scale * attention(x)
     return y + residuals[index].feed_forward.out_scale * feed_forward(y)
@@ -234,7 +231,7 @@ def naive_rezero(x, attention, feed_forward, norms, index, num_layers, residuals
 alike("skipinit", "rezero")
 
 
-@formula("AB AB", final_norm=True, stream="scaled", parameters=four_norms)  # two are gates, two norms have no gain
+@formula("AB AB", final_norm=True, parameters=four_norms)  # two are gates, two norms have no gain
 def naive_muse_spark(x, attention, feed_forward, norms, index, num_layers, residuals):
     def add(skip, branch, gate):
         b = torch.sigmoid(gate / 0.3)
@@ -253,7 +250,7 @@ alike("sandwich_depth_scaled", "peri_ln")
 alike("minimax_01", "deepnorm")  # the embedding's norm tells them apart
 
 
-@formula("A A", final_norm=True, stream="scaled", parameters=four_norms)  # two of them are the skips'
+@formula("A A", final_norm=True, parameters=four_norms)  # two of them are the skips'
 def naive_doge(x, attention, feed_forward, norms, index, num_layers, residuals):
     y = residuals[index].attention.skip_scale * x + attention(norms.attention.pre(x))
     return residuals[index].feed_forward.skip_scale * y + feed_forward(norms.feed_forward.pre(y))
