@@ -24,6 +24,7 @@ COMMANDS = {row.name: row.summary for row in JOBS.values()} | {
 
 
 def run(name: str, argv: list[str]) -> int:
+    """Run a command; returns the exit code."""
     if name in JOBS and not JOBS[name].own_command:
         from lamina.commands import run_job
 

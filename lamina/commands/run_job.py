@@ -29,6 +29,7 @@ def parser_of(row: JobRow) -> Parser:
 
 
 def run(row: JobRow, argv: Sequence[str]) -> int:
+    """Run a job; returns the exit code."""
     settings, options = parser_of(row).settings_from(argv)
     if row.listing and options.list:
         show(load(row.listing)(full=True))

@@ -16,6 +16,7 @@ import base64
 import copy
 import importlib.util
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,8 @@ from lamina.posttraining.tuning import TuningStage, tune
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.run import TrainingRun
+
+logger = logging.getLogger(__name__)
 
 _Online: Passed = object  # one of TRL's online trainers, in the classes below
 
@@ -291,7 +294,10 @@ def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) ->
 
 def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
     """Replace the held-out answers of this and later steps, which a resumed run repeats, by this evaluation's."""
-    earlier = [line for line in parse_lines(path)[0] if line["step"] < step]
+    lines, fault = parse_lines(path)
+    if fault is not None:
+        logger.warning("%s; lines that are no records are left out", fault)
+    earlier = [line for line in lines if line["step"] < step]
     write_lines(path, [*earlier, *({"step": step, **number} for number in numbers)])
 
 

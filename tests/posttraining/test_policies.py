@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lamina.errors import UserError
 from lamina.posttraining.pairs import dpo, reward
 from lamina.posttraining.rewards import _number, check_rewards, in_time, make_rewards
-from lamina.posttraining.rlhf import ReMaxTrainer, rlhf
+from lamina.posttraining.rlhf import ReMaxTrainer, rlhf, write_held_out
 from lamina.posttraining.settings import RlhfSettings
 from lamina.reports import report
 from lamina.training.monitor.writers import read_rows
@@ -443,3 +443,11 @@ def test_the_likeliest_token_alone_is_sampled_if_trl_is_told_so(policy, monkeypa
     spread = [float(inputs["advantages"].abs().max()) for inputs in seen]
     assert spread[0] > 1e-3
     assert spread[1:] == [0.0, 0.0]
+
+
+def test_a_damaged_line_of_the_held_out_answers_is_named(tmp_path, caplog):
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"step": 0, "prompt": 0, "reward": 1.0}\nbroken\n')
+    write_held_out(path, 4, [{"prompt": 0, "reward": 2.0}])
+    assert "line 2 of held_out.jsonl is not a record" in caplog.text
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 4]
