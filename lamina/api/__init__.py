@@ -1,4 +1,4 @@
-"""The commands as functions: train or measure, then write the page, as the command line does.
+"""The commands as Python functions, which train or measure and then write the page, as the command line does.
 
 Each takes a command's settings by name, and has them all in its signature. Nothing is loaded before it is used.
 """

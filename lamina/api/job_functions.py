@@ -1,4 +1,4 @@
-"""The Python function of a job, made from its row: it refuses early, runs the job and writes the page.
+"""The Python function of a job, made from its row: it refuses bad input early, runs the job and writes the page.
 
 It takes objects where the command line has text: lists, paths, data sets.
 """
@@ -34,7 +34,7 @@ ENDED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them gets 
 
 @cache
 def function_of(row: JobRow) -> Callable[..., Any]:
-    """The function of a job.
+    """Make the Python function of a job.
 
     It takes the settings by keyword, also by other tools' names, as lists, paths and data sets, and ``resume``,
     ``overwrite``, ``bar`` and the row's switches.
@@ -79,7 +79,7 @@ def _modes(row: JobRow) -> list[inspect.Parameter]:
 
 
 def _signature(row: JobRow, record: type[Settings], modes: list[inspect.Parameter]) -> inspect.Signature:
-    """Build a job's signature: a keyword per setting, with its type and default, then the modes."""
+    """Build the signature of a job's function: a keyword per setting, with type and default, then the modes."""
     settings = []
     for name in record.names():
         kind, wanted = record.kind(name), taken(record.check_of(name))
@@ -104,7 +104,7 @@ def _documentation(row: JobRow) -> str:
 def _refuse(
     row: JobRow, record: type[Settings], given: Mapping[str, Any], folder: Path | None, modes: Mapping[str, Any]
 ) -> None:
-    """Raise UserError, before torch is loaded, for an output folder in use and for what the settings can check."""
+    """Raise UserError, before torch is loaded, for an output folder in use or settings that are invalid."""
     if folder is not None:
         for name in row.inputs:
             models = given.get(name)
@@ -123,7 +123,7 @@ def _refuse(
 
 @contextmanager
 def _page_of(folder: Path | None) -> Iterator[None]:
-    """Write the page once the work is done, or is interrupted and has a result."""
+    """Write the page once the work in the context is done, or is interrupted with a result."""
     try:
         yield
     except KeyboardInterrupt:
@@ -135,7 +135,7 @@ def _page_of(folder: Path | None) -> Iterator[None]:
 
 
 def write_page(folder: Path) -> None:
-    """Write a folder's page, in the first of several processes."""
+    """Write a folder's page, in the first process only."""
     from lamina.modeling.processes import launched
     from lamina.reports import report
 
@@ -144,7 +144,7 @@ def write_page(folder: Path) -> None:
 
 
 def as_settings(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings as a run's config.yaml can hold them: texts and data sets become files of the cache.
+    """Convert settings to what config.yaml can hold: texts and data sets become files in the cache.
 
     Raises UserError for an object that holds no text or no rows.
     """
@@ -159,7 +159,7 @@ def as_settings(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _refuse_splits(name: str, value: object) -> None:
-    """Raise UserError for a datasets.DatasetDict, which `load_dataset(NAME)` returns."""
+    """Raise UserError for a datasets.DatasetDict, as `load_dataset(NAME)` returns it."""
     if isinstance(splits := getattr(value, "column_names", None), Mapping):
         names = [str(split) for split in splits]
         allowed = f"one of them, as in data[{names[0]!r}]" if names else "a datasets.Dataset"
@@ -212,7 +212,7 @@ def _documents(paths: Iterable[PathLike], field: str) -> Iterator[Mapping[str, o
 
 
 def _file(name: str, rows: Callable[[], Any]) -> str:
-    """Write the rows to a .jsonl file of the cache, named by their hash; they are read twice."""
+    """Write rows to a .jsonl file in the cache, named by their hash; iterates over them twice."""
     from lamina.data.cache import cache_root, is_whole, publish
 
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Saved models and folders: generate, convert, diagnose, report, and the list of backbones."""
+"""Functions on saved models and folders: generate, convert, prune, graft, diagnose, report, and lists."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def prune(
     overwrite: bool = False,
     **text_settings: object,
 ) -> Pruning:
-    """Write a trained decoder without some of its layers, as `lamina prune` does; says the loss before and after.
+    """Write a trained decoder without some of its layers, as `lamina prune` does; measure the loss before and after.
 
     Args:
         model: a folder with a saved model, Lamina's or transformers', or a run's folder.
@@ -176,7 +176,7 @@ def graft(
     overwrite: bool = False,
     **text_settings: object,
 ) -> Grafting:
-    """Put another placement on a trained decoder, as `lamina graft` does; `lamina pretrain --from` then heals it.
+    """Put another placement on a trained decoder, as `lamina graft` does; `lamina pretrain --from` heals it.
 
     The weights stay. The new norms' gains are fitted on one half of a text so that each sub-layer gives what it gave;
     both losses are measured on the other half.
@@ -205,7 +205,7 @@ def graft(
 
 
 def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, layers: str | None = None) -> Census:
-    """Name a model's placement by measuring it, as `lamina placements --of MODEL` does.
+    """Identify a model's placement by measuring it, as `lamina placements --of MODEL` does.
 
     Args:
         model: a transformers or Lamina model; a folder (of a run, or with config.json, whose weights are read if there
@@ -229,7 +229,7 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 
 
 def diagnose(run: str | PathLike[str]) -> Diagnosis:
-    """Say what left its usual range first in a run, and what to change, as `lamina diagnose` does; writes the page.
+    """Say what left its usual range first in a run, and what to change, as `lamina diagnose` does; write the page.
 
     Of what another tool recorded, the records and the page are written beside it, into the folder NAME-lamina. Without
     the packages that draw it there is no page, and the last sentence says so.
@@ -257,7 +257,7 @@ def diagnose(run: str | PathLike[str]) -> Diagnosis:
 
 
 def report(folder: str | PathLike[str]) -> Path:
-    """Write the page of a job's folder again, as `lamina report` does; returns its path.
+    """Rewrite the page of a job's folder, as `lamina report` does; return its path.
 
     >>> import lamina
     >>> lamina.report("no/such/folder")
@@ -276,7 +276,7 @@ def report(folder: str | PathLike[str]) -> Path:
 
 
 def backbones() -> pd.DataFrame:
-    """The presets of backbones: sizes and numbers of parameters, as `lamina backbones` lists them."""
+    """List the presets of backbones, with sizes and parameter counts, as `lamina backbones` does."""
     import pandas as pd
 
     from lamina.modeling.backbones import PRESETS, count_parameters, preset_config

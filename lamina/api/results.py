@@ -1,4 +1,4 @@
-"""What the functions return: the numbers, the folder and the page of a job."""
+"""The results that the functions return: the numbers, the folder and the page of a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = ("placement", "learning_rate", "seed", "status", "eval_loss", "max_lear
 
 
 class _HasPage:
-    """The result of a job that wrote a page into its ``folder``."""
+    """The base of results of a job that wrote a page into its ``folder``."""
 
     folder: Path
 
@@ -29,7 +29,7 @@ class _HasPage:
         return self.folder / PAGE
 
     def report(self, *, show: bool = False) -> Path:
-        """The path of the page; ``show`` opens it in the browser."""
+        """Return the path of the page; ``show`` also opens it in the browser."""
         if show:
             webbrowser.open(self._page.resolve().as_uri())
         return self._page
@@ -40,7 +40,7 @@ class _HasPage:
 
 
 class Comparison(_HasPage):
-    """The trials of a job and its page; rows and columns are read as from its DataFrame ``results``.
+    """A job's trials and its page; indexing and attributes are those of the DataFrame ``results``.
 
     Attributes:
         results: a row per trial, as in results.csv.
@@ -54,7 +54,7 @@ class Comparison(_HasPage):
 
     @classmethod
     def of(cls, results: pd.DataFrame, folder: Path) -> Comparison:
-        """A job's results. Raises TrialsFailed if every trial failed."""
+        """Wrap a job's results. Raises TrialsFailed if every trial failed."""
         if "status" in results and set(results["status"]) == {"failed"}:
             raise TrialsFailed(results)
         return cls(results, folder)
@@ -89,7 +89,7 @@ class Comparison(_HasPage):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StudyOutcome(_HasPage):
-    """What a study found.
+    """The outcome of a study.
 
     Attributes:
         results: a row per trial, as in results.csv.
@@ -103,7 +103,7 @@ class StudyOutcome(_HasPage):
 
     @classmethod
     def of(cls, results: pd.DataFrame, folder: Path) -> StudyOutcome:
-        """A study's results with the verdicts in its folder."""
+        """Wrap a study's results, with the verdicts in its folder."""
         from lamina.papers.engine.verdicts import read_claims
 
         return cls(results=results, claims=read_claims(folder) or [], folder=folder)
@@ -119,7 +119,7 @@ class StudyOutcome(_HasPage):
 
 
 class RunResult(_HasPage, dict[str, object]):
-    """A dict of the content of result.json that also knows the folder of its job."""
+    """The content of result.json as a dict that also knows the job's folder."""
 
     def __init__(self, result: Mapping[str, object], folder: Path) -> None:
         super().__init__(result)
@@ -127,12 +127,11 @@ class RunResult(_HasPage, dict[str, object]):
 
     @classmethod
     def of(cls, result: Mapping[str, object], folder: Path) -> RunResult:
-        """A job's result.json."""
         return cls(result, folder)
 
     @property
     def model(self) -> Path | None:
-        """The folder of the trained model; None if there is none."""
+        """The folder of the trained model; None without one."""
         model = self.folder / "model"
         return model if model.is_dir() else None
 

@@ -1,4 +1,4 @@
-"""A command's flags: those of its settings record, a YAML file, other names of settings, and the help text."""
+"""A command's flags: those of its settings record, a YAML file, other names of settings; and the help text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHORTER = {"from_model": ("--from",)}  # "from" is a keyword of Python, so no fi
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads a flag's text as a value of a setting's type. Its error says what is allowed; the settings check the rest.
+    """Reads a flag's text as a value of a setting's type; errors say what is allowed. The settings check the rest.
 
     A mapping is read one entry at a time, ``KEY=VALUE``, by YAML's rules, except what ``files`` declare to be text.
     """
@@ -52,12 +52,12 @@ class Reader:
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """Return the allowed types. A Literal counts as text: its own error suggests the nearest word."""
+        """The allowed types. A Literal counts as text, since its own check suggests the nearest word."""
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in kinds)
 
     def __call__(self, text: str) -> object:
-        """The value. Raises ArgumentTypeError."""
+        """Read the value. Raises ArgumentTypeError."""
         if NoneType in self.kinds and text in ("null", "None"):
             return None
         if str in self.kinds:
@@ -77,14 +77,14 @@ class Reader:
 
     @property
     def shown(self) -> str:
-        """Return the placeholder of the value in the help."""
+        """The placeholder of the value in the help."""
         if str in self.kinds:
             return "WORD" if any(get_origin(k) is Literal for k in (self.kind, *get_args(self.kind))) else "TEXT"
         return " .KEY VALUE" if dict in self.kinds else "X" if float in self.kinds else "N"
 
 
 class Parser(ArgumentParser):
-    """A command's parser: takes other names of settings, and raises UserError with the nearest option.
+    """A command's parser: accepts other names of settings, and raises UserError that suggests the nearest option.
 
     Args:
         command: its name, of one or two words.
@@ -99,7 +99,7 @@ class Parser(ArgumentParser):
         self.full_help = False
 
     def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
-        """Add a flag for every field, ``--num-layers`` for ``num_layers``, and ``--config``, which reads YAML.
+        """Add a flag for each field, ``--num-layers`` for ``num_layers``, and ``--config``, which reads YAML.
 
         The fields in ``positional`` have no flag; one that ends in "..." takes any number of words.
         """
@@ -118,7 +118,7 @@ class Parser(ArgumentParser):
                 self.add_argument(*flags, type=reader, default=SUPPRESS, help=about, metavar=reader.shown, **more)
 
     def add_flag(self, flag: str, about: str, default: object = None, metavar: str | None = None) -> None:
-        """Add a flag; its default says what it takes: nothing where it is a boolean, a number, else text."""
+        """Add a flag; the type of its default says what it takes: a boolean nothing, a number, else text."""
         if isinstance(default, bool):
             action = BooleanOptionalAction if default else "store_true"
             self.add_argument(flag, action=action, default=default, help=about)
@@ -127,7 +127,7 @@ class Parser(ArgumentParser):
             self.add_argument(flag, type=reader, default=default, metavar=metavar or reader.shown, help=about)
 
     def add_text_flags(self) -> None:
-        """Add the text that a trained model is measured on, as `lamina probe` takes it."""
+        """Add the flags for the text on which a trained model is measured, as in `lamina probe`."""
         self.add_flag("--corpus", "embedded, a .txt/.jsonl file, a folder, hf:NAME", "embedded", "TEXT")
         self.add_flag("--tokenizer", "for a model without one of its own", metavar="TEXT")
         self.add_flag("--sequences", "how many blocks of the text", 64)
@@ -138,13 +138,13 @@ class Parser(ArgumentParser):
         self.add_flag("--overwrite", "first delete what Lamina wrote into the output", False)
 
     def add_output_modes(self, resume: str) -> None:
-        """Add ``--resume``, ``--resume=auto`` and ``--overwrite``: what happens to the output folder's content."""
+        """Add ``--resume``, ``--resume=auto`` and ``--overwrite``, for an output folder with content."""
         auto = "with =auto, begin if the output folder is still empty"
         self.add_argument("--resume", type=_resume, default=False, metavar="[=auto]", help=f"{resume}; {auto}")
         self.add_flag("--overwrite", "replace what the output folder holds", False)
 
     def settings_from(self, argv: Sequence[str]) -> tuple[Json, Namespace]:
-        """Return the settings by name (the command line wins over --config), and all options."""
+        """Parse the settings by name (the command line overrides --config), and all options."""
         assert self.record is not None
         options = self.parse(argv)
         typed = {name: value for name, value in vars(options).items() if name in self.record.names() and value != []}
@@ -177,9 +177,7 @@ class Parser(ArgumentParser):
         return _named(action)[0]
 
     def _in_our_words(self, words: Sequence[str]) -> list[str]:
-        """Return the words with Lamina's names of settings, hyphens for underscores, and ``--flag=key=value`` of a
-        mapping.
-        """
+        """Translate words to Lamina's names of settings, with hyphens; a mapping's become ``--flag=key=value``."""
         left, ours, names = list(words), [], dict[str, str]()
         while left:
             word = left.pop(0)
@@ -217,7 +215,7 @@ class Parser(ArgumentParser):
         return ours
 
     def _outside(self, flag: str) -> tuple[str, str, str] | None:
-        """Return the setting that takes another library's option, the option, and its value as a switch."""
+        """Return the setting that passes on another library's option, the option, and its value as a switch."""
         name = flag[2:].replace("-", "_")
         for option, value in ((name, "true"), (name.removeprefix("no_"), "false")):
             if self.record is not None and (where := passed_on(option, self._dests(), self.record.outside)):
@@ -230,7 +228,7 @@ class Parser(ArgumentParser):
         return self.record.check_of(action.dest) in (comma_separated, factors)
 
     def format_help(self) -> str:
-        """The help: the settings that matter or, after ``--help all``, all of them in groups."""
+        """Return the help: the main settings or, after ``--help all``, all of them in groups."""
         main = () if self.full_help or self.record is None else self.record.main
         rows: dict[str, list[tuple[int, str]]] = {group: [] for group in ORDER}
         hidden = 0
@@ -255,7 +253,7 @@ class Parser(ArgumentParser):
 
 
 def help_rows(action: Action) -> Iterator[str]:
-    """The lines of the help about a flag."""
+    """Yield the lines of the help about a flag."""
     narrowest, without, widest = WIDTHS
     width = min(max(shutil.get_terminal_size((without, 24)).columns, narrowest), widest)
     about = _explained(str(action.help or ""), action.default, action.dest)
@@ -270,14 +268,14 @@ def help_rows(action: Action) -> Iterator[str]:
 
 
 def _values(left: list[str]) -> list[str]:
-    """Take the words up to the next flag."""
+    """Remove the words before the next flag from the list, and return them."""
     count = next((place for place, word in enumerate(left) if word.startswith("--")), len(left))
     taken, left[:count] = left[:count], []
     return taken
 
 
 def _named(action: Action) -> tuple[str, str]:
-    """Return an action's shortest flag and the placeholder of its value."""
+    """Return an action's shortest flag and its value's placeholder."""
     flags = [flag for flag in action.option_strings if len(flag) > 2 and not flag.startswith("--no-")]
     if not flags:
         return str(action.metavar or action.dest).upper(), ""

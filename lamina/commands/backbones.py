@@ -1,4 +1,4 @@
-"""`lamina backbones`: the presets."""
+"""`lamina backbones`: lists the presets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All commands: the jobs of ``lamina.jobs.catalog``, and those with a module of their own."""
+"""All commands: the jobs of ``lamina.jobs.catalog``, and those with their own modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = {row.name: row.summary for row in JOBS.values()} | {
 
 
 def run(name: str, argv: list[str]) -> int:
-    """Run a command; returns the exit code."""
+    """Run a command and return the exit code."""
     if name in JOBS and not JOBS[name].own_command:
         from lamina.commands import run_job
 

@@ -1,4 +1,4 @@
-"""`lamina convert SOURCE OUTPUT`: a transformers checkpoint into Lamina, and back."""
+"""`lamina convert SOURCE OUTPUT`: converts a transformers checkpoint to Lamina, or back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Convert, compare the two models' logits, then move the result into place."""
+    """Convert a model and print what was measured."""
     options = parser().parse(argv)
     record = convert(**vars(options))
     written = ", ".join(f"{k}={str(v).lower()}" for k, v in record["placement_options"].items())

@@ -1,4 +1,4 @@
-"""`lamina diagnose RUN`: what left first in a run, and what to change."""
+"""`lamina diagnose RUN`: says what left its range first in a run, and what to change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Print the sentences and write the page."""
+    """Write the page and print the sentences."""
     options = parser().parse(argv)
     diagnosis = diagnose(options.run)
     for text in diagnosis.sentences:

@@ -1,4 +1,4 @@
-"""`lamina generate MODEL`: a trained model continues a text."""
+"""`lamina generate MODEL`: continues a text with a trained model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Load, generate, print."""
+    """Load the model, then print a continuation or converse."""
     options = parser().parse(argv)
     names = ("max_new_tokens", "temperature", "top_p", "stop", "seed", "trust_remote_code")
     sampling = {name: getattr(options, name) for name in names}
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
 
 
 def _converse(model: str, turns: list[dict[str, str]], prompt: str | None, **sampling: Any) -> None:
-    """Answer the prompt, or else the lines of the standard input, one turn each, until an empty line or its end.
+    """Answer the prompt; without one, answer each line of standard input until an empty line or its end.
 
     An answer is shown as it is written.
     """

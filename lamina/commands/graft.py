@@ -1,4 +1,4 @@
-"""`lamina graft MODEL --placement NAME`: another placement on a trained model."""
+"""`lamina graft MODEL --placement NAME`: puts another placement on a trained model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Graft and print the gap."""
+    """Graft, and print the gap in the loss."""
     options = {name: value for name, value in vars(parser().parse(argv)).items() if value is not None}
     output = options.pop("output")
     record = graft(options.pop("model"), output, **{"placement": "", **options})

@@ -1,4 +1,4 @@
-"""`lamina placements [NAME]`: the catalog; `lamina placements --of MODEL`: which of them a model has."""
+"""`lamina placements [NAME]`: shows the catalog; `lamina placements --of MODEL`: measures a model's placement."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Print the list, or one placement."""
+    """Print the list, a placement, or a model's placement."""
     options = parser().parse(argv)
     idle, allowed = (("layers", "json"), "with") if options.of is None else (("svg",), "without")
     for name in idle:

@@ -1,4 +1,4 @@
-"""`lamina prune MODEL`: a trained model without some of its layers."""
+"""`lamina prune MODEL`: takes layers out of a trained model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Prune and print what it cost."""
+    """Prune, and print the losses before and after."""
     options = {name: value for name, value in vars(parser().parse(argv)).items() if value is not None}
     output = options.pop("output")
     record = prune(options.pop("model"), output, **options)

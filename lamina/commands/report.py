@@ -1,4 +1,4 @@
-"""`lamina report FOLDER`: write a folder's page from its records."""
+"""`lamina report FOLDER`: writes a folder's page from its records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Write report.html again and, on request, take a screenshot of it."""
+    """Rewrite report.html and, on request, take a screenshot of it."""
     options = parser().parse(argv)
     whole_number("height", options.height)
     number("every", options.every, 1.0)
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
 
 
 def _follow(folder: Path, every: float) -> Path:
-    """Write the page until the job has ended; returns the page's path."""
+    """Rewrite the page until the job has ended; return the page's path."""
     from lamina.reports.registry import follow
 
     written: Path | None = None

@@ -1,4 +1,4 @@
-"""The command of any job, made from its row: parse, run the job's Python function, print how it ended."""
+"""The command of any job, made from its row: parse, call the job's Python function, print how it ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parser_of(row: JobRow) -> Parser:
 
 
 def run(row: JobRow, argv: Sequence[str]) -> int:
-    """Run a job; returns the exit code."""
+    """Run a job and return the exit code."""
     settings, options = parser_of(row).settings_from(argv)
     if row.listing and options.list:
         show(load(row.listing)(full=True))

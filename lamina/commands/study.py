@@ -1,4 +1,4 @@
-"""`lamina study`: run the papers' tables and figures as studies, and say what holds."""
+"""`lamina study`: runs the papers' tables and figures as studies, and judges their claims."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _failures(reasons: list[str]) -> int:
-    """Say how many trials failed, and why the first did; the exit code."""
+    """Print how many trials failed, and why the first one did; return the exit code."""
     if not reasons:
         return 0
     show_error(f"{len(reasons)} trials failed; the first: {reasons[0]}")
@@ -155,7 +155,7 @@ def _record(settings: Json) -> StudySettings:
 
 
 def parser() -> Parser:
-    """The flags of `lamina study run`."""
+    """Make the parser of `lamina study run`."""
     return _parser("run", "Train what is missing, measure, and judge the claims.")
 
 

@@ -1,1 +1,1 @@
-"""Tools for every room: values from users, safe reading of files, registries."""
+"""Tools for all rooms: checks of users' values, safe reading of files, registries."""

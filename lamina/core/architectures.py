@@ -1,4 +1,4 @@
-"""The model types of transformers that Lamina knows, one row each. Reading it loads no torch.
+"""The model types of transformers that Lamina knows, one row each; loads no torch.
 
 A row has the roles of a type's weights, for initialization, and its placement, for conversion of its checkpoints. Every
 type of the table is tested: with its own placement its logits equal transformers' own on the same weights. The names of
@@ -197,12 +197,12 @@ HIDDEN = "hidden"  # a weight of a block whose name has no role
 
 
 def conversions() -> dict[str, Conversion]:
-    """The model types whose checkpoints are converted."""
+    """Return the conversions by model type."""
     return {name: row.conversion for name, row in ARCHITECTURES.items() if row.conversion is not None}
 
 
 def convertible() -> str:
-    """The architectures that are converted, in prose, with the placement of each."""
+    """List in prose the architectures that can be converted, by placement."""
     groups: dict[str, list[str]] = {}
     for model_type, conversion in conversions().items():
         groups.setdefault(conversion.placement.partition("(")[0], []).append(ARCHITECTURES[model_type].title)

@@ -1,4 +1,4 @@
-"""Presets: a model type of transformers and the fields that the paper states. Loads no heavy library."""
+"""Presets: a model type of transformers with the fields that a paper states. Loads no heavy library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lamina.errors import UserError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A backbone's sizes; ``fields`` are those of the configuration of ``model_type`` in transformers."""
+    """A backbone's sizes; ``fields`` are fields of the configuration of ``model_type`` in transformers."""
 
     name: str
     source: str
@@ -141,12 +141,12 @@ _ON_THE_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def names() -> list[str]:
-    """The names of all presets, smallest family first."""
+    """Return the names of all presets, smallest family first."""
     return list(PRESETS)
 
 
 def get(name: str) -> Preset:
-    """The preset of this name. Raises UserError that suggests the nearest."""
+    """Return the preset of this name. Raises UserError that suggests the nearest name."""
     if name not in PRESETS:
         problem = f"backbone: {name!r}: no such folder" if "/" in name else f"unknown backbone {name!r}"
         raise UserError(
@@ -157,5 +157,5 @@ def get(name: str) -> Preset:
 
 
 def is_place(name: str) -> bool:
-    """Return whether a name may be a folder or a model on the hub, and is no preset."""
+    """Return whether a name that is no preset may be a folder or a model on the hub."""
     return name not in PRESETS and (os.path.isdir(name) or _ON_THE_HUB.fullmatch(name) is not None)

@@ -1,4 +1,4 @@
-"""The extras of the package, as pyproject.toml names them: what each brings, and the line that says what to install."""
+"""The package's extras, as in pyproject.toml: the modules of each, and the message that says what to install."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ EXTRAS = {"report": _REPORT, "train": _TRAIN, "posttrain": _POSTTRAIN, "qlora": 
 
 
 def require(what: str, extra: str) -> None:
-    """Raise UserError for the modules of an extra that are missing; ``what`` needs them."""
+    """Raise UserError if modules of an extra are missing; ``what`` needs them."""
     if missing := [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]:
         raise _missing(what, missing, extra)
 
 
 def missing_extra(what: str, error: ModuleNotFoundError) -> UserError | None:
-    """Return the line in place of an error that says that a module of an extra is missing; None for another module."""
+    """Return an error that names the extra to install for a missing module; None if it is in no extra."""
     module = str(error.name).partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if module in modules and extra != "report"), None)
     return None if extra is None else _missing(what, [module], extra)

@@ -1,4 +1,4 @@
-"""A type for pandas' tables."""
+"""A type for pandas tables."""
 
 from __future__ import annotations
 

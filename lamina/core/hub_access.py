@@ -1,4 +1,4 @@
-"""Access to the Hugging Face hub: checked first, because its clients retry for half a minute without a network."""
+"""Access to the Hugging Face hub, tested first, because its clients retry for half a minute without a network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.request import getproxies
 
 
 def hub_resolves() -> bool:
-    """Return whether the hub's host name resolves; True behind a proxy, which resolves names itself."""
+    """Return whether the hub's host name resolves; True behind a proxy, which does the resolving."""
     from huggingface_hub import constants
 
     if getproxies():
@@ -25,7 +25,7 @@ def hub_resolves() -> bool:
 
 @contextmanager
 def local_when_unreachable() -> Iterator[bool]:
-    """Restrict the hub's libraries to local files if the hub is unreachable; yields whether it did.
+    """Restrict the hub's libraries to local files if the hub is unreachable; yield whether it is reachable.
 
     The libraries read their offline switch from the environment at import, so it is set in place and restored.
     """

@@ -1,4 +1,4 @@
-"""The initializers: each maps a weight, by its role, to the standard deviation of its normal distribution.
+"""The initializers: each maps a weight, by its role, to the standard deviation of its initial distribution.
 
 Reading them loads no torch; lamina/modeling/initialization.py draws the weights.
 """
@@ -25,7 +25,7 @@ WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts about a weight that an initializer may need; the defaults are a block's square query projection.
+    """The facts about a weight that an initializer may need; the defaults are those of a block's query projection.
 
     ``layer`` is 0-based, -1 outside the blocks; ``wiring`` is the sub-layer's part of the plan; ``num_layers`` counts
     blocks.
@@ -39,12 +39,12 @@ class Facts:
 
     @property
     def fan_in(self) -> int:
-        """Channels in."""
+        """The number of input channels."""
         return self.hidden_size
 
     @property
     def fan_out(self) -> int:
-        """Channels out."""
+        """The number of output channels."""
         return self.hidden_size
 
 
@@ -53,7 +53,7 @@ Initializer = Callable[[Facts, float], float]
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """A registered initializer: (weight, base std) -> std, one line of help, where its distribution is cut off."""
+    """A registered initializer: its function, a line of help, and the truncation of its distribution."""
 
     function: Initializer
     help: str
@@ -138,7 +138,7 @@ for _name, _variance in (("he", 2.0), ("lecun", 1.0), ("10/d", 10.0), ("1/(10d)"
 
 
 def check(init: str) -> tuple[str, float]:
-    """Split "name" or "name(std=0.01)" into name and base std. Raises UserError for anything else."""
+    """Split "name" or "name(std=0.01)" into name and base std. Raises UserError for any other text."""
     if init in names():  # some names have brackets of their own
         return init, 0.02
     name, options = specs.parse(init, "init")
@@ -152,7 +152,7 @@ def check(init: str) -> tuple[str, float]:
 
 
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
-    """Return the standard deviations of an initializer and of SmallInit if the initializer does not suit the width.
+    """Return the standard deviations of an initializer and of SmallInit if the former does not suit the width.
 
     It suits a width d where a norm's output keeps its size through a weight, up to a factor of two: between half of
     SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun

@@ -1,4 +1,4 @@
-"""What JSON holds."""
+"""Types of JSON content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run code once a package's module has been imported: now, or when that happens.
+"""Callbacks that run once a module has been imported: now, or whenever that happens.
 
 So `import lamina` loads no other package, and the order of the imports does not matter.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class _Finder(NamedTuple):
-    """A finder that finds nothing, but sees a module being imported and calls back once it has run."""
+    """A finder that finds nothing, but notices a module's import and calls back once the module has run."""
 
     module: str
     then: Callable[[ModuleType], None]
@@ -35,7 +35,7 @@ class _Finder(NamedTuple):
 
 
 def when_imported(module: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with the module of this name: now if it is imported, or else once it is."""
+    """Call ``then`` with a module: now if it has been imported, otherwise after its import."""
     finder = _Finder(module, then)
     if (imported := sys.modules.get(module)) is not None:
         then(imported)

@@ -1,4 +1,4 @@
-"""PEFT's defaults for Lamina models: `LoraConfig()` and its kin need no ``target_modules``.
+"""PEFT's defaults for Lamina models, so that `LoraConfig()` and its kin need no ``target_modules``.
 
 PEFT looks a model up by its type, in one table per method; "lamina" is one type with many backbones. Its row has what
 the method adapts in a Llama, role by role, under every name that a backbone of core/architectures.py gives that role.
@@ -24,7 +24,7 @@ _NORMS = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", "embedd
 
 
 def targets(of_llama: Iterable[str]) -> list[str]:
-    """List the modules to adapt in Lamina models, as PEFT does in a Llama: linear layers and norms by name."""
+    """List the modules to adapt in Lamina models: by name, the linear layers and norms that PEFT adapts in a Llama."""
     from lamina.core.architectures import ROLES  # here, so that `import lamina` stays light
 
     names: set[str] = set()
@@ -39,7 +39,7 @@ def targets(of_llama: Iterable[str]) -> list[str]:
 
 
 def put_rows(module: ModuleType) -> None:
-    """Put a row for "lamina" into each of PEFT's tables that has one for "llama"."""
+    """Add a row for "lamina" to each of PEFT's tables that has one for "llama"."""
     for name, table in vars(module).items():
         of_llama = table.get("llama") if isinstance(table, dict) else None
         if re.fullmatch(r"TRANSFORMERS_MODELS_TO_\w+_MODULES_MAPPING", name) and isinstance(of_llama, list):

@@ -1,4 +1,4 @@
-"""Progress: bars on a terminal and in a notebook, plain lines at intervals anywhere else."""
+"""Progress: bars on terminals and in notebooks, plain lines at intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PACED = 1.0
 
 
 def has_bars() -> bool:
-    """Whether bars can redraw themselves: on a terminal, in a notebook."""
+    """Return whether progress bars can redraw themselves: on a terminal or in a notebook."""
     return "ipykernel" in sys.modules or bool(getattr(sys.stderr, "isatty", lambda: False)())
 
 
 class ProgressLines:
-    """Lines for a log file: at most one every few seconds, and one at the end. Silent unless ``show``."""
+    """Progress as lines for a log file: one every few seconds at most, and one at the end. Silent unless ``show``."""
 
     def __init__(self, total: int, done: int = 0, *, show: bool = True, every: float = EVERY):
         self.total, self.show, self.every = total, show, every
@@ -27,7 +27,7 @@ class ProgressLines:
         self._seen: deque[tuple[float, int]] = deque()  # when how much was done, since half of the time that passed
 
     def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:
-        """Write a line where one is due: how far, the numbers, how long it will take."""
+        """Write a line if one is due: the progress, the numbers, and the time left."""
         now = time.monotonic()
         if not self._seen or done > self._seen[-1][1]:
             self._seen.append((now, done))
@@ -44,7 +44,7 @@ class ProgressLines:
         sys.stderr.flush()
 
     def seconds_left(self, done: int, now: float) -> float | None:
-        """Seconds to the end at the latest pace; None until there is one (the first steps are slow), and at the end."""
+        """Estimate the seconds left from the latest pace; None before there is a pace, and at the end."""
         if not self._seen or not self._seen[0][1] < done < self.total or now - self._seen[0][0] < PACED:
             return None
         begun, first = self._seen[0]
@@ -52,7 +52,7 @@ class ProgressLines:
 
 
 def duration(seconds: float) -> str:
-    """A duration in its two largest units: ``1 h 5 min``, ``3 min 10 s``, ``8 s``."""
+    """Format a duration in its two largest units: ``1 h 5 min``, ``3 min 10 s``, ``8 s``."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,4 +1,4 @@
-"""A user's own Python files. They run as code; an exception in them becomes a UserError that names the file."""
+"""Users' Python files. They run as code; an exception in one becomes a UserError that names the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAID = "LAMINA_PYTHON_FILES"  # an environment variable: the processes that a s
 
 
 def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
-    """Run a file as a module of its own, and return it; ``kind`` says what it should hold, for the messages.
+    """Run a file as a module, and return it; ``kind`` says in messages what the file should hold.
 
     Logs once, before the first run, that the file runs as code, unless that is ``announced`` already or the file is
     the package's own. Raises UserError whatever the file raises, an end of the process (``sys.exit``) included.
@@ -35,7 +35,7 @@ def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
 
 @contextmanager
 def guarded(subject: str) -> Iterator[None]:
-    """Turn any exception of a user's code into a UserError; ``subject`` is the sentence's subject."""
+    """Turn exceptions of a user's code inside the context into a UserError whose sentence begins with ``subject``."""
     try:
         yield
     except (UserError, KeyboardInterrupt):

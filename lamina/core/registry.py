@@ -1,4 +1,4 @@
-"""Registries of entries that a decorator adds by name: the package's, plug-ins', a user's."""
+"""Registries of named entries that decorators add: the package's, those of plug-ins, a user's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Entry = TypeVar("Entry")
 
 
 def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> None:
-    """Raise UserError where a module registers a name that another has: one name stands for one thing.
+    """Raise UserError if a module registers a name that another module holds.
 
     A module may register a name again, as a file does that is read twice.
     """
@@ -25,7 +25,7 @@ def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> Non
 
 
 class Registry(Generic[Entry]):
-    """Entries by name, loaded when the first one is asked for.
+    """Entries by name, loaded when the first is needed.
 
     Args:
         kind: what an entry is ("placement"), for the messages.
@@ -41,7 +41,7 @@ class Registry(Generic[Entry]):
         self._failure: UserError | None = None
 
     def add(self, name: str, entry: Entry, owner: str) -> None:
-        """Register an entry of the module ``owner``. For decorators: it loads nothing.
+        """Register an entry of the module ``owner`` without loading anything, so that decorators can call it.
 
         Raises UserError where another module has the name (``refuse_namesake``).
         """
@@ -49,7 +49,7 @@ class Registry(Generic[Entry]):
         self._entries[name] = entry, owner
 
     def registered(self, name: str) -> Entry | None:
-        """Return the entry added under this name so far. Loads nothing, so decorators can use it."""
+        """Return the entry registered under a name so far, or None; loads nothing, for use in decorators."""
         return self._entries[name][0] if name in self._entries else None
 
     def names(self) -> list[str]:
@@ -57,14 +57,14 @@ class Registry(Generic[Entry]):
         return sorted(self._entries)
 
     def get(self, name: str, *, other_names: Iterable[str] = ()) -> Entry:
-        """Return the entry of this name. Raises UserError that suggests the nearest name, also of ``other_names``."""
+        """Return the entry of this name. Raises UserError that suggests the nearest name, including ``other_names``."""
         self._load()
         if name not in self._entries:
             raise unknown(self.kind, name, [*self._entries, *other_names])
         return self._entries[name][0]
 
     def from_file(self, path: Path) -> Entry:
-        """Return the one entry that a user's Python file registers, and leave the registry unchanged.
+        """Return the only entry that a user's Python file registers, leaving the registry unchanged.
 
         The file runs as code. Raises UserError that names it, whatever it raises.
         """
@@ -82,7 +82,7 @@ class Registry(Generic[Entry]):
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Undo at the end all registrations made in the context."""
+        """Undo all registrations made inside the context."""
         self._load()  # first: a file may ask for what the package has, and must not lose it
         with self._undone_after():
             yield
@@ -99,7 +99,7 @@ class Registry(Generic[Entry]):
             self._entries = before
 
     def _load(self) -> None:
-        """Import the package's modules, then the plug-ins. A plug-in that fails does so at every call."""
+        """Import the package's modules, then the plug-ins; a plug-in that fails raises at every call."""
         if self._failure is not None:
             raise self._failure
         if self._state != "new":

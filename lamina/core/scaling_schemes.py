@@ -1,4 +1,4 @@
-"""The schemes of width and depth scaling as data: exponents of the width by kind of weight, and of the depth.
+"""The schemes of width and depth scaling as data: exponents by kind of weight for the width, and one for the depth.
 
 They stand below the models, so that the settings know the schemes' names without loading torch.
 """
@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class Parametrization:
-    """Exponents of the width for embedding, hidden weights and readout: each value is e in n^e.
+    """Exponents e of the width n, as in n^e, for embedding, hidden weights and readout.
 
     ``multiplier`` (-a of the paper) is on the weight in the forward pass, ``std`` (-b) on its initial standard
     deviation; ``full`` and ``none`` (-c) on Adam's learning rate, where updates are taken to align with the activations

@@ -1,4 +1,4 @@
-"""Specs: a name or a file with options in brackets, ``name(option=value, ...)``, and lists of specs.
+"""Specs: a name or file with options in brackets, ``name(option=value, ...)``, and lists of specs.
 
 A value is written as in YAML. A comma inside brackets or quotes belongs to it: ``name(layers=[0, 3], text='a, b')``.
 """
@@ -43,7 +43,7 @@ def split(text: str, kind: str) -> list[str]:
 
 
 def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
-    """Split at the commas outside brackets and quotes, without empty parts; None last if one is not closed.
+    """Split at commas outside brackets and quotes, skipping empty parts; yield None last if one is left open.
 
     ``whole``: the text is options. Else it is a list of specs, where only options in brackets hold a comma.
     """
@@ -71,7 +71,7 @@ def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
 
 
 def read_value(text: str) -> object:
-    """Read a text's value as YAML does, except that 1e-3 is a number."""
+    """Read a value as YAML does, except that 1e-3 is a number."""
     import yaml  # only where a spec has options
 
     try:

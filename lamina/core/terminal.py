@@ -1,4 +1,4 @@
-"""Cleaning of texts for a terminal, so that files and models can neither steer it nor flood it."""
+"""Output of text on a terminal, cleaned so that files and models can neither control nor flood it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _JOINERS = "\u200c\u200d"  # formatting characters that scripts and emoji need
 
 
 def printable(text: str) -> str:
-    r"""Return the text with control, bidirectional and unpaired surrogate characters as ``\uXXXX``.
+    r"""Replace control, bidirectional and unpaired surrogate characters by ``\uXXXX``.
 
     A terminal obeys some of them: colors, cleared lines, a window's title, text that reads backwards.
     """
@@ -34,7 +34,7 @@ def show(text: object = "", end: str = "\n") -> None:
 
 
 def show_error(message: str) -> None:
-    """Print a message on standard error: one line, its middle left out where it is very long."""
+    """Print a message on standard error as one line, shortened in the middle if very long."""
     line = f"lamina: {shortened(printable(' '.join(message.split())), LONGEST_LINE)}"
     if "tqdm" in sys.modules:  # a library's progress bar may be open: the line does not go on with it
         sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)

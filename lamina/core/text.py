@@ -1,4 +1,4 @@
-"""Numbers as a person writes them."""
+"""Lists of numbers as a person writes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and last number of each run: ``[0, 1, 2, 5]`` gives ``[(0, 2), (5, 5)]``."""
+    """Return the first and last number of each run: ``[0, 1, 2, 5]`` gives ``[(0, 2), (5, 5)]``."""
     ends: list[tuple[int, int]] = []
     for number in sorted({int(n) for n in numbers}):
         if ends and number == ends[-1][1] + 1:
@@ -17,5 +17,5 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    """Format ``[0, 1, 2, 5]`` as ``0-2, 5``."""
     return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs(numbers))

@@ -1,4 +1,4 @@
-"""Checks of users' values. Each raises a UserError with the field, the value and what is allowed."""
+"""Checks of users' values. Each raises a UserError that states the field, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")  # of a model that is loaded
 
 @runtime_checkable
 class Rows(Protocol):
-    """A datasets.Dataset: rows with named columns, of a known number."""
+    """A datasets.Dataset: rows with named columns, and a length."""
 
     @property
     def column_names(self) -> Sequence[str]: ...
@@ -41,7 +41,7 @@ Examples: TypeAlias = PathLike | Sequence[Mapping[str, object]] | Rows
 
 
 def takes(kind: object) -> Callable[[C], C]:
-    """Note on a check what Python may give a setting besides the setting's own type."""
+    """Mark a check with the types that Python callers may also pass for its setting."""
 
     def note(check: C) -> C:
         check.__dict__["takes"] = kind
@@ -51,7 +51,7 @@ def takes(kind: object) -> Callable[[C], C]:
 
 
 def taken(check: object) -> Any:
-    """Return the types that Python may give a setting with this check; None for the setting's own type."""
+    """Return the types that Python callers may pass for a setting with this check; None for the setting's own type."""
     return getattr(check.func if isinstance(check, partial) else check, "takes", None)
 
 
@@ -85,7 +85,7 @@ def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> i
 
 
 def seed_number(name: str, value: object) -> int:
-    """Return the value if it is a whole number that every random generator takes as a seed."""
+    """Return the value if it is a whole number that every random generator accepts as a seed."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= SEED_LIMIT:
         raise UserError(f"{name}: {_shown(value)} (allowed: a whole number from 0 to {SEED_LIMIT})")
     return value
@@ -94,7 +94,7 @@ def seed_number(name: str, value: object) -> int:
 def number(
     name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> float:
-    """Return the value if it is a finite number from ``low`` to ``high``, without the ends that are open."""
+    """Return the value if it is a finite number from ``low`` to ``high``; an open end excludes its bound."""
     if is_finite(value):
         too_low = value <= low if open_low else value < low
         too_high = value >= high if open_high else value > high
@@ -107,7 +107,7 @@ def number(
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """Return the value if it is a share of all steps below 1 (``open_low``: not 0), or a whole number of steps."""
+    """Return the value if it is a share of all steps below 1 (``open_low``: above 0) or a whole number of steps."""
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
         raise UserError(f"{name}: {_shown(value)} (allowed: a share of all steps below 1, or a whole number of steps)")
@@ -115,7 +115,7 @@ def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float
 
 
 def is_finite(value: object) -> TypeGuard[int | float]:
-    """Whether the value is a number that a float holds: no bool, NaN, infinity or whole number beyond 1e308."""
+    """Return whether the value is a number that a float can hold: not a bool, NaN, infinity, or beyond 1e308."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -126,7 +126,7 @@ def is_finite(value: object) -> TypeGuard[int | float]:
 
 @takes(PathLike)
 def path(name: str, value: object) -> str:
-    """Return a path as text if a file or folder could have that name."""
+    """Return a path as text if a file or folder can have that name."""
     if not isinstance(value, str | os.PathLike):
         raise UserError(f"{name}: {_shown(value)} is not a path")
     written = os.fspath(value)
@@ -147,7 +147,7 @@ def path(name: str, value: object) -> str:
 
 
 def writable_folder(name: str, folder: Path) -> None:
-    """Raise UserError, making nothing, where ``folder`` is not a folder to write into and can't be made one."""
+    """Raise UserError if ``folder`` is not writable and can't be created; creates nothing."""
     path(name, folder)
     for parent in (folder, *folder.absolute().parents):
         try:
@@ -168,7 +168,7 @@ def writable_folder(name: str, folder: Path) -> None:
 
 
 def home(name: str, value: str | Path) -> Path:
-    """The path with ``~`` and ``~user`` replaced by the home folder."""
+    """Expand ``~`` and ``~user`` in a path to the home folder."""
     try:
         return Path(value).expanduser()
     except RuntimeError:
@@ -186,7 +186,7 @@ def existing_file(name: str, source: str) -> None:
 
 
 def text(name: str, value: object) -> str:
-    """A text or a path object as text, without NUL characters."""
+    """Return a text or path object as text. Raises UserError for NUL characters."""
     if isinstance(value, os.PathLike):
         return path(name, value)
     if not isinstance(value, str):
@@ -198,7 +198,7 @@ def text(name: str, value: object) -> str:
 
 @takes(PathLike)
 def place(name: str, value: object) -> str:
-    """Return a text that may be a path, several paths or a name: no part is too long for a file's name."""
+    """Return a text that may be a path, several paths or a name, if no part is too long for a file's name."""
     place = text(name, value)
     if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in re.split(r"[/,:]", place)):
         raise UserError(f"{name}: {_shown(place)} is too long (allowed: names of at most {LONGEST_NAME} bytes)")
@@ -209,13 +209,13 @@ def place(name: str, value: object) -> str:
 
 @takes(Text)
 def corpus_name(name: str, value: object) -> str:
-    """The name of a corpus, or its path."""
+    """Check the name or path of a corpus."""
     return place(name, value)
 
 
 @takes(Examples)
 def examples_name(name: str, value: object) -> str:
-    """The name of a set of examples, or its path."""
+    """Check the name or path of a set of examples."""
     return place(name, value)
 
 
@@ -226,7 +226,7 @@ def switch(name: str, value: object) -> bool:
 
 
 def one_of(name: str, value: object, allowed: Collection[str]) -> str:
-    """Return the value if it is allowed. The error lists the allowed ones and names the nearest."""
+    """Return the value if it is allowed; the error lists the allowed values and suggests the nearest."""
     if not isinstance(value, str) or value not in allowed:
         hint = nearest(value, allowed) if isinstance(value, str) else ""
         raise UserError(f"{name}: {_shown(value)}{hint} (allowed: {', '.join(allowed)})")
@@ -234,7 +234,7 @@ def one_of(name: str, value: object, allowed: Collection[str]) -> str:
 
 
 def mapping(name: str, value: object) -> Mapping[str, object]:
-    """Return a mapping if its keys are text."""
+    """Return a mapping if all its keys are text."""
     if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         raise UserError(f"{name}: {_shown(value)} (allowed: a mapping of names to values)")
     return value
@@ -251,12 +251,12 @@ def comma_separated(name: str, value: object) -> str:
 
 
 def entries(listed: str | None) -> list[str]:
-    """Return the entries of a comma-separated text, without empty ones; none of None."""
+    """Split a comma-separated text into its non-empty entries; None has none."""
     return [part for part in map(str.strip, (listed or "").split(",")) if part]
 
 
 def factors(name: str, value: object) -> str | None:
-    """Comma-separated finite numbers, which may be equal."""
+    """Check comma-separated finite numbers, which may repeat."""
     if value is None:
         return None
     text = comma_separated(name, value)
@@ -270,7 +270,7 @@ def factors(name: str, value: object) -> str | None:
 
 
 def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
-    """The numbers of a comma-separated list: finite, at least one, no two the same."""
+    """Parse a comma-separated list of finite numbers: at least one, no two equal."""
     try:
         values = [kind(part) for part in str(text).split(",") if part.strip()]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Safe reading of users' YAML, within bounds of size and depth, so that no file fills memory or time."""
+"""Safe reading of users' YAML, bounded in size and depth, so that no file exhausts memory or time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Strict(_Loader):
-    """A safe YAML loader that refuses a repeated key."""
+    """A safe YAML loader that rejects repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Json:
-        """Build a node's mapping without repeated keys, of which YAML would silently keep the last."""
+        """Build a node's mapping. Raises ConstructorError for a repeated key, of which YAML would keep the last."""
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
@@ -31,7 +31,7 @@ class _Strict(_Loader):
 
 
 def read_mapping(path: Path, needed: str = "a YAML mapping") -> Json:
-    """Read a YAML file's mapping. Raises UserError that names the file and what is invalid."""
+    """Read a YAML file's mapping. Raises UserError that names the file and the problem."""
     source = repr(str(path))
     try:
         if not path.exists():
@@ -57,7 +57,7 @@ def read_mapping(path: Path, needed: str = "a YAML mapping") -> Json:
 
 
 def _bounded(source: str, text: str) -> None:
-    """Raise UserError for a file that is nested too deep or has too many values, before any of them is made."""
+    """Raise UserError for a file that is nested too deep or has too many values, before building any of them."""
     sizes: dict[str, int] = {}  # of what an anchor names, its aliases written out
     open_: list[tuple[str | None, int]] = [(None, 0)]
     for event in yaml.parse(text, Loader=_Loader):

@@ -1,4 +1,4 @@
-"""Numbered items, the source of all training data: token blocks in a file, in memory, in a stream, or mixed."""
+"""Numbered items, the source of all training data: token blocks in a file, in memory, in a stream, or in a mix."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SEEDS = 2**63 - 1
 
 
 class TokenBlock(TypedDict):
-    """One block: ``input_ids`` LongTensor [sequence_length], and ``labels``, the same tensor: models shift labels."""
+    """A block: ``input_ids`` LongTensor [sequence_length], and the same tensor as ``labels``: models shift labels."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
 
 
 class PartShare(TypedDict):
-    """The contribution of one corpus to a mix; ``epochs`` is absent where its text is streamed."""
+    """A corpus's contribution to a mix; ``epochs`` is absent if its text is streamed."""
 
     wanted: float
     share: float
@@ -44,7 +44,7 @@ class PartShare(TypedDict):
 
 
 class ItemSource(Dataset[T], Generic[T], ABC):
-    """Items by number. Item ``i`` is a mapping from the model's arguments to tensors.
+    """Items by number; each is a mapping from the model's arguments to tensors.
 
     Attributes:
         in_order: whether item ``i`` is the i-th item that a run trains on, endlessly (a stream, a mix). Otherwise the
@@ -61,29 +61,29 @@ class ItemSource(Dataset[T], Generic[T], ABC):
 
     @abstractmethod
     def sample(self, count: int) -> torch.Tensor:
-        """Return the model's main input for up to ``count`` items, spread evenly and always the same: [items, ...]."""
+        """Return the model's main input for up to ``count`` evenly spread items, always the same: [items, ...]."""
 
     def for_run(self, seed: int) -> ItemSource[T]:
-        """Return the items in the form that a run with this seed draws them from."""
+        """Return the source from which a run with this seed draws its items."""
         return self
 
     def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
-        """Return each corpus' contribution to the items in ``spans`` (start, end); empty for a single corpus."""
+        """Return each corpus's contribution to the items in ``spans`` (start, end); empty for a single corpus."""
         return {}
 
     def state_dict(self, index: int) -> object:
-        """Return the state from which item ``index`` can be read, of JSON's types; None for a source without state."""
+        """Return a state of JSON types from which item ``index`` can be read; None for a source without state."""
         return None
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
-        """Continue from a ``state_dict``; None starts at the beginning.
+        """Continue from a ``state_dict``; None starts from the beginning.
 
         ``verbose``: log where the corpus ends and is read again.
         """
 
 
 class BlockSource(ItemSource[TokenBlock], ABC):
-    """Token blocks by number. Item ``i`` is a :class:`TokenBlock`; a sample is a LongTensor [blocks, sequence_length].
+    """Token blocks by number, each a :class:`TokenBlock`; a sample is a LongTensor [blocks, sequence_length].
 
     Attributes:
         parts: the sources of a mix, each with its share; the source itself where there is only one corpus.
@@ -104,7 +104,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
         return torch.from_numpy(known[spread(len(known), count)].astype(np.int64))
 
     def frequencies(self, vocab_size: int, count: int) -> np.ndarray:
-        """Return the add-one smoothed frequency of each id in a sample of ``count`` blocks per corpus, [vocab_size].
+        """Estimate the add-one smoothed frequency of each id from ``count`` blocks per corpus, [vocab_size].
 
         In a mix, each corpus has the weight of its share.
         """
@@ -118,7 +118,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     @abstractmethod
     def rows(self, indices: Sequence[int]) -> np.ndarray:
-        """Return these blocks' ids, each block once, [blocks, sequence_length]; of a stream, its known text instead.
+        """Return the ids of these blocks, each block once, [blocks, sequence_length]; for a stream, its known text.
 
         A stream that has been read is not read again.
         """
@@ -143,7 +143,7 @@ class ArrayBlocks(BlockSource):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[TokenBlock]:
-        """Return several items at once, as the DataLoader asks for them: one copy."""
+        """Return several items with one copy; the DataLoader calls this."""
         rows = torch.from_numpy(self.array[np.asarray(indices, dtype=np.int64)].astype(np.int64))
         return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -157,7 +157,7 @@ class ArrayBlocks(BlockSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """The numbers of a pair of splits.
+    """Statistics of a pair of splits.
 
     Attributes:
         unigram_entropy: cross-entropy of the eval split's targets (tokens or classes) under the train split's add-one
@@ -171,7 +171,7 @@ class Stats:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStats(Stats):
-    """The numbers of two splits of text. Tokens and bytes are counted in whole blocks, without the remainders.
+    """Statistics of two splits of text. Tokens and bytes are counted in whole blocks, without remainders.
 
     Attributes:
         train_bytes, eval_bytes: UTF-8 bytes of text. End-of-text tokens count as none; the dropped remainder is assumed
@@ -195,7 +195,7 @@ class BlockStats(Stats):
 
 @dataclass(frozen=True, kw_only=True)
 class Splits(Generic[T]):
-    """The two splits of a corpus or an image set, and their numbers.
+    """The two splits of a corpus or an image set, with their statistics.
 
     Attributes:
         second: items of a second corpus to evaluate on, if there is one.
@@ -209,7 +209,7 @@ class Splits(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Splits[TokenBlock]):
-    """The two splits of a text, in token blocks."""
+    """The two splits of a text in token blocks."""
 
     train: BlockSource
     eval: BlockSource
@@ -219,18 +219,18 @@ class Blocks(Splits[TokenBlock]):
 
 @lru_cache(maxsize=2)
 def shuffled(items: int, seed: int) -> torch.Tensor:
-    """Return the numbers below ``items`` in an order that the seed decides."""
+    """Return the numbers below ``items`` in an order that depends on the seed alone."""
     return torch.randperm(items, generator=torch.Generator().manual_seed(seed))
 
 
 def spread(available: int, wanted: int) -> list[int]:
-    """Return ``wanted`` of ``available`` indices (or all), spread evenly and the same in every run."""
+    """Return up to ``wanted`` of ``available`` indices, evenly spread and the same in every run."""
     wanted = min(wanted, available)
     return [i * available // wanted for i in range(wanted)]
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss) for a loss in nats per token; infinity on overflow."""
+    """Return exp(loss) for a loss in nats per token; infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -238,7 +238,7 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
-    """Bits per UTF-8 byte of text: ``loss * eval_tokens / (eval_bytes * ln 2)``, comparable across tokenizers.
+    """Return bits per UTF-8 byte of text: ``loss * eval_tokens / (eval_bytes * ln 2)``, comparable across tokenizers.
 
     Three approximations, each below one percent for blocks of useful length: the mean loss over the predicted tokens
     (all but the first of each block) stands for all tokens; end-of-text tokens cost bits but have no bytes; the dropped
@@ -251,7 +251,7 @@ def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
 
 
 def count_tokens(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return how often each id occurs in ``ids`` [blocks, sequence_length], which is read a few million at a time."""
+    """Count each id in ``ids`` [blocks, sequence_length], a few million tokens at a time."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     rows = max(1, 2**22 // ids.shape[1])
     for start in range(0, len(ids), rows):
@@ -265,7 +265,7 @@ def smoothed(counts: np.ndarray) -> np.ndarray:
 
 
 def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Cross-entropy of the held-out tokens under the add-one smoothed train frequencies, in nats per token.
+    """Return the cross-entropy of held-out tokens under add-one smoothed train frequencies, in nats per token.
 
     Args:
         train: token ids, [blocks, sequence_length].
@@ -278,7 +278,7 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
 
 
 def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Return the mean cross-entropy in nats of held-out tokens under a table of the train split's pairs of tokens.
+    """Return the cross-entropy of held-out tokens under a table of the train split's token pairs, in nats per token.
 
     Of each block all tokens but the first are predicted, as by a model. The table is smoothed as by Witten and Bell
     (1991), p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)), with c the counts of pairs, n(u) the number of different
@@ -305,7 +305,7 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 
 
 class DrawnItems(ItemSource[T]):
-    """Items of another source, each changed by random numbers that depend on its position.
+    """Items of another source, each changed by random numbers that depend only on seed and position.
 
     The random numbers are a function of the seed and the position alone. So a resumed run, a run after a rollback, and
     a run of several processes draw what an undisturbed run draws.
@@ -325,7 +325,7 @@ class DrawnItems(ItemSource[T]):
         return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
 
     def number(self, position: int) -> int:
-        """Return the number in the source of the item that is drawn at a position."""
+        """Return the source's number of the item that is drawn at a position."""
         if not self.training or self.source.in_order:
             return position
         turn, index = divmod(position // self.repeats, len(self.source))
@@ -369,7 +369,7 @@ class MixedBlocks(BlockSource):
         return list(zip(self.shares, self.blocks, strict=True))
 
     def for_run(self, seed: int, length: int = 2**62) -> MixedBlocks:
-        """Return the same mix in the order of a run with this seed, practically endless."""
+        """Return the same mix, practically endless, in the order of a run with this seed."""
         return MixedBlocks(list(zip(self.names, self.shares, self.blocks, strict=True)), length, seed)
 
     def __len__(self) -> int:
@@ -380,7 +380,7 @@ class MixedBlocks(BlockSource):
         return self.blocks[part][number]
 
     def _number(self, index: int) -> tuple[int, int]:
-        """Return the part that block ``index`` belongs to, and the block's number there."""
+        """Return the part that block ``index`` comes from, and the block's number in that part."""
         part, position = self.where(index)
         if self.blocks[part].in_order:
             return part, position
@@ -393,7 +393,7 @@ class MixedBlocks(BlockSource):
         return part, int(self._orders[part][1][place])
 
     def where(self, index: int) -> tuple[int, int]:
-        """Return the part that block ``index`` belongs to, and how many blocks of that part come before it."""
+        """Return the part that block ``index`` comes from, and how many blocks of that part precede it."""
         if index < 0:
             index += self.length
         if not 0 <= index < self.length:
@@ -407,7 +407,7 @@ class MixedBlocks(BlockSource):
         raise AssertionError("the last part takes every block that remains")
 
     def counts(self, blocks: int) -> list[int]:
-        """Return how many of the first ``blocks`` blocks belong to each part."""
+        """Count the blocks of each part among the first ``blocks`` blocks."""
         rest, counts = Fraction(1), []
         for share in self.shares:
             counts.append(_share_of(blocks, share / rest))
@@ -457,12 +457,12 @@ class MixedBlocks(BlockSource):
 
 
 def _share_of(blocks: int, share: Fraction) -> int:
-    """floor(blocks * share + 1/2) in integers: how many of the first ``blocks`` belong to a part with this share."""
+    """Return floor(blocks * share + 1/2) in integers: a part's number of blocks among the first ``blocks``."""
     return (2 * blocks * share.numerator + share.denominator) // (2 * share.denominator)
 
 
 def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
-    """Mix several pairs of splits into one, with the same shares in both splits. A single pair is returned unchanged.
+    """Mix several pairs of splits into one, with the same shares in both splits; return a single pair unchanged.
 
     The held-out split has as many blocks as these shares allow without repeating one. ``train`` is as long as all parts
     together; ``MixedBlocks.for_run`` gives the order and length for a run.
@@ -494,7 +494,7 @@ def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
 
 
 def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
-    """Cross-entropy of the mixed held-out tokens under the mixed, add-one smoothed train frequencies, in nats.
+    """Return the cross-entropy of mixed held-out tokens under mixed, add-one smoothed train frequencies, in nats.
 
     Both are mixed by the shares: p(t) = sum over the parts of share * p_part(t).
     """

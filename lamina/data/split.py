@@ -1,4 +1,4 @@
-"""The held-out part of a text, chosen by characters, so that it is the same for every tokenizer."""
+"""The held-out part of a text, chosen by characters so that it is the same for every tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECES_AT_LEAST = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A stretch of one document's text that lies in one piece.
+    """A stretch of one document's text within one piece.
 
     ``document`` and ``piece`` are numbers from 0. ``start`` counts characters from the beginning of the document.
     """
@@ -35,12 +35,12 @@ class Segment:
 
     @property
     def end(self) -> tuple[int, int]:
-        """The document and the character after the segment's last one."""
+        """The document and the character after the segment's last character."""
         return self.document, self.start + len(self.text)
 
 
 def piece_chars(total_chars: int) -> int:
-    """Return the length of a piece: 1 to 64 thousand characters, fewer if that would make less than about 20 pieces.
+    """Return the length of a piece: 1 to 64 thousand characters, fewer if there would be less than about 20 pieces.
 
     Many pieces make the held-out text representative. Long pieces keep its context whole. A few hundred give both.
     """
@@ -49,13 +49,13 @@ def piece_chars(total_chars: int) -> int:
 
 
 def is_held_out(piece: int, eval_fraction: float) -> bool:
-    """Return whether a piece is held out, by its number: evenly spread, the first one half a period from the start."""
+    """Return whether the piece with this number is held out; these are evenly spread, starting half a period in."""
     return math.floor((piece + 1) * eval_fraction + 0.5) > math.floor(piece * eval_fraction + 0.5)
 
 
 @dataclass
 class Splitter:
-    """Cuts documents into segments, one after the other. Its fields are all the state there is between two documents.
+    """Cuts documents into segments, one after another; its fields are the whole state between two documents.
 
     Attributes:
         piece: the number of the piece that is being filled.
@@ -89,7 +89,7 @@ class Splitter:
 
 
 def _cut(text: str, start: int, room: int, chars: int) -> int:
-    """Return the end of a segment from ``start`` on, in a piece of ``chars`` characters with ``room`` left."""
+    """Return the end of the segment that begins at ``start``; its piece of ``chars`` characters has ``room`` left."""
     full = start + room
     if len(text) <= full:
         return len(text)
@@ -100,18 +100,18 @@ def _cut(text: str, start: int, room: int, chars: int) -> int:
 
 
 def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
-    """Yield the segments of a corpus' documents in its order. Their texts, joined, are the corpus."""
+    """Yield the segments of a corpus's documents in order; joined, their texts are the corpus."""
     splitter = Splitter()
     for document in documents:
         yield from splitter.cut(document, chars)
 
 
 def count_chars(corpus: SingleCorpus) -> int:
-    """Return the number of characters in a corpus. Reads all of it: the size of a piece depends on the total."""
+    """Count the characters of a corpus by reading all of it: the size of a piece depends on the total."""
     return sum(len(document.text) for document in corpus.documents())
 
 
 def check_split(sequence_length: int, eval_fraction: float) -> None:
-    """Check the length of a block and the held-out share. Raises UserError if one is out of range."""
+    """Raise UserError if a block's length or the held-out share is out of range."""
     whole_number("sequence_length", sequence_length, 2)
     number("eval_fraction", eval_fraction, 0, 0.5, open_low=True)

@@ -1,4 +1,4 @@
-"""A corpus that is read while training goes on: the held-out text comes first, the rest is a stream."""
+"""A corpus that is read during training: the held-out text comes first, the rest is a stream."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def stream_blocks(
     buffer: int = SHUFFLE_BUFFER,
     seed: int = 0,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
-    """Return blocks of a corpus without preparing them first: ``train`` is an endless :class:`StreamedBlocks`.
+    """Return blocks of a corpus without preparing them first; ``train`` is an endless :class:`StreamedBlocks`.
 
     The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters; there are as
     many as fill ``eval_blocks``. They are never trained on. The unigram entropy is their cross-entropy under twice as
@@ -109,7 +109,7 @@ def stream_blocks(
 
 @dataclass
 class Excerpt:
-    """Some segments of a corpus as ids, by shard."""
+    """Segments of a corpus as token ids, by shard."""
 
     encoder: TextEncoder
     ids: dict[int, list[np.ndarray]] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Excerpt:
         self.bytes += len(segment.text.encode())
 
     def blocks(self, sequence_length: int) -> np.ndarray:
-        """[blocks, sequence_length], in the shards' order, without the end-of-text token at the very beginning."""
+        """Return the ids in the order of the shards, [blocks, sequence_length], without the first end-of-text token."""
         rows = [ids for shard in sorted(self.ids) for ids in self.ids[shard]]
         ids = np.concatenate(rows)[1:] if rows else np.empty(0, dtype=self.encoder.dtype)
         whole = len(ids) // sequence_length
@@ -158,7 +158,7 @@ class Division:
     limits: dict[int, int] = field(default_factory=dict)
 
     def stats(self, held_out: np.ndarray, known: np.ndarray, fingerprint: str) -> BlockStats:
-        """Return the numbers of both splits; only those of the blocks ``held_out`` and ``known`` are known."""
+        """Return the statistics of both splits, computed from the blocks ``held_out`` and ``known``."""
         vocab_size = self.held_out.encoder.vocab_size
         return BlockStats(
             train_tokens=0,
@@ -176,7 +176,7 @@ class Division:
 def hold_out(
     corpus: str, shards: Shards, encoder: TextEncoder, sequence_length: int, *, blocks: int, eval_fraction: float
 ) -> Division:
-    """Hold out pieces until they fill ``blocks`` blocks, at most ``eval_fraction`` of the scanned text.
+    """Hold out pieces until they fill ``blocks`` blocks, but at most ``eval_fraction`` of the scanned text.
 
     Raises UserError if the text is too short for one block to train on and one held out.
     """
@@ -206,7 +206,7 @@ def hold_out(
 
 
 def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: int) -> Iterator[tuple[int, Segment]]:
-    """Yield segments with their shards until enough is held out, about as much from each of up to 64 shards."""
+    """Yield segments with their shards until enough is held out, about equally from up to 64 shards."""
     count = len(shards.shards)
     per_shard = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
     for shard in np.random.default_rng(0).permutation(count).tolist():
@@ -221,7 +221,7 @@ def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: in
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A stream's position before a batch of text. All fields have JSON's types.
+    """A position in a stream before a batch of text; all fields have JSON types.
 
     Attributes:
         turn: how many times the corpus has been read to its end.
@@ -246,7 +246,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStream:
-    """The blocks of a corpus without its held-out pieces, endless, and the same each time from a Place on.
+    """The endless blocks of a corpus without its held-out pieces, reproducible from any Place.
 
     A :class:`TokenJoiner` joins the segments. Tokens left over at the end of the corpus begin the first block of the
     next turn.
@@ -269,7 +269,7 @@ class TokenStream:
     seed: Sequence[int] | None
 
     def chunks(self, place: Place, size: int) -> Iterator[tuple[np.ndarray, Place]]:
-        """Chunks of blocks [size, sequence_length] of the encoder's dtype, each with the place after it."""
+        """Yield chunks of blocks [size, sequence_length] of the encoder's dtype, each with the place after it."""
         length = self.sequence_length
         carry, skip, before = np.array(place.carry, dtype=self.encoder.dtype), place.skip, place
         chunk, filled = np.empty((size, length), dtype=self.encoder.dtype), 0
@@ -287,7 +287,7 @@ class TokenStream:
             carry, skip, before = ids[whole * length :], 0, after
 
     def _batches(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Tokens of about a million characters at a time, and the place after them (without carry and skip)."""
+        """Yield the tokens of about a million characters, and the place after them without carry and skip."""
         turn, first = place.turn, place.shard
         joiner = TokenJoiner(self.encoder, None if place.last is None else cast("tuple[int, int]", tuple(place.last)))
         while True:
@@ -311,7 +311,7 @@ class TokenStream:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()
 
     def _segments(self, number: int, place: Place) -> Iterator[tuple[tuple[object, Sequence[int], int], Segment]]:
-        """Yield the segments of a shard from a place on, without held-out ones.
+        """Yield a shard's segments from a place on, except held-out ones.
 
         Before each comes the place after it: the ``position``, ``split`` and ``segments`` of a Place.
         """
@@ -400,7 +400,7 @@ class StreamedBlocks(BlockSource):
         return self._held[1]
 
     def _drop(self) -> None:
-        """Forget all chunks. Waits for one that is being read, because its generator is in use."""
+        """Forget all chunks, after waiting for one that is being read, whose generator is in use."""
         if (coming := getattr(self, "_coming", None)) is not None and not coming.cancel():
             coming.exception()
         self._held: tuple[int, np.ndarray] = (-1, np.empty(0))
@@ -411,6 +411,6 @@ class StreamedBlocks(BlockSource):
 
 @atexit.register
 def _stop_reading() -> None:
-    """Close all files while the modules that close them still exist."""
+    """Close all files before the interpreter unloads the modules needed for it."""
     for blocks in list(_READING):
         blocks._drop()

@@ -33,7 +33,7 @@ _BPE_FORMAT = "bpe-1"
 
 
 def validate_spec(spec: str) -> None:
-    """Check the name of a tokenizer as far as possible without loading anything.
+    """Check a tokenizer's name without loading anything.
 
     Raises UserError if the name is empty, a bpe has no valid size, or a path does not exist.
     """
@@ -48,7 +48,7 @@ def validate_spec(spec: str) -> None:
 
 
 def is_trained(spec: str) -> bool:
-    """Return whether the tokenizer is trained on the corpus."""
+    """Return whether the named tokenizer is trained on the corpus."""
     return spec == "bpe" or spec.startswith("bpe:")
 
 
@@ -59,7 +59,7 @@ def load_tokenizer(
     cache_dir: Path | str | None = None,
     eval_fraction: float = EVAL_FRACTION,
 ) -> PreTrainedTokenizerFast:
-    """Load a tokenizer, or train one. It has an end-of-text token and a padding token.
+    """Load a tokenizer, or train one, with an end-of-text token and a padding token.
 
     Args:
         spec: ``bytes`` (the ids 0 to 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE

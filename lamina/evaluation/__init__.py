@@ -1,1 +1,1 @@
-"""What a trained model can do: perplexity on any text, and the tasks of lm-evaluation-harness."""
+"""Evaluation of trained models: perplexity on any text, and the tasks of lm-evaluation-harness."""

@@ -41,13 +41,13 @@ class Candidate:
 
     @property
     def left_out(self) -> str:
-        """The reason why it is not evaluated; "" if it is."""
+        """The reason why the model is not evaluated; "" if it is."""
         if self.status in (Status.DIVERGED, Status.STUCK, Status.FAILED, Status.INTERRUPTED):
             return self.status
         return ""
 
     def state(self) -> str:
-        """Return a hash that changes when the checkpoint's files do; of the name for one on the hub."""
+        """Hash the checkpoint's files, so that a change shows; for a model on the hub, hash its name."""
         folder = model_folder(self.path)
         if (folder / MANIFEST).is_file():
             return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:16]
@@ -55,7 +55,7 @@ class Candidate:
 
 
 def stamp(paths: Iterable[Path], about: str = "") -> str:
-    """Return a hash of the names, sizes and times of files, and of a text; what is not a file is left out."""
+    """Hash a text and the names, sizes and times of files; paths that are not files do not count."""
     digest = hashlib.sha256(about.encode())
     for path in sorted(paths):
         if path.is_file():
@@ -69,7 +69,7 @@ Expand = Callable[[str], Sequence[Candidate] | None]
 
 
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
-    """Return one candidate per checkpoint, in the user's order; a study's folder stands for all its runs.
+    """List one candidate per checkpoint, in the user's order; a study's folder stands for all its runs.
 
     Raises UserError if none is to be evaluated.
     """
@@ -104,7 +104,7 @@ def _single(path: str) -> Candidate:
 
 
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
-    """Return a checkpoint's configuration. Raises UserError without weights or a needed tokenizer; reads no weights."""
+    """Return a checkpoint's configuration. Raises UserError without weights or a needed tokenizer; loads no weights."""
     with _about_models():
         folder = str(model_folder(path))
         config, own = config_of(folder), tokenizer_of(folder)
@@ -147,7 +147,7 @@ def _tokenizer(own: PreTrainedTokenizerBase | None, path: str, settings: EvalSet
 
 @contextmanager
 def _about_models() -> Iterator[None]:
-    """Blame the setting ``models`` for an invalid checkpoint."""
+    """Make errors about an invalid checkpoint inside the context name the setting ``models``."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Containment of task files: without `--run-code` they may name what the harness knows and fill in templates."""
+"""Containment of task files: without `--run-code` they may use only the harness's names, and templates."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Function:
 
 @contextlib.contextmanager
 def contained(run_code: bool) -> Iterator[None]:
-    """Sandbox the harness while it reads and scores tasks, unless ``run_code``.
+    """Sandbox the harness inside the context, where it reads and scores tasks, unless ``run_code``.
 
     Templates are filled in by a sandbox, and no metric of the `evaluate` library (a script of the working folder or of
     the hub) is loaded.
@@ -75,9 +75,7 @@ def contained(run_code: bool) -> Iterator[None]:
 
 
 def _no_scripts(inside: list[bool]) -> ModuleType:
-    """Make a light stand-in for `evaluate` that refuses scripts until ``inside`` is empty, and then loads metrics as
-    usual.
-    """
+    """Make a stand-in for `evaluate` that refuses scripts until ``inside`` is empty and then loads metrics as usual."""
 
     def load(path: str, *args: object, **options: object) -> object:
         if inside:
@@ -91,13 +89,13 @@ def _no_scripts(inside: list[bool]) -> ModuleType:
 
 
 def template_error(error: TemplateError) -> str:
-    """Say why a task's template could not be filled in."""
+    """Return the reason why a task's template could not be filled in."""
     allowed = f" {ALLOWED}" if isinstance(error, SecurityError) else ""
     return f"its template can't be filled in: {one_line(error)}{allowed}"
 
 
 def check_plain(config: Json, name: str) -> None:
-    """Raise UserError if a task's or group's file says more than plain values of fields that run nothing.
+    """Raise UserError if the file of a task or group holds more than plain values, in fields that run nothing.
 
     Args:
         config: the file's content, its includes merged.
@@ -121,14 +119,14 @@ def check_plain(config: Json, name: str) -> None:
 
 
 def check_shipped(config: Json, name: str) -> None:
-    """Raise UserError if a task of the harness's own would run a model's code or a metric's script."""
+    """Raise UserError if one of the harness's tasks would run code that a model writes, or a metric's script."""
     if config.get("unsafe_code"):
         raise UserError(f"tasks: {name!r} runs the code that a model writes {ALLOWED}")
     _check_names(config, name)
 
 
 def check_reader(config: Json, name: str) -> None:
-    """Raise UserError for a reader of data that may unpickle; a name on the hub has an owner."""
+    """Raise UserError for a reader of data that may unpickle; one on the hub passes, as it has an owner."""
     reader = config.get("dataset_path")
     if isinstance(reader, str) and "/" not in reader and reader not in _READERS:
         raise _refusal(name, f"the reader {reader!r} is none of {', '.join(_READERS)}")
@@ -155,7 +153,7 @@ def _check_fields(config: Json, name: str) -> None:
 
 
 def _check_names(config: Json, name: str) -> None:
-    """Raise UserError for a metric, aggregation or filter that is not the harness's own, by its name."""
+    """Raise UserError for a metric, aggregation or filter that is not one of the harness's."""
     import lm_eval.api.metrics
     import lm_eval.filters  # noqa: F401  (both fill the registries)
     from lm_eval.api.registry import aggregation_registry, filter_registry, metric_registry
@@ -184,7 +182,7 @@ def _mapping(value: object, name: str, key: str) -> Json:
 
 
 def _rows(config: Json, key: str) -> list[Json]:
-    """The mappings of a list; a single mapping counts as one."""
+    """Return the mappings in a list; a single mapping counts as a list of one."""
     value = config.get(key)
     rows = value if isinstance(value, list) else [value]
     return [row if isinstance(row, dict) else {} for row in rows if row is not None]

@@ -1,4 +1,4 @@
-"""Seven multiple-choice tasks with exact answers, generated from the embedded corpus: they need no network."""
+"""Seven multiple-choice tasks with exact answers, generated from the embedded corpus, without a network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHORTEST, LONGEST = 40, 160  # characters of a sentence
 
 @dataclass(frozen=True, kw_only=True)
 class Passages:
-    """The sentences that items are drawn from.
+    """The sentences from which items are drawn.
 
     Attributes:
         books: each book's sentences, in its order.
@@ -48,7 +48,7 @@ class Passages:
 
 @cache
 def passages(*, held_out: bool) -> Passages:
-    """Return the sentences that `lamina pretrain` holds out of the corpus by default, or the other ones."""
+    """Return the sentences that `lamina pretrain` holds out of the corpus by default, or the rest."""
     corpus = EmbeddedCorpus()
     chars = piece_chars(count_chars(corpus))
     book, books = "", {title: list[str]() for title in BOOKS}
@@ -62,12 +62,12 @@ def passages(*, held_out: bool) -> Passages:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of four lower-case letters and more: no names."""
+    """Return the words of at least four lower-case letters; these are no names."""
     return re.findall(r"(?<![\w'-])[a-z]{4,}(?![\w'-])", text)
 
 
 def _sentences(line: str) -> Iterable[str]:
-    """The sentences of useful length; dialog and abbreviations may cut one short."""
+    """Yield the sentences of useful length; dialog and abbreviations may cut some short."""
     for sentence in re.split(r"(?<=[a-z][.!?])\s+(?=[A-Z])", line):
         text = " ".join(sentence.split())
         if SHORTEST <= len(text) <= LONGEST and text.isascii():
@@ -79,7 +79,7 @@ CHOICES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A question that the model reads, different answers, and the index of the right one."""
+    """A question, different answers, and the index of the right answer."""
 
     question: str
     choices: tuple[str, ...]
@@ -105,7 +105,7 @@ def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], M
 
 
 def _wrong(right: str, draw: Callable[[], str], fits: Callable[[str], bool] = lambda other: True) -> list[str]:
-    """Draw different wrong answers that fit."""
+    """Draw wrong answers, all different, for which ``fits`` is true."""
     wrong: list[str] = []
     while len(wrong) < CHOICES - 1:
         if (other := draw()) not in (right, *wrong) and fits(other):
@@ -121,7 +121,7 @@ def _shuffled(rng: random.Random, question: str, right: str, wrong: list[str]) -
 
 @_task("continuation", "Continuation")
 def continuation(rng: random.Random, source: Passages) -> Item:
-    """Ask how a sentence goes on; the wrong endings are those of other sentences (HellaSwag's question)."""
+    """Ask how a sentence continues; wrong endings come from other sentences (HellaSwag's question)."""
     first, right = _halves(rng, source)
     wrong = _wrong(right, lambda: _halves(rng, source)[1], lambda other: 0.5 < len(other) / len(right) < 2.0)
     return _shuffled(rng, f"How does this sentence go on? {first}", right, wrong)
@@ -135,7 +135,7 @@ def _halves(rng: random.Random, source: Passages) -> tuple[str, str]:
 
 @_task("blank", "Blank")
 def blank(rng: random.Random, source: Passages) -> Item:
-    """Ask which word was left out; wrong words are drawn by their frequency in the corpus (LAMBADA's question)."""
+    """Ask for the missing word; wrong words are drawn by their frequency in the corpus (LAMBADA's question)."""
     while True:
         sentence = rng.choice(source.sentences)
         if words := [word for word in words_of(sentence) if sentence.count(word) == 1]:
@@ -147,7 +147,7 @@ def blank(rng: random.Random, source: Passages) -> Item:
 
 @_task("contains", "Contains", choices=2)
 def contains(rng: random.Random, source: Passages) -> Item:
-    """Ask whether a sentence holds a word; "yes" and "no" are equally frequent (BoolQ's form)."""
+    """Ask whether a sentence contains a word; "yes" and "no" are equally frequent (BoolQ's form)."""
     sentence = ""
     while not words_of(sentence):
         sentence = rng.choice(source.sentences)
@@ -162,7 +162,7 @@ def contains(rng: random.Random, source: Passages) -> Item:
 
 @_task("book", "Book")
 def book(rng: random.Random, source: Passages) -> Item:
-    """Ask which book a sentence is from; all books are equally frequent (a question of knowledge, like ARC's)."""
+    """Ask which book a sentence is from; all books are equally frequent (knowledge, as in ARC)."""
     right = rng.choice(list(source.books))
     sentence = rng.choice(source.books[right])
     wrong = rng.sample([title for title in BOOKS if title != right], CHOICES - 1)
@@ -214,7 +214,7 @@ _FORMAT = "generated-1"
 
 
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
-    """Draw different items of a task, the same for the same seed.
+    """Draw different items of a task, reproducible by the seed.
 
     Items of the test part (``held_out``) are made of text that is held out of training, too. No question of the
     training part is among the test part's.
@@ -268,12 +268,12 @@ def write(folder: Path, *, train: int = TRAIN, test: int = TEST, seed: int = 0, 
 
 
 def version() -> str:
-    """Return a hash that changes whenever the items do: 32 hexadecimal digits."""
+    """Return a hash, 32 hexadecimal digits, that changes whenever the items do."""
     return hashlib.sha256(f"{_FORMAT}|{TRAIN}|{TEST}".encode()).hexdigest()[:32]
 
 
 def cached(cache_dir: Path | str | None = None) -> Path:
-    """Return the folder with the generated tasks, made on the first call. Raises as ``publish`` does."""
+    """Return the folder of the generated tasks, generating them on the first call. Raises as ``publish`` does."""
     folder = cache_root(cache_dir).resolve() / "tasks" / version()
     if not is_whole(folder):
         publish(folder, lambda draft: write(draft, path=folder))

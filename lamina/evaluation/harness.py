@@ -1,4 +1,4 @@
-"""A model scored by lm-evaluation-harness through its Python API."""
+"""Scoring of a model by lm-evaluation-harness through its Python API."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCORING_ERRORS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """A model as the harness sees it, and how it is asked.
+    """A model as the harness sees it, and how the harness queries it.
 
     Attributes:
         model: a causal language model, on its device.
@@ -81,7 +81,7 @@ class Runner:
         return wrapped
 
     def _shared(self, answer: Callable[[list[T]], list[A]], requests: list[T]) -> list[A]:
-        """Answer this process's share of the requests, and return everyone's: all go on as one process would.
+        """Answer this process's share of the requests, then return all processes' answers, as if there were one.
 
         The harness's own way gives each process other examples before its questions.
         """
@@ -93,7 +93,7 @@ class Runner:
         return [answers[place] for place in range(len(requests))]
 
     def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
-        """Score the model on a unit's tasks; returns the harness's results, and notes.
+        """Score the model on a unit's tasks; return the harness's results, and notes.
 
         Raises:
             UserError: an answer is longer than the model's context, or the harness can't score the task.
@@ -131,7 +131,7 @@ class Runner:
         return results, notes
 
     def _prepare(self, built: TaskDict, num_fewshot: int | None) -> None:
-        """Prepare the tasks as ``simple_evaluate`` does, which would run `pip list` and ask the hub about the model."""
+        """Prepare the tasks as ``simple_evaluate`` does, but without its `pip list` and its queries to the hub."""
         from lm_eval.utils import set_torch_seed
 
         for task in built["tasks"].values():
@@ -162,7 +162,7 @@ class Runner:
 
 @contextlib.contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Turn off the key-value cache, which plain forward passes would throw away; ``generate`` makes one anyway."""
+    """Turn off the key-value cache inside the context: plain passes would discard it, ``generate`` makes one anyway."""
     configs = [model.config, model.config.get_text_config()]
     before = [getattr(config, "use_cache", None) for config in configs]
     for config in configs:
@@ -176,7 +176,7 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_harness(bar: bool = False) -> Iterator[list[str]]:
-    """Hide the harness's remarks to its developers; yields its warnings. ``bar`` lets its progress bars through."""
+    """Suppress the harness's output inside the context; yield its warnings. ``bar`` keeps its progress bars."""
     logger, handler = logging.getLogger("lm_eval"), logging.Handler(logging.WARNING)
     warnings: list[str] = []
     handler.emit = lambda record: warnings.append(record.getMessage())

@@ -1,4 +1,4 @@
-"""`lamina eval`: models and tasks in, a folder with scores and tables out; each score is written once it is known."""
+"""`lamina eval`: evaluates models on tasks and texts, and writes a folder with scores and tables."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def evaluate(
     bar: bool = True,
     expand: Expand = lambda path: None,
 ) -> Json:
-    """Evaluate models and write the folder ``settings.output``; returns the content of result.json.
+    """Evaluate models, write the folder ``settings.output``, and return the content of result.json.
 
     ``settings`` are a whole record, or the user's values by name. With ``resume``, only scores that the folder lacks
     are computed. ``expand`` finds the runs in a study's folder; by default every path is a checkpoint of its own.
@@ -98,7 +98,7 @@ def evaluate(
 
 
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
-    """Return the columns, and the tasks that they need (None for a perplexity alone).
+    """Return the table's columns and the tasks they need; None for the latter if there is only a perplexity.
 
     Raises UserError for an unknown task, or a corpus that does not exist.
     """
@@ -120,7 +120,7 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
 
 
 def check_generation(options: Json, writes: bool) -> None:
-    """Raise UserError for arguments that ``generate`` does not have, or where no task ``writes``."""
+    """Raise UserError for an argument that ``generate`` lacks, or for any if no task lets the model write."""
     known = {*GenerationConfig().to_dict(), "max_gen_toks", "until"}
     for name in options:
         if name not in known:
@@ -147,7 +147,7 @@ class Evaluation:
         self.records: dict[tuple[str, str], Json] = {}
 
     def check(self) -> None:
-        """Look at every model and read every task's data. Raises UserError, before the folder is touched."""
+        """Check every model and read every task's data. Raises UserError before the folder is touched."""
         self.processes.first_per_host(self._check)
 
     def _check(self) -> None:
@@ -170,7 +170,7 @@ class Evaluation:
             check_generation(self.settings.generation, writes)
 
     def run(self, folder: Path) -> Json:
-        """Evaluate, write, and return the content of result.json; errors as in ``evaluate``."""
+        """Evaluate, write, and return the content of result.json; raises as ``evaluate`` does."""
         self.folder = folder
         self.records = self.processes.by_first(self._finished)
         self._write(Status.INTERRUPTED, RUNNING)
@@ -259,7 +259,7 @@ class Evaluation:
         return documents_of(str(self.settings.corpus), self.settings.text_field, self.settings.limit)
 
     def _state(self, candidate: Candidate, unit: str) -> list[str]:
-        """Return what a score depends on: the weights, and the files of the text or of the tasks' data."""
+        """Return what decides a score: hashes of the weights, and of the text's or the tasks' files."""
         if unit == PERPLEXITY:
             corpus = Corpus.parse(str(self.settings.corpus), self.settings.text_field)
             return [candidate.state(), stamp(corpus.changed_since(0.0))]
@@ -270,7 +270,7 @@ class Evaluation:
         return self.folder / kind / _file_name(model) / f"{_file_name(unit)}{suffix}"
 
     def _finished(self) -> dict[tuple[str, str], Json]:
-        """Read the folder's scores of these models as they are now, on these tasks."""
+        """Read the folder's scores that are still valid for these models and tasks."""
         finished = {}
         for candidate in self.candidates:
             for unit in self.units:
@@ -290,7 +290,7 @@ class Evaluation:
         return finished
 
     def scores(self) -> dict[tuple[str, Wanted], Score]:
-        """The columns' numbers so far, by model and column."""
+        """Return the scores so far, by model and column."""
         numbers = {}
         for (model, unit), record in self.records.items():
             for column in (column for column in self.columns if column.unit == unit):
@@ -300,11 +300,11 @@ class Evaluation:
         return numbers
 
     def _write(self, status: Status, reason: str) -> Json:
-        """Write the tables and result.json, in the first process; returns the content of the latter in all."""
+        """Write the tables and result.json in the first process; return the content of result.json in all."""
         return self.processes.by_first(partial(self._written, status, reason))
 
     def _end(self, status: Status, reason: str) -> None:
-        """Write how the evaluation ended in this process alone: another may have failed."""
+        """Write how the evaluation ended, without the other processes: one of them may have failed."""
         if self.processes.first:
             self._written(status, reason)
 
@@ -337,7 +337,7 @@ class Evaluation:
 
 
 def rows(records: Iterable[Json], candidates: Sequence[Candidate]) -> pd.DataFrame:
-    """Make results.csv: one row per model, task, metric and filter."""
+    """Make the table of results.csv: one row per model, task, metric and filter."""
     models = {candidate.name: candidate for candidate in candidates}
     listed = [
         {"model": record["model"], "arm": models[record["model"]].arm, "seed": models[record["model"]].seed, **score}
@@ -348,7 +348,7 @@ def rows(records: Iterable[Json], candidates: Sequence[Candidate]) -> pd.DataFra
 
 
 def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the window and the stride, tokens. Raises UserError for a window beyond the model's context."""
+    """Return the window and the stride in tokens. Raises UserError for a window beyond the model's context."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     window = settings.window or min(longest or LONGEST_WINDOW, LONGEST_WINDOW)
     if longest is not None and window > longest:
@@ -360,20 +360,20 @@ def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, in
 
 
 def _file_name(name: str) -> str:
-    """Make a name fit for a file: letters, digits and a few marks. A changed name gets a hash, so that none clash."""
+    """Make a file name of letters, digits and a few marks; a changed name gets a hash, so that names do not clash."""
     plain = re.sub(r"[^A-Za-z0-9@._-]+", "-", name).strip("-.")[-80:]
     return plain if plain == name else f"{plain or 'model'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
 def runner_of(settings: EvalSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Runner:
-    """Return a model as the harness is to ask it."""
+    """Make the Runner that queries a model as the settings say."""
     names = ("batch_size", "limit", "seed", "chat_template", "system", "generation", "run_code")
     return Runner(model=model, tokenizer=tokenizer, **{name: getattr(settings, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskMeasure:
-    """The tasks to score at each evaluation of a training: `lamina pretrain --eval-tasks`.
+    """The tasks that `lamina pretrain --eval-tasks` scores at each evaluation.
 
     Attributes:
         settings: how the model is asked.
@@ -387,7 +387,7 @@ class TaskMeasure:
 
     @staticmethod
     def find(names: str, data_dir: str | None, limit: int, batch_size: int, seed: int) -> TaskMeasure:
-        """Find the tasks and read their data once. Raises UserError, about eval_tasks, where that fails."""
+        """Find the tasks and read their data. Raises UserError about the setting eval_tasks."""
         try:
             settings = EvalSettings(
                 tasks=names, data_dir=data_dir, limit=limit or None, batch_size=batch_size, seed=seed
@@ -401,7 +401,7 @@ class TaskMeasure:
         return TaskMeasure(settings=settings, columns=tuple(columns), tasks=tasks)
 
     def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-        """Return the columns' numbers by ``TASK`` or ``TASK:METRIC``; shares from 0 to 1.
+        """Return the columns' scores by ``TASK`` or ``TASK:METRIC``; shares from 0 to 1.
 
         The caller keeps the training undisturbed: the harness seeds the random generators.
         """

@@ -1,4 +1,4 @@
-"""Perplexity of a text per token, word and byte, read through a sliding window."""
+"""Perplexity of a text per token, word and byte, through a sliding window."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = 1024  # predictions whose logits are in float64 at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """The summed loss of a text, and what it is divided by.
+    """The summed loss of a text, and its counts of tokens, words and bytes.
 
     Attributes:
         nll: the negative log-likelihood of the whole text, nats.
@@ -43,7 +43,7 @@ class Perplexity:
     documents: int
 
     def numbers(self) -> dict[str, float]:
-        """The metrics: exp(nll / count) for tokens, words and bytes; the loss per token; the bits per byte."""
+        """Return exp(nll / count) for tokens, words and bytes, the loss per token, and the bits per byte."""
         return {
             "token_perplexity": exp(self.nll / self.tokens),
             "word_perplexity": exp(self.nll / self.words),
@@ -58,7 +58,7 @@ Window: TypeAlias = tuple[list[int], list[int]]
 
 
 def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:
-    """Cut a document into windows that score every token once, the first one after ``prefix``.
+    """Cut a document into windows that score every token once; the first begins with ``prefix``.
 
     The first window scores ``window`` tokens; each further one the next ``stride``, with at least ``window - stride``
     tokens before them to read. With ``stride == window`` the windows share no scored token and almost no context, as in
@@ -86,7 +86,7 @@ def perplexity(
     processes: Processes = ALONE,
     progress: Callable[[int], object] | None = None,
 ) -> Perplexity:
-    """Score texts, each on its own.
+    """Score each text separately, and sum the losses.
 
     Args:
         model: a causal language model in evaluation mode; input [batch, tokens], logits [batch, tokens, vocab_size].
@@ -134,7 +134,7 @@ def perplexity(
 
 
 def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
-    """Return the summed loss of windows in nats; shorter ones are padded on the right, which a causal model ignores."""
+    """Return the summed loss of windows in nats; short ones are padded on the right, which a causal model ignores."""
     longest = max(len(read) for read, _ in batch)
     inputs = torch.full((len(batch), longest), padding)
     labels = torch.full((len(batch), longest), UNSCORED)
@@ -150,7 +150,7 @@ def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
 
 
 def documents_of(corpus: str, text_field: str, limit: int | None) -> Iterator[str]:
-    """The texts of a corpus, at most ``limit``. Raises UserError if it can't be read."""
+    """Return the texts of a corpus, at most ``limit``. Raises UserError if it can't be read."""
     parsed = Corpus.parse(corpus, text_field)
     if len(parsed.parts) > 1:
         raise UserError(f"corpus: {corpus!r} is a mix (allowed: one text; an evaluation for each of several)")

@@ -1,4 +1,4 @@
-"""Scores: a model's numbers on a task and on each of its items, and the tables as the papers print them."""
+"""A model's scores on tasks and on each item, and tables in the papers' form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARES = frozenset({"acc", "acc_norm", "acc_mutual_info", "exact_match", "pass@1
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One number of a model on a task, as results.csv has it.
+    """A model's score on a task, as a row of results.csv.
 
     Attributes:
         task: the harness's name of the task or group.
@@ -49,7 +49,7 @@ class Score:
 
 
 def scores_of(results: Json) -> list[Score]:
-    """Read the numbers of each task and each group from the harness's result."""
+    """Read the scores of each task and group from the harness's results."""
     counted, shots = results.get("n-samples", {}), results.get("n-shot", {})
     better, configs = results.get("higher_is_better", {}), results.get("configs", {})
     scores = []
@@ -78,7 +78,7 @@ def scores_of(results: Json) -> list[Score]:
 
 
 def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
-    """Read scores that ``to_rows`` wrote, also after JSON."""
+    """Restore scores from ``to_rows``, also after a round trip through JSON."""
     known = {entry.name for entry in fields(Score)}
     return [
         Score(**{name: value for name, value in row.items() if name in known} | {"value": float(str(row["value"]))})  # type: ignore[arg-type]
@@ -87,14 +87,14 @@ def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
 
 
 def to_rows(scores: Sequence[Score]) -> list[Json]:
-    """Return scores as JSON. Infinite values and NaN become texts, since JSON files write null for them."""
+    """Convert scores to JSON; NaN and infinities become texts, since files would hold null."""
     return [
         asdict(score) | {"value": score.value if math.isfinite(score.value) else str(score.value)} for score in scores
     ]
 
 
 def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
-    """Return the number that a column prints; None if the unit has none.
+    """Return the score that a column prints; None if the unit has none.
 
     Of a group without a number of its own: the mean over its tasks.
     """
@@ -112,17 +112,17 @@ def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
 
 
 def is_of(task: str, name: str) -> bool:
-    """Return whether the name of a number in a record's ``tasks`` is of this task."""
+    """Return whether a name in a record's ``tasks`` belongs to this task."""
     return name == task or name.startswith(f"{task}:")
 
 
 def lower_is_better(name: str) -> bool:
-    """Return whether a number in a record's ``tasks`` is better the lower it is, by its name."""
+    """Return whether lower is better for a score in a record's ``tasks``, by its name."""
     return name.partition(":")[2].endswith(("perplexity", "bits_per_byte", "loss"))
 
 
 def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
-    """One row per item.
+    """Make a table with one row per item.
 
     Columns: ``task``; ``filter`` (of the answers: an item has one row per filter); ``doc_id`` (the item's number in the
     data); ``target``; ``log_likelihoods`` (nats; of each choice, or of the one continuation or text) and ``greedy``
@@ -159,7 +159,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
-    """A line of the table.
+    """A line of the table of scores.
 
     Attributes:
         means: a number per column, the mean over its runs, in percent for shares; NaN where there is none.
@@ -176,13 +176,13 @@ class ScoreLine:
 
     @property
     def label(self) -> str:
-        """The name, with the runs that were left out."""
+        """The line's name, with the number of runs left out, by reason."""
         total = self.runs + sum(self.left_out.values())
         reasons = ", ".join(f"{count} of {total} runs {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.arm} ({reasons})" if reasons else self.arm
 
     def texts(self, plus_minus: str = "±", dash: str = "–") -> list[str]:
-        """Return the numbers as printed: ``41.34 ± 0.52``, a dash where there is none."""
+        """Return the scores as printed: ``41.34 ± 0.52``, a dash for a missing one."""
         if not self.runs:
             return [FAILED, *[dash] * (len(self.means) - 1)]
         stds = [f" {plus_minus} {std:.2f}" if math.isfinite(std) else "" for std in self.stds]
@@ -191,7 +191,7 @@ class ScoreLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTable:
-    """All lines under their headings; the last column is the average of the shares if there are several.
+    """All lines of the table under their headings; with several shares, the last column is their average.
 
     Attributes:
         best: the lines with each column's best number, as printed.
@@ -211,7 +211,7 @@ class ScoreTable:
         return {"headings": [*self.headings], "best": [*self.best], "shares": [*self.shares], "lines": lines}
 
     def csv(self) -> str:
-        """Return CSV, with a column of means and one of standard deviations per number."""
+        """Return the table as CSV, with a column of means and one of standard deviations per score."""
         head = ["model", "runs", "left_out", *(f"{heading}{end}" for heading in self.headings for end in ("", " std"))]
         rows = [
             [line.arm, line.runs, sum(line.left_out.values()), *chain(*zip(line.means, line.stds, strict=True))]
@@ -227,7 +227,7 @@ class ScoreTable:
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def latex(self) -> str:
-        """Return a LaTeX table with booktabs' rules; every occurrence of a column's best number is bold."""
+        """Return the table as LaTeX with booktabs' rules; a column's best scores are bold."""
         body = []
         for number, line in enumerate(self.lines):
             texts = [
@@ -243,7 +243,7 @@ class ScoreTable:
 def table(
     columns: Sequence[Wanted], candidates: Sequence[Candidate], numbers: Mapping[tuple[str, Wanted], Score]
 ) -> ScoreTable:
-    """Return the table of what is measured; ``numbers`` are the columns' scores by candidate's name and column."""
+    """Make the table of scores; ``numbers`` has them by candidate's name and column."""
     scores = [next((score for (_, c), score in numbers.items() if c == column), None) for column in columns]
     shares = [score is not None and score.metric in SHARES for score in scores]
     higher = [score is None or score.higher_is_better is not False for score in scores]

@@ -25,7 +25,7 @@ from lamina.jobs.settings import Settings, at_least, changed, setting
 
 @takes(Names)
 def model_names(name: str, value: object) -> str:
-    """Return models as a comma-separated text; a model in a list may not contain a comma."""
+    """Join models to a comma-separated text; a model in a list may not contain a comma."""
     if isinstance(value, list | tuple) and len(value) > 1:
         for model in value:
             if "," in str(model):
@@ -43,7 +43,7 @@ def batch_or_auto(name: str, value: object) -> int | str:
 
 
 class PerplexitySettings(Settings, group="data"):
-    """The text to compute a perplexity on, and the windows that the model reads it in."""
+    """The text for a perplexity, and the windows in which the model reads it."""
 
     corpus: str | None = setting(
         None,
@@ -60,7 +60,7 @@ class PerplexitySettings(Settings, group="data"):
 
 
 class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSettings, OutputSettings):
-    """Which models, on which tasks and which text."""
+    """The models, tasks and text of an evaluation."""
 
     command_name = "eval"
     main = (
@@ -119,7 +119,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     output: str = changed("eval")
 
     def check(self) -> None:
-        """Raise UserError for a stride that would skip tokens."""
+        """Raise UserError for a stride that would skip tokens, and for a system turn without a chat template."""
         super().check()
         if not self.chat_template:
             self.refuse_unused("system", allowed="with --chat-template")
@@ -127,7 +127,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
             raise UserError(f"stride: {self.stride} skips tokens (allowed: at most the window, {self.window})")
 
     def check_names(self) -> None:
-        """Raise UserError for a corpus or a tokenizer that does not exist."""
+        """Raise UserError for a missing corpus or tokenizer."""
         super().check_names()
         from lamina.data.corpus import check_corpus
         from lamina.data.tokenizers import validate_spec
@@ -138,7 +138,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
             validate_spec(self.tokenizer)
 
     def require(self, *names: str) -> None:
-        """Raise UserError if no model is given, or nothing to evaluate."""
+        """Raise UserError without a model, and without anything to evaluate."""
         super().require(*names)
         if not self.model_list():
             raise UserError(
@@ -150,7 +150,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
             )
 
     def command(self) -> str:
-        """The command line for these settings, the models first."""
+        """Return the command line for these settings, models first."""
         words = super().command()
         if self.models:
             words = words.replace(f" --models {shlex.quote(self.models)}", "", 1)

@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness and of the user's own files, with data from the hub or a folder.
+"""The tasks of lm-evaluation-harness and of a user's files, with data from the hub or a folder.
 
 A requested task is written as a small file, which includes the harness's or holds what a checked file of the user's
 says, and the harness's TaskManager reads these files alone.
@@ -36,7 +36,7 @@ _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML, in which `!function` is a name."""
+    """A safe YAML loader that keeps `!function` as a name."""
 
 
 def _function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Function:
@@ -47,7 +47,7 @@ _Loader.add_constructor("!function", _function)
 
 
 def read_task_file(path: Path) -> Json:
-    """Read a task file with the files that it includes; its functions stay names. Raises UserError."""
+    """Read a task file and the files it includes; its functions stay names. Raises UserError."""
     try:
         return _merged(path.resolve(), ())
     except Exception as error:  # the file may be the user's: whatever it holds
@@ -69,7 +69,7 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Json:
 
 @functools.cache
 def _shipped() -> Mapping[str, Any]:
-    """The harness's index of its 14,000 files (some seconds): entries with a ``yaml_path``, or a tag's ``tags``."""
+    """Return the harness's index of 14,000 files, in seconds: entries with a ``yaml_path``, or ``tags`` for a tag."""
     from lm_eval.tasks import TaskManager
 
     with quiet_harness():
@@ -78,7 +78,7 @@ def _shipped() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """The tasks that can be run: the harness's, and those of the user's folder.
+    """The tasks that can be run: the harness's, and those in a user's folder.
 
     Attributes:
         own: the file and the content of each task and group in the folders.
@@ -95,7 +95,7 @@ class Tasks:
 
     @staticmethod
     def find(data_dir: str | None, *folders: Path, run_code: bool = False) -> Tasks:
-        """Read the folders' task files, then those in ``data_dir``: the later of two has the name.
+        """Read the task files in the folders, then those in ``data_dir``; later files override earlier ones of a name.
 
         Raises UserError without the harness or the folder of the data.
         """
@@ -119,7 +119,7 @@ class Tasks:
         return Tasks(own=own, broken=broken, data=data, run_code=run_code)
 
     def require(self, names: Iterable[str], *, source: str, others: Sequence[str] = ()) -> None:
-        """Raise UserError for a name that is no task, group or tag, with the nearest name.
+        """Raise UserError for an unknown task, group or tag; the message suggests the nearest name.
 
         ``source`` says where files of the user's own may be; ``others`` are further names that are allowed.
         """
@@ -134,7 +134,7 @@ class Tasks:
             raise UserError(f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {allowed})")
 
     def tagged(self, name: str) -> list[str] | None:
-        """Return the tasks of a tag; None if the name is not a tag."""
+        """Return the tasks with a tag; None if the name is not a tag."""
         if name in self.own:
             return None
         tasks = {task for task, (_, config) in self.own.items() if name in _strings(config.get("tag"))}
@@ -144,14 +144,14 @@ class Tasks:
         return sorted(tasks) or None
 
     def config(self, name: str) -> Json | None:
-        """The content of a task's or group's file; None for a name without one."""
+        """Return the content of a task's or group's file; None if the name has no file."""
         if name in self.own:
             return self.own[name][1]
         entry = _shipped().get(name)
         return read_task_file(entry.yaml_path) if entry is not None and entry.yaml_path is not None else None
 
     def build(self, name: str) -> TaskDict:
-        """Return the harness's tasks and groups for a name, with their data read.
+        """Load the harness's tasks and groups of a name, and their data.
 
         Raises:
             UserError: a task would run code that may not run, or its data is neither on this machine nor reachable, or
@@ -178,7 +178,7 @@ class Tasks:
                 raise UserError(self._reason(name, error, reachable)) from error
 
     def _files(self, name: str) -> list[Json]:
-        """Return what the harness may read for a name and for all members of a group."""
+        """Return the contents of the files that the harness may read for a name and a group's members."""
         files: dict[str, Json] = {}
         waiting, seen = [name], set()
         while waiting:
@@ -196,7 +196,7 @@ class Tasks:
         return list(files.values())
 
     def _readable(self, name: str, config: Json) -> Json:
-        """Return what the harness may read of a task or group. Raises UserError for code that may not run."""
+        """Return the content that the harness may read for a task or group. Raises UserError for forbidden code."""
         plain = name in self.own and not self.run_code
         if plain:
             check_plain(config, name)
@@ -229,7 +229,7 @@ def _strings(value: object) -> list[str]:
 
 
 def _members(listed: object) -> list[str]:
-    """The names of a group's members, those of the groups inside it included."""
+    """Return the names of a group's members, including those of nested groups."""
     names = _strings(listed)
     for member in listed if isinstance(listed, list) else []:
         if isinstance(member, dict):
@@ -238,7 +238,7 @@ def _members(listed: object) -> list[str]:
 
 
 def local_fields(config: Json, task: str, data: Path) -> Json:
-    """Return the fields that let a task read its data from the folder; none if it reads files already.
+    """Return the fields that make a task read its data from the folder; empty if it already reads files.
 
     A split that the folder does not hold is None, so that the harness takes another. Raises UserError if the data set
     is not there (with the nearest name that is), or no split of it that the task can be scored on.

@@ -1,4 +1,4 @@
-"""The papers' sets of tasks as data: the tasks, the metric of each, and the examples before a question."""
+"""The papers' sets of tasks as data: tasks, metrics, and the number of examples before a question."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GENERATED = "generated"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A task to run, and the metric that a table prints.
+    """A task to run, and the metric to print in a table.
 
     Attributes:
         task: its name in lm-evaluation-harness, or of a generated task.
@@ -30,7 +30,7 @@ class Wanted:
 
     @property
     def unit(self) -> str:
-        """The name of the run that a column reads, which several may share: ``hellaswag``, or ``hellaswag@5``."""
+        """The name of the run that a column reads, ``hellaswag`` or ``hellaswag@5``; several columns may share it."""
         return self.task if self.num_fewshot is None else f"{self.task}@{self.num_fewshot}"
 
     @property
@@ -41,7 +41,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSet:
-    """A paper's set: its columns, from the left, and where it is from."""
+    """A paper's set of tasks: its columns, left to right, and its source."""
 
     columns: tuple[Wanted, ...]
     source: str
@@ -102,7 +102,7 @@ SETS: dict[str, TaskSet] = {
 
 
 def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
-    """The columns for the user's names: a set becomes its columns, ``TASK@5`` a task or a set with five examples.
+    """Convert a user's names to columns: a set is replaced by its columns; in ``TASK@5``, 5 is the number of examples.
 
     ``num_fewshot`` replaces every number of examples. No column appears twice. Raises UserError for a malformed number.
     """
@@ -123,7 +123,7 @@ def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wan
 
 
 def listing(*, full: bool = False) -> str:
-    """Return the sets of tasks, one line each; with ``full``, also their tasks. Loads no torch."""
+    """Return the sets of tasks, a line each; ``full`` adds their tasks. Loads no torch."""
     lines = []
     for name, tasks in SETS.items():
         lines.append(f"  {name:<10} {tasks.source}")

@@ -1,1 +1,1 @@
-"""The base of every job: its folder, the files in it, how it is resumed and how it ends. Does not load torch."""
+"""The base of every job: its folder and files, how it resumes and how it ends. Loads no torch."""

@@ -1,4 +1,4 @@
-"""Other names of settings: those of transformers, TRL, lm-eval, litgpt and nanoGPT, and our singulars and plurals."""
+"""Other names of settings: those of transformers, TRL, lm-eval, litgpt and nanoGPT, and singulars and plurals."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Return the first offered setting that another name means (``near``: nearly); None if none does, or the name is
-    offered.
-    """
+    """Return the first offered setting that another library's name means (``near``: roughly); None if none does."""
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
     return None if name in offered else next((setting for setting in ours if setting in offered), None)
@@ -52,7 +50,7 @@ def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str |
 
 @cache
 def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
-    """The names, and the fields of installed libraries' classes in the files, whose loading would take seconds.
+    """Map option names, and the fields of classes in installed libraries' files, to types, without importing anything.
 
     Each field has its type as it is written, each name an empty text.
     """
@@ -66,12 +64,12 @@ def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def is_text(option: str, files: tuple[str, ...]) -> bool:
-    """Return whether another library takes an option for a text, whatever YAML would take it for."""
+    """Return whether another library declares an option as text, however YAML would read its value."""
     return _declared(files).get(option, "").strip() in ("str", "str | None", "Optional[str]")
 
 
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
-    """Return the setting that takes another library's option, and the option's name in it; None if none does.
+    """Return the setting that passes on another library's option, and the option's name; None if there is none.
 
     ``outside``: by the setting, the options or the library's files that declare them, as in ``Settings.outside``.
     """
@@ -83,7 +81,7 @@ def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[s
 
 
 def suggestion(name: str, offered: Collection[str]) -> str | None:
-    """Return the offered setting with a name, or other name, nearest to an unknown one."""
+    """Return the offered setting whose name, or other name, is nearest to an unknown one."""
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     known = {other: setting for other in others if (setting := meaning(other, offered, near=True)) is not None}
     match = nearest_name(name, [*offered, *known])
@@ -91,7 +89,7 @@ def suggestion(name: str, offered: Collection[str]) -> str | None:
 
 
 def in_our_words(given: Mapping[str, object], offered: Collection[str], where: str = "") -> dict[str, object]:
-    """Settings by our names; unknown names stay. Raises UserError for two names of one setting."""
+    """Rename settings to Lamina's names; unknown names stay. Raises UserError for two names of one setting."""
     ours: dict[str, object] = {}
     for name, value in given.items():
         setting = meaning(name, offered) or name

@@ -1,4 +1,4 @@
-"""The jobs, one row each: a command, a Python function, its page and what it prints are all made from the row.
+"""The jobs, one row each, from which the command, the Python function, the page and the printed text are made.
 
 To add a job, add its settings, its function, its page (``lamina.reports.registry.report_of``) and its row here. Code is
 named by "module:name" and imported when it is needed, so that a row may name what stands floors above this one.
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def load(name: str) -> Any:
-    """Import what "module:name" names."""
+    """Import the object that "module:name" names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """A flag of a job that is no setting.
+    """A flag of a job that is not a setting.
 
     Attributes:
         prints: "module:function" from (folder, result) to the text to print in place of the usual one.
@@ -46,7 +46,7 @@ class Switch:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRow:
-    """A job.
+    """A job: its command, its Python function and its page.
 
     Attributes:
         name: of the command.
@@ -101,7 +101,7 @@ class JobRow:
         return load(self.settings)
 
     def folder_of(self, settings: Mapping[str, object]) -> Path | None:
-        """The output folder for the user's settings; None for a job that writes none."""
+        """Return the output folder for the user's settings; None for a job that writes none."""
         if self.folder:
             return load(self.folder)(settings)
         output = settings.get("output", self.record.default("output"))
@@ -113,7 +113,7 @@ _CHECKPOINT = "resume from the last checkpoint in the output folder"
 
 
 def _tuning(name: str, summary: str, about: str, examples: str, *inputs: str, files: tuple[str, ...] = ()) -> JobRow:
-    """A job after pretraining."""
+    """Make the row of a job after pretraining."""
     return JobRow(
         name=name,
         kind=name,
@@ -441,7 +441,7 @@ hold the table as the papers print it, results.csv every number, items/ every qu
 
 
 def refuse_other_kind(folder: Path, row: JobRow) -> None:
-    """Raise UserError if another job than this one wrote the folder that it is to resume.
+    """Raise UserError if the folder to resume was written by another kind of job.
 
     Where environment.json is damaged, the job's own files decide, and it is written again.
     """

@@ -1,4 +1,4 @@
-"""The columns of a run's result, each declared once: result.json, results.csv, the ranking and the pages use them.
+"""The columns of a run's result, each declared once for result.json, results.csv, the ranking and the pages.
 
 To add a scalar, add its ``Column`` here and its value in ``lamina.training.pretrain``; nothing else. A value without a
 column, or a column without a value, is an error when the first run ends.
@@ -13,7 +13,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Column:
-    """A number or a text that each trial has.
+    """A number or text that each trial has.
 
     Attributes:
         name: its key in result.json and its column in results.csv.
@@ -105,7 +105,7 @@ def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
 
 
 def aggregated(aggregate: str) -> tuple[str, ...]:
-    """List the columns that the ranking aggregates in this way."""
+    """Name the columns that the ranking aggregates in this way."""
     return names(column for column in RESULT_COLUMNS if column.aggregate == aggregate)
 
 
@@ -119,7 +119,7 @@ TRIALS = tuple(column for column in RESULT_COLUMNS if column.in_trials)
 
 
 def checked(result: dict[str, object]) -> dict[str, object]:
-    """Return ``result``. Raises KeyError if a measured column has no value, or a value has no column."""
+    """Return ``result``. Raises KeyError for a measured column without a value, and for a value without a column."""
     measured = {column.name for column in RESULT_COLUMNS if column.measured}
     missing, extra = measured - set(result), set(result) - measured - {"eval_corpus_loss", *SCORES, *NOTES}
     if missing or extra:

@@ -1,4 +1,4 @@
-"""environment.json: the kind of a job and what it ran on."""
+"""environment.json: the kind of a job, and the versions and the machine it ran on."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def environment(seed: int, kind: str = "") -> Json:
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
 def git_revision() -> str | None:
-    """Return the revision of the source tree that this package was imported from; None outside a checkout.
+    """Return the git revision of the source tree that this package is imported from; None outside a checkout.
 
     It ends in "-dirty" where a tracked file was changed, other than what studies themselves write (``_WRITTEN``).
     """
@@ -60,7 +60,7 @@ def git_revision() -> str | None:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of NVIDIA's GPUs, which their driver tells without torch; empty where there is none."""
+    """Return the names of NVIDIA GPUs, read from the driver's files, without torch; empty without GPUs."""
     told = [path.read_text(encoding="utf-8") for path in sorted(_DRIVER.glob("*/information"))]
     return [name[1] for text in told if (name := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
 

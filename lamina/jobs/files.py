@@ -1,4 +1,4 @@
-"""The files of a job's folder: written whole or not at all, synced before they get their name, and read back."""
+"""The files of a job's folder: written whole or not at all, synced before they are renamed, and read back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIGEST = "digest"
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; at the end its content is synced to disk and the file renamed to ``path``.
+    """Yield a temporary path; at the end sync its content to disk and rename it to ``path``.
 
     A job writes every file this way. If the body fails, the temporary file is deleted and ``path`` stays as it was.
     Raises OSError.
@@ -62,7 +62,7 @@ def write_parquet(path: Path, table: Frame, **options: Any) -> None:
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write one line of JSON per record."""
+    """Write each record as a line of JSON."""
     write_text(path, "".join(json.dumps(finite(record)) + "\n" for record in records))
 
 
@@ -77,7 +77,7 @@ def read_json(path: Path) -> Json:
 
 
 def noted(path: Path) -> Json:
-    """Read a JSON object; empty if the file is missing, not readable, or holds another value."""
+    """Read a JSON object; empty if the file is missing, unreadable, or holds something else."""
     try:
         data = read_json(path)
     except (OSError, ValueError):
@@ -86,12 +86,12 @@ def noted(path: Path) -> Json:
 
 
 def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a mapping as YAML with its digest as the first key, so that a cut shows, too."""
+    """Write a mapping as YAML with its digest as the first key, so that even a cut at a line's end shows."""
     write_yaml(path, {DIGEST: digest_of(data), **data})
 
 
 def read_sealed(path: Path) -> Json:
-    """The mapping without its digest. Raises UserError naming the file if it is missing, cut short or altered."""
+    """Return the mapping without its digest. Raises UserError naming a file that is missing, cut short or altered."""
     data = read_mapping(path)
     if DIGEST not in data:
         raise UserError(f"{str(path)!r}: cut short or altered (its digest is missing)")
@@ -101,13 +101,13 @@ def read_sealed(path: Path) -> Json:
 
 
 def digest_of(data: Mapping[str, Any]) -> str:
-    """SHA-256 of a mapping after a round trip through YAML."""
+    """Return the SHA-256 of a mapping after a round trip through YAML."""
     read_back = yaml.safe_load(yaml.safe_dump(dict(data)))
     return hashlib.sha256(json.dumps(read_back, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a Parquet table or an .npz is whole, from its end alone.
+    """Return whether a Parquet table or an .npz is whole, judging by its end.
 
     Raises UserError for a Parquet table without pyarrow.
     """
@@ -125,7 +125,7 @@ def is_table(path: Path) -> bool:
 
 
 def finite(data: Any) -> Any:
-    """Return the data with None for NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(data, float) and not math.isfinite(data):
         return None
     if isinstance(data, Mapping):
@@ -134,13 +134,13 @@ def finite(data: Any) -> Any:
 
 
 def read_result(folder: Path) -> Json | None:
-    """Read a run's result.json; None if the run has not ended or the file is not readable."""
+    """Read a run's result.json; None if the run has not ended or the file is unreadable."""
     data = noted(folder / RESULT)
     return data if "status" in data else None
 
 
 def disk_full(error: BaseException | None) -> bool:
-    """Return whether a full disk caused an exception; libraries wrap it in their own errors."""
+    """Return whether a full disk caused an exception, also one that a library has wrapped."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -154,5 +154,5 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def full_disk(path: Path) -> OSError:
-    """The error for a full disk that names the folder."""
+    """Make the error for a full disk, with the folder's name."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -1,4 +1,4 @@
-"""A job's folder: its lock, its owner, and what --overwrite does with its content."""
+"""A job's folder: its lock, its owner, and the effect of --overwrite on its content."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Whether the folder holds more than a lock and the unnamed first file of a killed run."""
+    """Return whether the folder holds more than a lock and the temporary first file of a killed run."""
     return folder.is_dir() and any(
         child.name not in _APART and not child.name.startswith(f".{ENVIRONMENT}.") for child in folder.iterdir()
     )
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True) -> None:
-    """Raise UserError wherever ``hold`` would, without changing anything; ``resumes``: whether the job has --resume."""
+    """Raise UserError where ``hold`` would, changing nothing; ``resumes`` says whether the job has --resume."""
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
@@ -80,7 +80,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
 
 
 def nothing_to_resume(folder: Path) -> UserError:
-    """The error for --resume in a folder where nothing was begun."""
+    """Make the error for --resume in a folder where nothing was begun."""
     return UserError(
         f"output: {str(folder)!r} holds nothing to resume (allowed: the folder of what was begun; --resume=auto to "
         "begin where there is nothing yet)"
@@ -89,7 +89,7 @@ def nothing_to_resume(folder: Path) -> UserError:
 
 @contextmanager
 def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait: float = 0.0) -> Iterator[bool]:
-    """Lock a job's folder and make it ours to write into; yields whether it holds something to resume.
+    """Lock a job's folder and claim it for writing; yield whether it holds something to resume.
 
     With ``overwrite``, a folder with content is renamed to NAME.old, which is deleted at the first checkpoint (see
     ``drop_old``) or result. If the work ends without either, NAME.old stays, and the log says so.
@@ -116,20 +116,20 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
 
 
 def old_content(folder: Path) -> Path:
-    """Return where --overwrite keeps a folder's old content until the new one has a result: NAME.old."""
+    """Return where --overwrite keeps a folder's old content until there is a new result: NAME.old."""
     folder = folder.resolve()
     return folder.with_name(f"{folder.name}.old")
 
 
 def drop_old(folder: Path) -> None:
-    """Delete what --overwrite replaced, now that the folder has a checkpoint or a result."""
+    """Delete the content that --overwrite replaced, once the folder has a checkpoint or a result."""
     if (folder / REPLACES).is_file():
         shutil.rmtree(old_content(folder), ignore_errors=True)
         (folder / REPLACES).unlink()
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename a folder to NAME.old, or delete it if NAME.old still exists and the folder never had a result."""
+    """Rename a folder to NAME.old; if NAME.old exists and the folder has no result yet, empty the folder."""
     old = old_content(folder)
     if (folder / REPLACES).is_file() and old.exists():
         if not has_result(folder):
@@ -147,7 +147,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def has_result(folder: Path) -> bool:
-    """Return whether the work in a folder has a result: a checkpoint, a run that ended, a finished probe, a score."""
+    """Return whether a folder has a result: a checkpoint, a run that ended, a finished probe, or a score."""
     for run in [folder, *folder.glob("trials/*/")]:
         if any(run.glob(f"checkpoints/checkpoint-*/{MANIFEST}")):
             return True
@@ -161,7 +161,7 @@ def has_result(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Delete all that the work in a folder has written. The caller holds the folder's lock."""
+    """Delete everything that the work in a folder has written; the caller holds the lock."""
     for child in folder.iterdir():
         if child.name not in _APART:
             shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
@@ -191,7 +191,7 @@ def _is_ours(folder: Path) -> bool:
 
 @contextmanager
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Lock the folder: two processes in it would overwrite each other's files. Waits for up to ``wait`` seconds.
+    """Lock the folder, since two processes would overwrite each other's files; wait for up to ``wait`` seconds.
 
     Raises UserError if another process holds the lock, or if what lies apart from the folder's content is a link.
     Without ``fcntl`` (Windows) it locks nothing.
@@ -214,7 +214,7 @@ def _make(folder: Path) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process works in the folder; False without ``fcntl`` (Windows)."""
+    """Return whether a process is working in the folder; False without ``fcntl`` (Windows)."""
     try:
         import fcntl
 
@@ -257,7 +257,7 @@ def _flock(folder: Path, wait: float) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file without emptying it: a hard link may be somebody else's file."""
+    """Open the lock file without truncating it: a hard link may be another program's file."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:

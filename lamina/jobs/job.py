@@ -1,4 +1,4 @@
-"""A job and its folder: ``with open_job(...) as job`` locks the folder, claims it, and notes its kind."""
+"""A job and its folder: ``with open_job(...) as job`` locks the folder, claims it, and records its kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Stored = Callable[[Path], Mapping[str, Any] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePolicy:
-    """The settings that one kind of job may change when it resumes.
+    """The settings that a kind of job may change when it resumes.
 
     Attributes:
         what: the noun in the messages: "run", "study".
@@ -40,7 +40,7 @@ class ResumePolicy:
     def merge(
         self, stored: Mapping[str, object], given: Mapping[str, object], defaults: Mapping[str, object]
     ) -> dict[str, object]:
-        """Return the settings to resume with: the user's over the stored ones; ``auto`` keeps the job's first choice.
+        """Merge the user's settings over the stored ones; a user's ``auto`` keeps the job's first choice.
 
         Args:
             stored: the folder's settings.
@@ -63,7 +63,7 @@ class ResumePolicy:
 
 
 class Job(Generic[S]):
-    """A job's settings and its folder, made by ``open_job``. As a context manager it holds the folder.
+    """A job's settings and its folder, made by ``open_job``; as a context manager it holds the folder.
 
     Attributes:
         settings: complete; for a resumed job, those that its folder holds, with the changes that are allowed.
@@ -92,15 +92,12 @@ class Job(Generic[S]):
         return self._held.__exit__(kind, error, traceback)
 
     def write_json(self, name: str, data: object) -> None:
-        """Write a file of the folder whole or not at all."""
         write_json(self.folder / name, data)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file of the folder whole or not at all."""
         write_text(self.folder / name, text)
 
     def write_yaml(self, name: str, data: Mapping[str, Any]) -> None:
-        """Write a file of the folder whole or not at all."""
         write_yaml(self.folder / name, data)
 
 
@@ -115,7 +112,7 @@ def open_job(
     stored: Stored | None = None,
     wait: float = 0.0,
 ) -> Job[S]:
-    """Open a job: check its folder now, touch it only in ``with``, so that slow or failing work can come in between.
+    """Open a job: check its folder now, but touch it only in ``with``, so that slow or failing work can come first.
 
     Args:
         given: such a record, or only the user's settings, by name.

@@ -10,7 +10,7 @@ from lamina.jobs.names import ENVIRONMENT
 
 
 class Kind(StrEnum):
-    """The kind of job that wrote a folder. A job of the user's own may have any other text."""
+    """The kind of job that wrote a folder. A user's own kind may be any other text."""
 
     RUN = "run"
     COMPARE = "study"
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 
 def kind_of(folder: Path) -> str | None:
-    """Return the kind of a folder; None if its environment.json does not name one."""
+    """Return a folder's kind; None if its environment.json names none."""
     try:
         kind = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The manifest of a folder that is written once: of a checkpoint, a saved model, an entry of the data cache.
+"""The manifest of a folder that is written once: a checkpoint, a saved model, an entry of the data cache.
 
 manifest.json lists each file's size and SHA-256, so a missing, cut or altered file can be named.
 """
@@ -29,7 +29,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or a folder's list of files, to disk."""
+    """Sync a file, or a folder's directory entries, to disk."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:  # Windows cannot open folders
@@ -41,23 +41,23 @@ def sync(path: Path) -> None:
 
 
 def sync_and_hash(path: Path) -> Entry:
-    """Sync a file to disk; returns its size and SHA-256."""
+    """Sync a file to disk; return its size and SHA-256."""
     sync(path)
     return path.stat().st_size, sha256(path)
 
 
 def checksum(listed: Mapping[str, Entry]) -> str:
-    """The SHA-256 of a list of files: a manifest's own checksum."""
+    """Return the SHA-256 of a list of files, which is the manifest's checksum."""
     return hashlib.sha256(json.dumps(sorted((n, *e) for n, e in listed.items())).encode()).hexdigest()
 
 
 def files_in(folder: Path) -> list[str]:
-    """The paths of all files below a folder, relative to it."""
+    """List all files below a folder by their relative paths."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
 def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
-    """Write a folder's manifest and sync everything to disk; pass ``listed`` if the files are already hashed."""
+    """Write a folder's manifest and sync everything to disk; ``listed`` has files that are already hashed."""
     listed = {name: sync_and_hash(folder / name) for name in files_in(folder)} if listed is None else listed
     manifest = {"checksum": checksum(listed), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -67,7 +67,7 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
 
 
 def listed(folder: Path) -> dict[str, Entry]:
-    """Read a manifest's files. Raises OSError, or one of NOT_A_MANIFEST if it was altered."""
+    """Read a manifest's list of files. Raises OSError, or one of NOT_A_MANIFEST if it was altered."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     entries = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
     if manifest["checksum"] != checksum(entries):
@@ -101,13 +101,13 @@ def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
 
 
 def strays(folder: Path) -> list[str]:
-    """The files of a sealed folder that its manifest does not list."""
+    """List the files of a sealed folder that its manifest does not list."""
     known = {*listed(folder), MANIFEST}
     return [name for name in files_in(folder) if name not in known]
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Raise UserError if a saved model or a checkpoint was altered. A folder without a manifest passes."""
+    """Raise UserError if a saved model or checkpoint was altered; a folder without a manifest passes."""
     if not (folder / MANIFEST).exists() and not (folder.name == "model" and (folder.parent / RESULT).is_file()):
         return
     broken = what_is_broken(folder)
@@ -119,13 +119,13 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def model_folder(path: str | Path) -> Path:
-    """Return the folder of a saved model: model/ in a run's folder, or else the folder itself."""
+    """Return the folder of a saved model: model/ in a run's folder, or the folder itself."""
     inner = Path(path) / MODEL
     return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)
 
 
 def content_hash(path: str | Path) -> str:
-    """Hash a saved model by its manifest, or by its configuration and weights, or by its name on the hub."""
+    """Hash a saved model: its manifest, else its configuration and weights, else its name on the hub."""
     folder = model_folder(path)
     if (folder / MANIFEST).is_file():
         return sha256(folder / MANIFEST)
@@ -134,7 +134,7 @@ def content_hash(path: str | Path) -> str:
 
 
 def refuse_as_output(output: str, model: str) -> None:
-    """Raise UserError if the output folder is, or holds, a saved model that the job reads."""
+    """Raise UserError if the output folder is or contains a saved model that the job reads."""
     target, held = Path(output).resolve(), model_folder(model)
     if held.exists() and target in (held.resolve(), *held.resolve().parents):
         raise UserError(f"output: {output!r} holds the model to read (allowed: another folder)")

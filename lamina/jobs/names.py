@@ -1,4 +1,4 @@
-"""The names of the files in a job's folder, each said once."""
+"""The names of the files in a job's folder, each stated once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a run's folder: its growing records, and which of them are damaged."""
+"""Reading of a run's folder: its growing records, and which of them are damaged."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lamina.jobs.names import ALARMS, METRICS, NOTES
 
 
 class RunFolder:
-    """The content of a run's folder; missing or unreadable files are empty values."""
+    """The content of a run's folder; missing or unreadable files count as empty."""
 
     def __init__(self, path: Path):
         self.path = path
 
     @cached_property
     def metrics(self) -> list[Json]:
-        """The records of metrics.jsonl, in their order; damaged lines are left out."""
+        """The records of metrics.jsonl in order, without damaged lines."""
         return parse_lines(self.path / METRICS)[0]
 
     def last_step(self) -> int:
-        """Return the step of the last record of metrics.jsonl, from the file's end alone; 0 if there is none."""
+        """Return the step of the last record, reading only the end of metrics.jsonl; 0 without records."""
         path = self.path / METRICS
         try:
             with path.open("rb") as file:
@@ -34,7 +34,7 @@ class RunFolder:
             return 0
 
     def faults(self) -> list[str]:
-        """Return a sentence for each damaged record: the line of a file, or a table's part that is not readable."""
+        """Describe each damaged record in a sentence: a file's bad line, or an unreadable part of a table."""
         lines = (METRICS, ALARMS, f"probes/*/{NOTES}")
         faults = [parse_lines(path)[1] for pattern in lines for path in sorted(self.path.glob(pattern))]
         tables = ("layers/part-*.parquet", "layers/part-*.npz", "probes/*/part-*.parquet")
@@ -44,7 +44,7 @@ class RunFolder:
         return [fault for fault in faults if fault is not None]
 
     def require_records(self) -> None:
-        """Raise UserError for the first damaged record: a resumed run would continue it."""
+        """Raise UserError for the first damaged record, which a resumed run would continue."""
         for fault in self.faults():
             raise UserError(
                 f"resume: {fault} in {str(self.path)!r} (allowed: the file as it was, or without it; or --overwrite)"
@@ -52,7 +52,7 @@ class RunFolder:
 
 
 def parse_lines(path: Path) -> tuple[list[Json], str | None]:
-    """Parse a growing file of JSON records, each with its step; returns them and the file's first fault.
+    """Parse a growing file of JSON records, each with a step; return them and the file's first fault.
 
     A line that is not such a record is a fault, and is left out. So is a step that goes back, except in the records of
     rollbacks. A last line that a kill cut short is no fault. A missing file holds no records.

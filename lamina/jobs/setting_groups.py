@@ -7,7 +7,7 @@ from lamina.jobs.settings import Settings, at_least, setting
 
 
 class TextSettings(Settings, group="data"):
-    """The text, and how it is cut into blocks of tokens."""
+    """The text, and its division into blocks of tokens."""
 
     corpus: str = setting(
         "embedded",
@@ -24,13 +24,13 @@ class TextSettings(Settings, group="data"):
 
 
 class BatchSettings(Settings, group="steps and learning rate"):
-    """How many blocks are processed at a time."""
+    """The number of blocks that are processed together."""
 
     batch_size: int = setting(4, "blocks per forward pass", at_least(1))
 
 
 class SequencesSettings(Settings, group="data"):
-    """How many blocks are measured."""
+    """The number of blocks that are measured."""
 
     sequences: int | None = setting(None, "maximum number of blocks", at_least(1))
 
@@ -54,7 +54,7 @@ class SeedSettings(Settings, group="steps and learning rate"):
 
 
 class DeviceSettings(Settings, group="machine"):
-    """The device of the tensors."""
+    """The device of the computation."""
 
     device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest one available)", decides=False)
 

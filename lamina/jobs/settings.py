@@ -1,4 +1,4 @@
-"""The base of every job's settings: frozen records whose fields declare their default, help text and limits.
+"""The base of every job's settings: frozen records whose fields declare default, help text and limits.
 
 A record declares a field once, and everything else is derived from that: the command-line flag with its help text, the
 key in YAML and in config.yaml, the check of a value, and the command line that reproduces the settings:
@@ -44,7 +44,7 @@ Check = Callable[[str, object], object]
 
 
 def setting(default: T, help: str, check: Check | None = None, *, decides: bool = True) -> T:
-    """A field of a settings record.
+    """Declare a field of a settings record.
 
     Without ``check``, the type decides: a Literal's values, a bool, any text, a mapping. A number needs a check.
     ``decides=False``: no number of what is computed depends on it, so a resumed job may have another value.
@@ -74,12 +74,12 @@ def between(low: float, high: float, *, open_low: bool = False, open_high: bool 
 
 
 def above(low: float) -> Check:
-    """Finite numbers above ``low``."""
+    """Make a check for finite numbers above ``low``."""
     return partial(number, low=low, open_low=True)
 
 
 def not_below(low: float) -> Check:
-    """Finite numbers of at least ``low``."""
+    """Make a check for finite numbers of at least ``low``."""
     return partial(number, low=low)
 
 
@@ -105,13 +105,13 @@ class Settings:
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init_subclass__(cls, *, group: str = "") -> None:
-        """Make a frozen dataclass of every record."""
+        """Make every subclass a frozen dataclass."""
         super().__init_subclass__()
         cls.group = group
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        """Check every field, then the record as a whole. Raises UserError that names the field."""
+        """Check every field, then the whole record. Raises UserError that names the field."""
         hints = _hints(type(self))
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -123,17 +123,17 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Raise UserError for contradictory values; a group checks its own after ``super().check()``."""
+        """Raise UserError for contradictory values; a group adds its checks after ``super().check()``."""
 
     def check_names(self) -> None:
-        """Raise UserError for a name or a file that does not exist; a group checks its own after super's.
+        """Raise UserError for a missing file or an unknown name; a group adds its checks after super's.
 
         Called once, before a job begins; loads no torch. A record that was read from a folder may name what has moved.
         """
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The fields that the record offers, in the order of its files."""
+        """Return the names of the fields that the record offers, in the order of its files."""
         ordered = dict.fromkeys(cls.__dict__.get("order", ()))
         for base in cls.__bases__:
             if issubclass(base, Settings):
@@ -147,50 +147,50 @@ class Settings:
 
     @classmethod
     def help(cls, name: str) -> str:
-        """A field's help text."""
+        """Return a field's help text."""
         return _detail(cls, name, "help") or ""
 
     @classmethod
     def kind(cls, name: str) -> object:
-        """A field's type."""
+        """Return a field's type."""
         return _hints(cls)[name]
 
     @classmethod
     def check_of(cls, name: str) -> Check | None:
-        """A field's check; None if its type decides."""
+        """Return a field's check; None if its type decides."""
         return _detail(cls, name, "check")
 
     @classmethod
     def undecided(cls) -> frozenset[str]:
-        """The settings that change no number: where and how the job runs, and in how many parts."""
+        """Return the settings that change no number: where and how the job runs, and in how many parts."""
         return frozenset(name for name in cls.names() if not _detail(cls, name, "decides"))
 
     def require(self, *names: str) -> None:
-        """Raise UserError for the first of these settings that has no value."""
+        """Raise UserError for the first of these settings without a value."""
         for name in names:
             if getattr(self, name) is None:
                 flag = "from" if name == "from_model" else name.replace("_", "-")
                 raise UserError(f"{name.removesuffix('_model')}: none given (needed: --{flag}; {self.help(name)})")
 
     def refuse_unused(self, *names: str, allowed: str, here: str = "here") -> None:
-        """Raise UserError for the first of these settings that is not its default, though nothing reads it here."""
+        """Raise UserError for the first of these settings that differs from its default but has no effect."""
         for name in names:
             if (value := getattr(self, name)) != self.default(name):
                 raise UserError(f"{name}: {value!r} has no effect {here} (allowed: {allowed})")
 
     @classmethod
     def group_of(cls, name: str) -> str:
-        """The heading of a field's flag in the help; empty for the command's own."""
+        """Return the heading of a field's flag in the help; "" for the command's own."""
         declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
         return declaring[-1].group
 
     def to_dict(self) -> Json:
-        """The settings as config.yaml holds them."""
+        """Return the settings as config.yaml holds them."""
         return {name: copy.deepcopy(getattr(self, name)) for name in self.names()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Settings by their names, as config.yaml holds them. Raises UserError for an unknown name."""
+        """Make settings from values by name. Raises UserError for an unknown name."""
         names = cls.names()
         for key in data:
             if key not in names:
@@ -198,12 +198,12 @@ class Settings:
         return cls(**data)
 
     def shared_with(self, other: type[Settings]) -> Json:
-        """The values of the fields that ``other`` also offers."""
+        """Return the values of the fields that ``other`` also offers."""
         names = other.names()
         return {name: value for name, value in self.to_dict().items() if name in names}
 
     def command(self) -> str:
-        """Return the command line for these settings: every flag with another value than its default."""
+        """Return the command line for these settings, with a flag for each value that is not the default."""
         words = ["lamina", self.command_name]
         for name, value in self.to_dict().items():
             if value == self.default(name):
@@ -221,7 +221,7 @@ class Settings:
 
 
 def default_of(entry: Field[Any]) -> Any:
-    """A field's default; a fresh copy if it is a mapping."""
+    """Return a field's default; a fresh copy of a mapping."""
     return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
 
@@ -231,7 +231,7 @@ def _hints(record: type[Settings]) -> Json:
 
 
 def _detail(record: type[Settings], name: str, key: str) -> Any:
-    """A field's help text or check; a ``changed`` field without one inherits it."""
+    """Return a field's help, check or ``decides``; a ``changed`` field without one inherits it."""
     for cls in record.__mro__:
         entry = cls.__dict__.get("__dataclass_fields__", {}).get(name)
         if entry is not None and (detail := entry.metadata.get(key)) is not None:

@@ -1,4 +1,4 @@
-"""What ends a job early: Ctrl-C and other signals while it runs, and the end of the process that started it."""
+"""What ends a job early: Ctrl-C and other signals, and the end of the process that started it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasatt
 
 @contextmanager
 def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
-    """End the process with the code that ``leave`` returns if Ctrl-C comes during an import.
+    """End the process with the code that ``leave`` returns if Ctrl-C arrives during an import.
 
     An import can lose a KeyboardInterrupt: in ``__set_name__`` it becomes a RuntimeError, in a weak reference's
     callback a printed remark, in transformers a ModuleNotFoundError, and in torch's C++ code it aborts the process. If
@@ -41,7 +41,7 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
 
 @contextmanager
 def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) -> Iterator[None]:
-    """Call ``handle`` with the number of each of ``signals`` that arrives; it may raise KeyboardInterrupt.
+    """Call ``handle`` with the number of each arriving signal; it may raise KeyboardInterrupt.
 
     Outside the main thread, nothing is handled: the caller handles signals.
     """
@@ -62,11 +62,11 @@ _parent: int | None = None
 
 
 def watch_parent(parent: int | None) -> None:
-    """Count this process as orphaned once its parent is no longer ``parent`` (-1: at once, None: never)."""
+    """Make this process count as orphaned once its parent is not ``parent`` (-1: at once, None: never)."""
     global _parent
     _parent = parent
 
 
 def orphaned() -> bool:
-    """Whether the watched parent has ended; False if none is watched."""
+    """Return whether the watched parent has ended; False if none is watched."""
     return _parent is not None and os.getppid() != _parent

@@ -1,4 +1,4 @@
-"""The statuses of jobs, runs and trials: their severity, and which are final."""
+"""The statuses of jobs, runs and trials, how bad they are, and which are final."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """The status of a run in result.json, from best to worst.
+    """The status of a run in result.json, best first.
 
     Attributes:
         FINISHED: trained to the last step and learned.
@@ -26,7 +26,7 @@ class Status(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over, so that a resumed job does not run it again."""
+        """Whether the run is over, so that a resumed job does not repeat it."""
         return self not in (Status.INTERRUPTED, Status.FAILED)
 
 
@@ -34,5 +34,5 @@ ENDED = tuple(status.value for status in Status if status.ended)
 
 
 def severity(status: str) -> int:
-    """Return the severity of a status in a file, 0 for the best; an unknown word counts as the worst."""
+    """Return how bad a status in a file is, 0 for the best; an unknown word counts as the worst."""
     return list(Status).index(Status(status)) if status in set(Status) else len(Status)

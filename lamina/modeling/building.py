@@ -45,7 +45,7 @@ def build(
     adapter: Mapping[str, object] | None = None,
     **placement_options: object,
 ) -> PreTrainedModel:
-    """Return a model with the backbone's attention and feed-forward modules, wired as the placement says.
+    """Build a model from the backbone's attention and feed-forward modules, wired as the placement says.
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, a folder that
@@ -92,7 +92,7 @@ def build(
 
 
 def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[str, object] | None) -> str:
-    """Put the user's adapter into the configuration; return the head, by default the backbone's first.
+    """Set the user's adapter in the configuration, and return the head: the backbone's first by default.
 
     Raises UserError for an adapter or a head that is none, and for a model beyond the memory.
     """
@@ -113,7 +113,7 @@ def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[s
 
 
 def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | None) -> PreTrainedModel:
-    """Return the model with the weights that transformers draws. Raises UserError where it cannot be built."""
+    """Return the wired model, with transformers' initial weights. Raises UserError if it cannot be built."""
     if num_labels is None:
         labels: dict[str, Any] = {"num_labels": 1} if head == "sequence_classification" else {}
     elif not head.endswith("classification"):
@@ -132,7 +132,7 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
 
 @torch.no_grad()
 def _check_runs(model: PreTrainedModel) -> None:
-    """Raise UserError if a model does not run, or its logits with a cache differ from those without one.
+    """Raise UserError if a model does not run, or computes other logits with its cache than without.
 
     For untested backbones and configurations from files. Layers that pass on more than the stream can be built into a
     model that fails, or forgets, at its first token.
@@ -164,12 +164,12 @@ def _check_runs(model: PreTrainedModel) -> None:
 
 
 def recommended(plan: Plan) -> str:
-    """Return the initializer that the plan names, or else "normal"."""
+    """Return the plan's initializer; "normal" if it names none."""
     return plan.initialization or "normal"
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
-    """Return a placement's plan, or a given plan. Raises UserError for a plan of another depth or with options."""
+    """Resolve a placement, or pass a plan through. Raises UserError for a plan of another depth or with options."""
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
     if options:
@@ -222,7 +222,7 @@ N = TypeVar("N", bound=type[LaminaNorm])
 
 
 def norm(kind: str) -> Callable[[N], N]:
-    """Register a subclass of LaminaNorm as a kind of norm, for plans and for the option ``norm`` of every placement.
+    """Register a subclass of LaminaNorm as a kind of norm, for plans and for every placement's option ``norm``.
 
     Raises UserError for a name that another module has (``refuse_namesake``), or that is no name.
     """
@@ -242,7 +242,7 @@ def norm(kind: str) -> Callable[[N], N]:
 
 
 def available_memory(device: str = "cpu") -> int:
-    """Return the bytes that can still be allocated on the GPU, or on the machine with swap and a container's limit."""
+    """Return the bytes that can still be allocated on the GPU, or in RAM and swap within the container's limit."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     free = psutil.virtual_memory().available + psutil.swap_memory().free
@@ -256,7 +256,7 @@ def available_memory(device: str = "cpu") -> int:
 
 
 def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "cpu") -> None:
-    """Raise UserError, naming the fields, if fewer than ``needed`` bytes are free."""
+    """Raise UserError, naming the fields, if fewer than ``needed`` bytes are available."""
     if needed <= (free := available_memory(device)):
         return
     owner = "the GPU" if device == "cuda" else "this machine"

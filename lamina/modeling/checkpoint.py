@@ -1,4 +1,4 @@
-"""Loading of checkpoints: ours, transformers', a run's folder, a GGUF file. Only plain tensors are unpickled."""
+"""Loading of checkpoints: Lamina's, transformers', a run's folder, a GGUF file. Only plain tensors are unpickled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClas
 
 @dataclass(kw_only=True)
 class Loaded:
-    """A model in evaluation mode, its tokenizer where it has one, its run's folder, and notes."""
+    """A model in evaluation mode, with its tokenizer if any, its run's folder, and notes."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -35,7 +35,7 @@ class Loaded:
 
 
 def checked_device(name: str | None) -> str:
-    """Return the device with this name; without one, the fastest. Raises UserError if this machine does not have it."""
+    """Return a device's name, by default the fastest. Raises UserError if this machine lacks it."""
     if name is None:
         if torch.cuda.is_available():
             return "cuda"
@@ -51,7 +51,7 @@ def checked_device(name: str | None) -> str:
 
 
 def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Loaded:
-    """Load a checkpoint: a folder with config.json, a run's folder, a .gguf file or a folder with one, a hub's name.
+    """Load a checkpoint: a folder with config.json or a .gguf file, a run's folder, a .gguf file, a name on the hub.
 
     The weights are safetensors, GGUF, or .bin files of tensors only (read with ``weights_only``).
 
@@ -76,14 +76,14 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
 
 
 def config_of(path: str | Path) -> PreTrainedConfig:
-    """Return the configuration of a checkpoint that ``load`` takes; its weights are not read. Raises UserError."""
+    """Read the configuration of a checkpoint as ``load`` takes it, without its weights. Raises UserError."""
     source, _, more = _located(path)
     with local_when_unreachable():
         return read_config(source, "checkpoint", **more)
 
 
 def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a checkpoint that ``load`` takes, None without one; its weights are not read.
+    """Load the tokenizer of a checkpoint as ``load`` takes it; None without one. The weights are not read.
 
     Raises UserError for a folder without weights, or whose weights are cut short by their headers.
     """
@@ -95,7 +95,7 @@ def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def _located(path: str | Path) -> tuple[str, Path | None, Json]:
-    """Return what transformers loads for a path, the run's folder, and further arguments for transformers."""
+    """Return the path for transformers, the run's folder if any, and further arguments for transformers."""
     name, run = str(path), None
     place = Path(path).expanduser()
     if (place / RESULT).is_file() or (place / CONFIG).is_file():
@@ -121,14 +121,14 @@ def _located(path: str | Path) -> tuple[str, Path | None, Json]:
 
 
 def _is_of_a_head(model: PreTrainedModel, key: str) -> bool:
-    """Return whether a tensor is not the body's own but a head's; a pooler is a head that some bodies have."""
+    """Return whether a tensor belongs to a head, not to the body; a pooler counts as a head."""
     parts, prefix = key.split("."), model.base_model_prefix
     of_body = parts[0] == prefix or not (prefix and hasattr(model, prefix)) or any(part.isdigit() for part in parts)
     return "pooler" in parts or not of_body
 
 
 def _class(config: PreTrainedConfig) -> ModelClass:
-    """Return the class that saved the checkpoint, or one with the head that its configuration names."""
+    """Return the model class that saved the checkpoint, or else one with a head that fits the configuration."""
     for architecture in config.architectures or ():
         for module in (modeling_lamina, transformers):
             if hasattr(module, architecture):
@@ -137,7 +137,7 @@ def _class(config: PreTrainedConfig) -> ModelClass:
 
 
 def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-    """Return the class of transformers that builds and loads the model of a configuration, with a head if it has one.
+    """Return the Auto class that builds and loads a configuration's model, with a head if there is one.
 
     Raises UserError for a model type without a model.
     """

@@ -49,7 +49,7 @@ class LaminaConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Build the backbone's configuration and check that the plan is one for its depth."""
+        """Build the backbone's configuration. Raises ValueError for a plan of another depth."""
         if self.backbone_config is None:
             self.backbone_config = AutoConfig.for_model("llama")
         elif isinstance(self.backbone_config, dict):
@@ -82,21 +82,21 @@ class LaminaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def convert_rope_params_to_dict(self, **kwargs: object) -> dict[str, object]:
-        """Return the fields as they are: the backbone's configuration has converted the rotary parameters already.
+        """Return the fields unchanged: the backbone's configuration has converted its rotary parameters.
 
         Transformers 5.17 would spoil ModernBERT's.
         """
         return kwargs
 
     def __getattr__(self, name: str) -> Any:
-        """Return the backbone's field; Python asks here only for fields that this configuration lacks."""
+        """Return the backbone's field; Python calls this only for fields that are missing here."""
         backbone = self.__dict__.get("backbone_config")
         if not name.startswith("_") and isinstance(backbone, PreTrainedConfig) and hasattr(backbone, name):
             return getattr(backbone, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field where it is read."""
+        """Set a field on the configuration, here or the backbone's, from which it is read."""
         backbone = self.__dict__.get("backbone_config")
         again = name in self.__dict__
         own = name in self.__dict__ or hasattr(type(self), name) or name in _TOKENS or name.startswith("_")
@@ -108,11 +108,11 @@ class LaminaConfig(PreTrainedConfig):
             backbone.tie_word_embeddings = value  # one value for both; the first is a default
 
     def to_dict(self) -> dict:
-        """Return the configuration for JSON, with the copies of the backbone's fields."""
+        """Return the configuration for JSON, with copies of the backbone's fields."""
         return {**super().to_dict(), **self._copies()}
 
     def to_diff_dict(self) -> dict:
-        """Return the content of config.json: what differs from transformers' defaults, and the copies."""
+        """Return the content of config.json: fields that differ from transformers' defaults, and the copies."""
         return {**super().to_diff_dict(), **self._copies()}
 
     def _copies(self) -> dict[str, object]:
@@ -121,7 +121,7 @@ class LaminaConfig(PreTrainedConfig):
 
 
 def backbone_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a model's backbone: a Lamina model's inner one, the text part's of any other."""
+    """Return the configuration of a model's backbone: a Lamina model's inner one, any other's text part."""
     lamina = (
         config.model_type == LaminaConfig.model_type
     )  # by its name: code beside a checkpoint has a class of its own

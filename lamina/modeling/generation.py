@@ -1,4 +1,4 @@
-"""A text continued by a saved model."""
+"""Continuation of a text by a saved model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 
 
 class Teller(TextStreamer):
-    """Hands on an answer in parts while it is written; together they are what ``Speaker.answer`` returns.
+    """Passes on an answer in parts while it is generated; joined, they equal what ``Speaker.answer`` returns.
 
     A possible beginning of a stop text is held back, and so is white space, until more text follows.
     """
@@ -29,7 +29,6 @@ class Teller(TextStreamer):
         self.stop, self.tell, self.text, self.told = stop, tell, "", 0
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Take the answer's next words."""
         self.text += text
         end = until(self.text, self.stop)
         if end == len(self.text) and not stream_end:
@@ -42,7 +41,7 @@ class Teller(TextStreamer):
 
 
 def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Return where the first of the texts that stop it begins, from ``begin`` on; its length if there is none."""
+    """Return where the first stop text begins, searching from ``begin``; the text's length if there is none."""
     return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 
@@ -99,7 +98,7 @@ class Speaker:
             )
 
     def answer(self, turns: list[dict[str, str]], tell: Callable[[str], object] | None = None) -> str:
-        """Return the answer to a conversation that ends with the user's turn; ``tell`` gets its parts as they come."""
+        """Return the answer to a conversation that ends with the user's turn; ``tell`` gets it in parts."""
         self.check_chat()
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -114,7 +113,7 @@ class Speaker:
         return text
 
     def _text(self, ids: torch.Tensor, begin: int = 0) -> str:
-        """Decode tokens up to the first text after token ``begin`` that stops them."""
+        """Decode tokens, up to the first stop text after token ``begin``."""
         text, before = (str(self.tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, ids[:begin]))
         return text[: until(text, self.stop, len(before))]
 
@@ -136,7 +135,7 @@ class Speaker:
             raise UserError(f"model {self.path!r}: it loads, but does not run: {one_line(error)}") from error
 
     def _has_a_last_position(self, longest: int) -> bool:
-        """Return whether positions come from a table (OPT's has two extra rows); rotary ones have no end."""
+        """Return whether positions come from a table (OPT's has two extra rows); rotary embeddings have no end."""
         tables = (m for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
         words = self.model.get_input_embeddings()
         return any(longest <= table.num_embeddings <= longest + 2 for table in tables if table is not words)

@@ -1,4 +1,4 @@
-"""The initial weights of a model, drawn as an initializer says (core/initializers.py).
+"""The initial weights of a model, drawn by an initializer of core/initializers.py.
 
 Roles are read off the modules' own attribute names by a table (core/architectures.py), never guessed from substrings.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Weight(Facts):
-    """A parameter and the facts that an initializer may need. The role "wiring" is never drawn, and does not decay.
+    """A parameter and the facts that an initializer may need; the role "wiring" is never drawn and does not decay.
 
     ``sublayer`` is "attention", "feed_forward", "embedding" or "readout"; ``rows`` the channels out of a part that is
     not one matrix. ``transposed``: its first axis are the channels in, as in GPT-2's Conv1D.
@@ -47,7 +47,7 @@ class Weight(Facts):
 
     @property
     def fan_in(self) -> int:
-        """Channels in (experts stacked in one tensor count on their own); an embedding's is its width."""
+        """Channels in (of one expert where experts are stacked in a tensor); for an embedding its width."""
         return self.matrix.shape[-1]
 
     @property
@@ -62,7 +62,7 @@ def initialize(
     input_ids: torch.Tensor | None = None,
     base: Mapping[str, tuple[Weight, float]] | None = None,
 ) -> None:
-    """Draw every weight matrix anew, in the order of the parameters, from torch's global generator.
+    """Draw every weight matrix, in the order of the parameters, from torch's global generator.
 
     Norm gains and learned scales keep the values that the plan gives them; biases are 0. ``input_ids``
     [batch, tokens] is the input of an initializer that profiles the model (Admin's); random tokens by default.
@@ -104,7 +104,7 @@ def initialize(
 
 
 def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
-    """Return the projections that some backbones stack in one matrix, each with its own role."""
+    """Return the projections stacked in one matrix, each with its role; a plain matrix is one piece."""
     if weight.role == "gate_and_in":
         roles, sizes = ("gate", "feed_forward_in"), [weight.fan_out // 2] * 2
     elif weight.role == "query_key_value":
@@ -137,7 +137,7 @@ def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
 
 
 def weights(model: PreTrainedModel) -> Iterator[Weight]:
-    """Every parameter of a Lamina model with its role, each once."""
+    """Yield every parameter of a Lamina model once, with its role."""
     base = body_of(model)
     prefix = "" if base is model else "model."
     config = backbone_of(base.config)
@@ -212,7 +212,7 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
 
 
 def random_inputs(base: PreTrainedModel, items: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw a main input: uniform token ids [items, tokens], or images of noise [items, channels, height, width]."""
+    """Draw a main input: uniform token ids [items, tokens], or noise images [items, channels, height, width]."""
     config = backbone_of(base.config)
     if base.main_input_name == "input_ids":
         return torch.randint(0, config.vocab_size, (items, tokens), generator=generator)

@@ -1,4 +1,4 @@
-"""The language model's loss without its logits: head and cross-entropy a few hundred tokens at a time.
+"""The language model's loss without its logits: head and cross-entropy on a few hundred tokens at a time.
 
 With the last states H [tokens, hidden_size], the head's weight W [vocab_size, hidden_size] and labels t the loss is
 
@@ -32,7 +32,7 @@ ChunkKernel = Callable[[torch.Tensor, torch.Tensor, float | None], tuple[torch.T
 
 
 class LinearLoss:
-    """The ``linear_loss`` of a LaminaForCausalLM. Returns None if the logits are few enough to hold at once.
+    """The ``linear_loss`` of a LaminaForCausalLM; it returns None if all logits fit into one chunk.
 
     On a GPU it uses Liger's kernels where they are installed.
 
@@ -47,7 +47,7 @@ class LinearLoss:
         self.kernel: ChunkKernel = torch.compile(chunk_loss, dynamic=True) if compiled else chunk_loss
 
     def chunk(self, vocab_size: int, device: torch.device) -> int:
-        """Tokens in a chunk: a power of 2."""
+        """Return the number of tokens in a chunk, a power of 2."""
         elements = self.elements or ELEMENTS.get(device.type, ELEMENTS["cpu"])
         most = max(elements // vocab_size, 1 if self.elements else SMALLEST_CHUNK)
         if device.type == "cpu" and not self.elements:
@@ -66,7 +66,7 @@ class LinearLoss:
         shift_labels: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor | None:
-        """Return the mean loss in float32, as transformers' ForCausalLMLoss has it, or None if this does not apply.
+        """Return the mean loss in float32, as transformers' ForCausalLMLoss does; None if it does not apply.
 
         Args:
             states: [batch, tokens, hidden_size]; the state of token i predicts label i + 1.
@@ -112,7 +112,7 @@ class LinearLoss:
 
 
 def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """ChunkKernel in plain PyTorch; float64 logits stay float64."""
+    """Compute a ChunkKernel in plain PyTorch; float64 logits stay float64."""
     z = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -130,7 +130,7 @@ def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the cross-entropies of W h, with both gradients made in the forward pass; goes backward once."""
+    """The sum of the cross-entropies of W h; the forward pass makes both gradients, and backward runs once."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -143,7 +143,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         kernel: ChunkKernel,
     ) -> torch.Tensor:
-        """``hidden`` [tokens, hidden_size], ``weight`` [vocab_size, hidden_size]; the products are done in ``dtype``.
+        """Sum the losses of ``hidden`` [tokens, hidden_size] under ``weight`` [vocab_size, hidden_size], in ``dtype``.
 
         The gradients are kept as those of the sum, before the division by the number of labels: in float16 that would
         take them below the smallest number. The weight's gathers in float32.
@@ -173,7 +173,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return the kept gradients times the loss' own; they are changed in place, hence once."""
+        """Scale the kept gradients by the loss's gradient, in place, so that this works only once."""
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss goes backward once (retain_graph is not supported)")
         (by_hidden, by_weight), ctx.gradients = ctx.gradients, None
@@ -185,7 +185,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _liger() -> Callable[..., torch.Tensor] | None:
-    """Return Liger's loss if it is installed and can gather the weight's gradient in float32."""
+    """Return Liger's loss if it is installed and can accumulate the weight's gradient in float32."""
     try:
         from liger_kernel.transformers import functional as liger  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -1,4 +1,4 @@
-"""The models that transformers' Auto classes load: a backbone's modules, wired again as a plan says.
+"""The models that transformers' Auto classes load: a backbone's modules, rewired by a plan.
 
 Copied beside a checkpoint by transformers with the files that it imports: its configuration and the wiring.
 """
@@ -45,7 +45,7 @@ HALVES = ("attention", "feed_forward")
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The names of a model type's modules and the heads that fit it. A module's name may be a path ("encoder.layer").
+    """The names of a model type's modules, and the heads that fit it. A name may be a path ("encoder.layer").
 
     Args:
         layers: the backbone's list of layers; ``attention`` and ``feed_forward``: a layer's two modules, of several
@@ -79,18 +79,18 @@ class Adapter:
 
     @property
     def parts(self) -> dict[str, str]:
-        """The path in a Block of each module that a layer may have."""
+        """The path in a Block of each module name that a layer may use."""
         return {name: f"{half}.module" for half in HALVES for name in getattr(self, half).split("|")}
 
     def halves(self, layer: nn.Module) -> list[str]:
-        """The paths of a layer's two modules."""
+        """Return the paths of a layer's attention and feed-forward modules."""
         have = {name for name, _ in layer.named_modules()}
         names = [getattr(self, half).split("|") for half in HALVES]
         return [next((name for name in every if name in have), every[0]) for every in names]
 
     @classmethod
     def of(cls, names: object) -> Adapter:
-        """Read the adapter in a configuration's ``lamina_adapter``. Raises ValueError that names the invalid field."""
+        """Read a configuration's ``lamina_adapter``. Raises ValueError that names the invalid field."""
         if not isinstance(names, Mapping):
             raise ValueError(f"adapter: {names!r} (allowed: a mapping from a field to a module's name)")
         own = {f.name: f.default for f in fields(cls) if f.name != "arguments"}  # those a file may not choose
@@ -152,13 +152,13 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapter_of(config: PreTrainedConfig) -> Adapter:
-    """Return a configuration's adapter: its own, or its model type's, or the one of decoders."""
+    """Return a configuration's adapter: its ``lamina_adapter``, its model type's, or the default for decoders."""
     own = getattr(config, "lamina_adapter", None)
     return ADAPTERS.get(config.model_type, DECODER) if own is None else Adapter.of(own)
 
 
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
-    """The transformers model of ``config.backbone_config`` wired as ``config.plan`` says, and the embedding's norm.
+    """Build the transformers model of ``config.backbone_config``, wired by ``config.plan``, and the embedding's norm.
 
     Raises ValueError for an architecture whose layers can't be wired again, or for a plan that asks for norms on
     projections that it does not have.
@@ -204,7 +204,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
 
 
 def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """A subclass of the backbone's model that records Blocks as its hidden states.
+    """Return a subclass of the backbone's model that records Blocks as its hidden states.
 
     transformers keys its output recorders by the class, so it must exist before the model is built; it is kept in this
     module under its name, so that models can be pickled.
@@ -224,7 +224,7 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
-    """Put the modules' new names into the backbone's plans for tensor and expert parallelism and for FSDP.
+    """Rename modules in the backbone's plans for tensor and expert parallelism and for FSDP.
 
     The layers' own norms are gone from the plans: Lamina's stand where every process has all channels. Those on
     queries, keys and values do so only in a head; over the full width the projections are gathered, as in OLMo 2.
@@ -260,7 +260,7 @@ PARALLEL = ("use_parallel_residual", "parallel_attn")  # fields that say so, in 
 
 
 def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
-    """Raise ValueError if the backbone lacks a part, or its layers do something that rewiring would lose."""
+    """Raise ValueError if the backbone lacks a part, or if rewiring would lose something that its layers do."""
     kind = f"backbone {backbone.config.model_type!r}"
     for name in ("layers", "norm", "embedding_norm", "embeddings"):
         _check_module(backbone, getattr(adapter, name), f"{kind}: {name}")
@@ -301,7 +301,7 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
 
 
 def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
-    """Raise ValueError, which begins with ``subject``, if ``path`` has no module; it names the modules there."""
+    """Raise ValueError, beginning with ``subject``, if ``path`` names no module; list the modules there."""
     module, before = backbone, list[str]()
     for part in path.split(".") if path else ():
         children = dict(module.named_children())
@@ -312,7 +312,7 @@ def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
 
 
 class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
-    """The facts about every Lamina model that transformers needs."""
+    """The base of all Lamina models, with the flags that transformers reads."""
 
     config_class = LaminaConfig
     base_model_prefix = "model"
@@ -326,7 +326,7 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
 
 
 class LaminaModel(LaminaPreTrainedModel):
-    """A backbone wired by a plan: token ids [batch, tokens] in, states [batch, tokens, hidden_size] out.
+    """A backbone wired by a plan: from token ids [batch, tokens] to states [batch, tokens, hidden_size].
 
     A vision backbone takes ``pixel_values`` [batch, channels, height, width] instead; its tokens are the patches.
     ``hidden_states`` of the output are the stream x^0 .. x^N, the last one before the final norm.
@@ -368,7 +368,7 @@ class LaminaModel(LaminaPreTrainedModel):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _after_embeddings(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        """Hook a backbone that takes no embeddings. A bound method, so that a copied model hooks its own norm."""
+        """Scale and norm computed embeddings. A bound method, so that a copied model uses its own norm."""
         return self._scaled_and_normed(output)
 
     def forward(
@@ -408,7 +408,7 @@ class LaminaModel(LaminaPreTrainedModel):
 
 
 class LaminaWithHead(LaminaPreTrainedModel):
-    """The base of the models with a head: the body, where the head fits its backbone; raises ValueError elsewhere."""
+    """The base of models with a head. Raises ValueError if the head does not fit the backbone."""
 
     kind: str  # the head's name in HEADS
 
@@ -428,7 +428,7 @@ M = TypeVar("M", bound=type[LaminaWithHead])
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """A model with a head, and the name of transformers' Auto class that loads it."""
+    """A model class with a head, and the Auto class that loads it."""
 
     model: type[LaminaWithHead]
     auto_class: str
@@ -438,7 +438,7 @@ HEADS: dict[str, Head] = {}
 
 
 def head(name: str, auto_class: str) -> Callable[[M], M]:
-    """Register a model class by the name of its head and by the Auto class that loads it, here and as remote code."""
+    """Register a model class under its head's name and its Auto class, here and as remote code."""
 
     def register(model: M) -> M:
         model.kind = name
@@ -450,7 +450,7 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
 
 
 class LogitsStyle(NamedTuple):
-    """A backbone's changes to its logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap; None for none.
+    """A backbone's changes to its logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap; None where absent.
 
     ``states`` is a divisor of the head's input (MiniCPM's).
     """
@@ -462,7 +462,7 @@ class LogitsStyle(NamedTuple):
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> LogitsStyle:
-        """The style in a backbone's configuration."""
+        """Read the style from a backbone's configuration."""
         fields = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         factor, scaling, softcap = (getattr(config, name, None) or None for name in fields)
         if config.model_type == "hyperclovax":  # the same field, and it multiplies
@@ -471,11 +471,11 @@ class LogitsStyle(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor and the divisors as one number."""
+        """The factor divided by both divisors."""
         return float(self.factor or 1.0) / float(self.divisor or 1.0) / float(self.states or 1.0)
 
     def apply(self, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
-        """The backbone's logits from its states."""
+        """Compute the backbone's logits from its states."""
         logits = head(states / self.states if self.states else states)
         if self.factor:
             logits = logits * self.factor
@@ -486,7 +486,7 @@ class LogitsStyle(NamedTuple):
 
 @head("causal_lm", "AutoModelForCausalLM")
 class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
-    """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and a loss with labels.
+    """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if labels are given.
 
     If ``linear_loss`` is set, it computes the loss from the last states [batch, tokens, hidden_size], the head and the
     labels. The logits are then None. It returns None if it does not apply.
@@ -556,7 +556,7 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
 
 @head("sequence_classification", "AutoModelForSequenceClassification")
 class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWithHead):
-    """A LaminaModel with a score for each sequence, read at its last token (a reward model has num_labels = 1)."""
+    """A LaminaModel that scores each sequence at its last token (a reward model has num_labels = 1)."""
 
     def __init__(self, config: LaminaConfig):
         # Not the generic constructor: it would ask AutoModel, which refuses remote code here.
@@ -576,7 +576,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """Score the last token that the mask [batch, tokens] keeps, or without a mask the last one that is not padding.
+        """Score the last token that the mask [batch, tokens] keeps; without a mask, the last that is not padding.
 
         The two differ where the text ends with the token that also pads, as in tokenizers that have one for both.
         """

@@ -1,4 +1,4 @@
-"""The parts of a Lamina model that measurements need: its body and its sub-layers."""
+"""Access to the parts of a Lamina model for measurements: its body, its sub-layers, hooks on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUBLAYERS = ("attention", "feed_forward")
 
 
 def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
-    """Return the LaminaModel under a head, or the model itself. Raises UserError that begins with ``user``."""
+    """Return the LaminaModel of a model with a head, or the model itself. Raises UserError, beginning with ``user``."""
     body = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
     if not isinstance(body, LaminaModel):
         raise UserError(
@@ -30,7 +30,7 @@ def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
 
 
 def sublayers(body: LaminaModel) -> Iterator[tuple[int, str, Residual]]:
-    """Yield each sub-layer with its layer's index (0-based) and its name, first to last."""
+    """Yield each sub-layer with its layer's index (from 0) and its name, in order."""
     for index, block in enumerate(body.layers):
         for name in SUBLAYERS:
             yield index, name, getattr(block, name)
@@ -38,7 +38,7 @@ def sublayers(body: LaminaModel) -> Iterator[tuple[int, str, Residual]]:
 
 @contextmanager
 def temporary_hooks() -> Iterator[list[RemovableHandle]]:
-    """Give a list for the handles of hooks and remove those in it at the end, also after an error.
+    """Yield a list for handles of hooks; remove those in it at the end, also after an error.
 
     >>> with temporary_hooks() as hooks:
     ...     hooks.append(module.register_forward_hook(look))
@@ -54,7 +54,7 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
 
 @contextmanager
 def patched(holder: object, **attributes: object) -> Iterator[None]:
-    """Give an object, which may be a module, these attributes; at the end it has its own again, or none."""
+    """Set attributes on an object or module inside the context, and restore what was there before."""
     before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
     for name, value in attributes.items():
         setattr(holder, name, value)
@@ -70,7 +70,7 @@ def patched(holder: object, **attributes: object) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run modules compiled in place eagerly: a compiled one calls no hooks inside it, and recompiles for each shape."""
+    """Run modules compiled in place eagerly: compiled ones skip inner hooks and recompile for each shape."""
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     for module in calls:
         module._compiled_call_impl = None
@@ -82,7 +82,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def decaying(model: nn.Module) -> list[str]:
-    """Name the parameters that decay: matrices, but no biases and nothing of norms or the wiring, of whatever shape."""
+    """Name the parameters that decay: matrices, except biases and whatever belongs to norms or the wiring."""
     kept = {
         id(parameter)
         for module in model.modules()
@@ -94,7 +94,7 @@ def decaying(model: nn.Module) -> list[str]:
 
 
 def drop_branches(model: PreTrainedModel, rate: float) -> None:
-    """Drop each sub-layer's branch for an item with a probability that grows with the layer, from 0 to ``rate``.
+    """Drop branches at random for each item, with a probability that grows from 0 to ``rate`` over the layers.
 
     Layer l of N (from 0) has the probability rate * l / (N - 1), as in DeiT and ConvNeXt; a branch that stays is
     divided by 1 - probability. Where a placement norms the branch, it is dropped after that norm. The model has no

@@ -1,4 +1,4 @@
-"""The processes of one job: their ranks, their device, what they agree on, and how they end together."""
+"""The processes of a job: their ranks, their device, their agreements, and how they end together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process (``rank`` of ``size``), and its communication with the other processes of the run.
+    """This process (``rank`` of ``size``), and its communication with the run's other processes.
 
     ``tensor`` of them share each layer's matrices.
 
@@ -47,7 +47,7 @@ class Processes:
 
     @property
     def data_rank(self) -> int:
-        """Which part of a batch this process takes: ``tensor`` neighbors share one."""
+        """The index of this process's part of a batch; ``tensor`` neighbors share a part."""
         return self.rank // self.tensor
 
     @property
@@ -61,11 +61,11 @@ class Processes:
         return self.rank == 0
 
     def apart(self) -> Processes:
-        """Return the same processes with CPU collectives of their own, for another thread; all call it."""
+        """Return the same processes with separate CPU collectives, for another thread; all must call it."""
         return self if self.size == 1 else replace(self, group=distributed.new_group(backend="gloo", timeout=PATIENCE))
 
     def anyone(self, mine: bool) -> bool:
-        """Whether ``mine`` is true in any process."""
+        """Return whether ``mine`` is true in any process."""
         if self.size == 1:
             return mine
         flag = torch.tensor([float(mine)])
@@ -73,7 +73,7 @@ class Processes:
         return bool(flag.item())
 
     def mean(self, value: float) -> float:
-        """The mean of a number over all processes; not finite if the number is not finite in one of them."""
+        """Return the mean of a number over all processes; not finite if one process's number is not."""
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64)
@@ -81,7 +81,7 @@ class Processes:
         return float(total) / self.size
 
     def everyones(self, value: T) -> list[T]:
-        """Every process's ``value``, by rank."""
+        """Return every process's ``value``, by rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -89,17 +89,17 @@ class Processes:
         return values
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every process's equally shaped tensor, concatenated along the first dimension, on the CPU."""
+        """Return all processes' tensors of equal shape, concatenated along the first axis, on the CPU."""
         return torch.cat(self.everyones(tensor.detach().cpu()))
 
     def together(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in every process; if it fails in one, it fails in all, with the lowest rank's error."""
+        """Call ``act`` in every process; if one fails, all raise the error of the lowest failed rank."""
         answer, error = _attempt(act)
         self._raise_first(error)
         return cast(T, answer)
 
     def by_first(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in the first process only; all processes return its result or raise its error."""
+        """Call ``act`` in the first process; return its result, or raise its error, in all processes."""
         answer, error = _attempt(act) if self.first else (None, None)
         self._raise_first(error)
         if self.size > 1:
@@ -109,7 +109,7 @@ class Processes:
         return cast(T, answer)
 
     def first_per_host(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in one process per host, then in the others: files that it leaves on disk are made once."""
+        """Call ``act`` in one process per host, then in the rest, so that files on disk are made once."""
         if self.size == 1:
             return act()
         answer, error = _attempt(act) if self.local_rank == 0 else (None, None)
@@ -142,7 +142,7 @@ ALONE = Processes()
 
 
 def lost_another(error: BaseException | None) -> bool:
-    """Return whether an exception comes from the end of another process, killed or failed."""
+    """Return whether an exception was caused by the end of another process, killed or failed."""
     while error is not None:
         if isinstance(error, distributed.DistNetworkError) or "gloo/transport" in str(error):
             return True
@@ -171,7 +171,7 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def launched() -> tuple[int, int, int, int]:
-    """(rank, processes, rank on this host, processes on this host) as set by torchrun or accelerate launch.
+    """Return (rank, processes, rank on this host, processes on this host) as torchrun or accelerate launch set them.
 
     Raises UserError for invalid values.
     """
@@ -188,7 +188,7 @@ def launched() -> tuple[int, int, int, int]:
 
 
 def reported_once(act: Callable[[], T]) -> T:
-    """Call ``act``, which fails alike in every process or in none; only the first reports its UserError."""
+    """Call ``act``, which fails in all processes or in none; only the first one reports its UserError."""
     try:
         return act()
     except UserError as error:
@@ -198,7 +198,7 @@ def reported_once(act: Callable[[], T]) -> T:
 
 
 def device_of(device: str) -> str:
-    """cpu, cuda or mps. Raises UserError for a device that this machine does not have."""
+    """Return "cpu", "cuda" or "mps". Raises UserError for a device that this machine lacks."""
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices.insert(0, "cuda")
@@ -213,7 +213,7 @@ def device_of(device: str) -> str:
 
 @contextmanager
 def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
-    """Join the run's other processes, if torchrun or accelerate launch started several, and leave them at the end.
+    """Join the other processes that torchrun or accelerate launch started, if any, and leave them at the end.
 
     Args:
         device: as the settings have it: "auto", "cpu", "cuda" (one GPU per process) or "mps".
@@ -274,7 +274,7 @@ def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
 
 
 def _settle() -> None:
-    """Wait for gloo's threads to end, or at least to rest, before the interpreter ends.
+    """Wait for gloo's threads to end, or at least to become idle, before the interpreter ends.
 
     Such a thread lets go of a collective's tensors a moment after the collective has ended, and needs the interpreter
     for it. If it is late, it aborts the process (exit status -6), and torchrun calls a finished run failed.
@@ -284,7 +284,7 @@ def _settle() -> None:
 
 
 def parallel_of(parallel: str) -> str:
-    """Return the value of the settings, ddp or fsdp2, or else the value in accelerate launch's configuration.
+    """Resolve "auto" to "ddp", or to "fsdp2" if accelerate launch's configuration asks for it.
 
     Accelerate's own switch is turned off, since we shard the model before Trainer sees it. Raises UserError for a
     configuration that asks for something else.

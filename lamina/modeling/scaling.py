@@ -1,4 +1,4 @@
-"""Width and depth scaling: learning rates, initial weights and Adam's epsilon that let a rate hold at another size.
+"""Width and depth scaling: factors on rates, initial weights and Adam's epsilon that carry a rate to another size.
 
 Everett et al. 2024 (arXiv 2407.05872): with width n a weight is multiplied by n^-a, starts with the standard deviation
 n^-b and learns at the rate n^-c. The multiplier is folded into the other two: under Adam, whose steps don't depend on
@@ -35,7 +35,7 @@ KINDS = ("embedding", "hidden", "readout")
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """A scheme for the width and one for the depth, and the sizes at which the learning rate was chosen.
+    """A scheme for the width and one for the depth, with the sizes at which the learning rate was chosen.
 
     Args:
         width: one of SCHEMES, or "none".
@@ -55,7 +55,7 @@ class Scaling:
     base_depth: int = 1
 
     def __post_init__(self) -> None:
-        """Raise UserError for an unknown scheme, and for a base that is no size."""
+        """Raise UserError for an unknown scheme and for a base that is not a positive whole number."""
         for name, value, schemes in (
             ("width_scaling", self.width, SCHEMES),
             ("depth_scaling", self.depth, DEPTH_SCHEMES),
@@ -67,11 +67,11 @@ class Scaling:
 
     @property
     def placement_options(self) -> Json:
-        """The options with which a placement's plan gets the multiplier of the depth's scheme."""
+        """The placement options that put the depth scheme's multiplier into a plan."""
         return {} if self.depth == "none" else {"depth_scaling": self.depth, "base_depth": self.base_depth}
 
     def check_options(self, options: Json) -> None:
-        """Raise UserError if these options of a placement do not give its plan the multiplier."""
+        """Raise UserError if a placement's options lack the depth scheme's multiplier."""
         if any(options.get(name) != value for name, value in self.placement_options.items()):
             stated = ", ".join(f"{name}={value}" for name, value in self.placement_options.items())
             raise UserError(
@@ -80,9 +80,7 @@ class Scaling:
             )
 
     def exponents(self, kind: Kind) -> tuple[float, float]:
-        """Return the width's exponents of standard deviation and learning rate, with the multiplier folded into
-        both.
-        """
+        """Return the width's exponents of standard deviation and learning rate, both with the multiplier folded in."""
         if kind == "vector" or self.width == "none":
             return 0.0, 0.0
         name, alignment = SCHEMES[self.width]
@@ -91,12 +89,12 @@ class Scaling:
         return multiplier + table.std[index], multiplier + getattr(table, alignment)[index]
 
     def rate(self, kind: Kind, width: float) -> float:
-        """Return the factor on the learning rate of a kind whose fan-in is ``width`` times that of the base."""
+        """Return the factor on the learning rate of a kind whose fan-in is ``width`` times the base's."""
         constant = 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
         return constant * width ** self.exponents(kind)[1]
 
     def depth_factors(self, weight: Weight) -> tuple[float, float]:
-        """Return the depth's factors on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
+        """Return the depth's factors on a weight's learning rate and Adam's epsilon (CompleteP, Table 1).
 
         A learned scale on the branch starts divided by m^alpha itself: folded as in ``Scaling``'s module, its rate
         falls by as much again, and its gradient grows by what its epsilon would have fallen.
@@ -111,7 +109,7 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFactors:
-    """Factors on a parameter's learning rate and on Adam's epsilon; the weight decay is divided by ``width_rate``.
+    """Factors on a parameter's learning rate and Adam's epsilon; weight decay is divided by ``width_rate``.
 
     AdamW shrinks a weight by the share rate * decay per step, so a wider model, whose rate is lower, would decay less.
     ``width_rate`` is the width's part of ``rate``: the decay does not follow the depth's (CompleteP, Table 1).
@@ -126,7 +124,7 @@ class StepFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledWeight:
-    """A weight, the same one at the base sizes (on the meta device under width scaling), and the schemes' factors.
+    """A weight, its counterpart at the base sizes (on the meta device under width scaling), and its factors.
 
     ``std`` is the factor on the standard deviation that its initializer gives it at the base sizes.
     """
@@ -139,7 +137,7 @@ class ScaledWeight:
 
 
 def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledWeight]:
-    """Every parameter of a Lamina model with its factors, each once.
+    """Yield every parameter of a Lamina model once, with its factors.
 
     A hidden weight's or readout's learning rate goes by m = hidden size / base width, its standard deviation by the
     ratio of its own fan-ins; one whose fan-in does not grow with the width (what leaves MLA's latent, whose rank is
@@ -169,7 +167,7 @@ def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledW
 
 
 def kind_of(weight: Weight) -> Kind:
-    """Return a weight's kind: "vector" are gains, biases and the wiring, "hidden" all other weights of blocks."""
+    """Return a weight's kind: "vector" for gains, biases and wiring, "hidden" for all other weights of blocks."""
     kinds: dict[str, Kind] = {
         **dict.fromkeys(("bias", "vector", "wiring"), "vector"),
         "embedding": "embedding",
@@ -179,7 +177,7 @@ def kind_of(weight: Weight) -> Kind:
 
 
 def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
-    """Return the same model at the base width on the meta device: shapes only; without width scaling, the model.
+    """Build the model at the base width on the meta device, for its shapes; without width scaling, return the model.
 
     Raises UserError if it cannot exist, or if its embeddings are tied.
     """
@@ -200,6 +198,6 @@ def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
 
 
 def embedding_scale(model: PreTrainedModel) -> float:
-    """Return the factor on the embedding in the forward pass: the plan's times the backbone's (Gemma's sqrt(d))."""
+    """Return the forward pass's factor on the embedding: the plan's times the backbone's (Gemma's sqrt(d))."""
     base = body_of(model)
     return base.embedding_scale * float(getattr(base.get_input_embeddings(), "scalar_embed_scale", 1.0))

@@ -1,4 +1,4 @@
-"""What a plan passes from block to block beside one stream: several streams, or a memory of earlier states.
+"""What blocks pass on besides a single stream: several streams, or a memory of earlier states.
 
     h = read(S)        S' = C( skip_scale * mix(s) + write * branch )
 
@@ -18,14 +18,14 @@ DEPTH_READS = ("depth", "memory")  # what a sub-layer may read of the memory: wi
 
 
 class State(NamedTuple):
-    """What blocks pass on where the plan has a memory: the stream, and earlier states [batch, tokens, width]."""
+    """The stream and the memory of earlier states [batch, tokens, width] that blocks pass on."""
 
     stream: torch.Tensor
     memory: tuple[torch.Tensor, ...]
 
 
 class LaminaWiring(nn.Module, ABC):
-    """The base of what a plan learns beside norms and scales: not drawn by initializers, not decayed, float32 inside.
+    """The base of learned wiring beyond norms and scales: not drawn by initializers, not decayed, in float32.
 
     ``begin`` registers a parameter for each of ``starts``, or keeps its values as numbers where none is learned but
     gains.
@@ -41,32 +41,32 @@ class LaminaWiring(nn.Module, ABC):
 
     @abstractmethod
     def starts(self) -> dict[str, torch.Tensor]:
-        """The values of its parameters at the start."""
+        """Return the initial values of the parameters, by name."""
 
     def initial(self) -> dict[str, torch.Tensor]:
-        """Return ``starts`` on the CPU: a model may be built on the meta device, which has no values."""
+        """Return ``starts`` on the CPU: the model may be built on the meta device, which holds no values."""
         with torch.device("cpu"):
             return self.starts()
 
     def held(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """A parameter, or the constant in its place, in float32."""
+        """Return a parameter, or the constant in its place, in float32."""
         value = getattr(self, name)
         return value.float() if isinstance(value, torch.Tensor) else torch.tensor(value, device=like.device)
 
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 over the root mean square of the last axis, which is kept."""
+    """Return 1 / root mean square over the last axis, which is kept."""
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def mixed(matrix: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-    """sum_i M_ij S_i [..., m, width] of streams [..., n, width]; ``matrix`` [n, m] is each token's or everyone's."""
+    """Compute sum_i M_ij S_i [..., m, width] of streams [..., n, width]; ``matrix`` [..., n, m] may differ by token."""
     with torch.autocast(streams.device.type, enabled=False):  # a stream of float32 stays so
         return matrix.to(streams.dtype).transpose(-1, -2).expand(*streams.shape[:-2], -1, -1) @ streams
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> torch.Tensor:
-    """A matrix [..., n, n] whose rows and columns each sum to 1, by turns (mHC, arXiv 2512.24880 Eq 9)."""
+    """Return a matrix [..., n, n] with rows and columns that sum to 1, by alternation (mHC, arXiv 2512.24880 Eq 9)."""
     matrix = logits.softmax(-1) + eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -76,7 +76,7 @@ def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> t
 
 
 class StreamMixer(LaminaWiring):
-    """Reads one stream of n [batch, tokens, n, width], and says how they are mixed and written to.
+    """Reads one stream from n [batch, tokens, n, width], and gives the weights for mixing and writing.
 
     The plan's Streams has the kinds of ``weights`` and ``mix``. A plan's readout has no ``write``.
     """
@@ -90,7 +90,7 @@ class StreamMixer(LaminaWiring):
         self.begin(learned=spec["weights"] != "constant")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """The values of its parameters at the start: projections of zero, so that the weights are the plan's."""
+        """Return the initial values: projections are 0, so that the weights are the plan's."""
         n, kind = self.n, self.spec["weights"]
         if kind == "gate":
             own = torch.Generator().manual_seed(0)  # the model's weights are drawn as without it
@@ -113,7 +113,7 @@ class StreamMixer(LaminaWiring):
         return starts | ({"gains": torch.ones(n, self.width)} if self.norms else {})
 
     def normed(self, streams: torch.Tensor, where: str) -> torch.Tensor:
-        """The streams with an RMSNorm, in float32, on those whose ``norms`` is ``where``."""
+        """Apply an RMSNorm, in float32, to the streams whose entry in ``norms`` is ``where``."""
         if where not in self.norms:
             return streams
         parts = []
@@ -122,7 +122,7 @@ class StreamMixer(LaminaWiring):
         return torch.stack(parts, dim=-2).to(streams.dtype)
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """What is read [batch, tokens, width], the mixing matrix [..., n, n] and the write's weights [..., n]."""
+        """Return what is read [batch, tokens, width], the mixing matrix [..., n, n] and the write weights [..., n]."""
         with torch.autocast(streams.device.type, enabled=False):
             x = self.normed(streams, "read").float()
             if self.spec["weights"] == "gate":
@@ -141,7 +141,7 @@ class StreamMixer(LaminaWiring):
         return read.to(streams.dtype), logits[-1] if self.mixes else None, write
 
     def _moved(self, logits: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-        """The static weights plus those that are projected from the normed streams."""
+        """Add to the static weights those projected from the normed streams."""
         flat = self.spec["weights"] == "sigmoid"
         rows = x.flatten(-2) if flat else x
         y = nn.functional.linear(rows, self.held("projection", x)) * inverse_rms(rows, self.eps)  # no normed copy
@@ -154,7 +154,7 @@ class StreamMixer(LaminaWiring):
         return [p + part * scale for p, part, scale in zip(logits, parts, self.held("scale", x), strict=True)]
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Qwen's gated residual: the mean of the normed streams, each channel by its share; 2 sigmoid to write."""
+        """Compute Qwen's gated residual: read the mean of gated normed streams, write with 2 sigmoid."""
         y = (x * inverse_rms(x, self.eps)).flatten(-2) * self.held("gain", x)
         low = nn.functional.silu(nn.functional.linear(y, self.held("down", x)) / self.n)
         share = torch.sigmoid(nn.functional.linear(low, self.held("up", x)))
@@ -164,7 +164,7 @@ class StreamMixer(LaminaWiring):
 
 
 class DepthAttention(LaminaWiring):
-    """sum_i softmax_i(query . unit(v_i)) v_i over the memory's states, and the stream (arXiv 2603.15031 Eq 3)."""
+    """sum_i softmax_i(query . unit(v_i)) v_i over the memory's states and the stream (arXiv 2603.15031 Eq 3)."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -172,7 +172,7 @@ class DepthAttention(LaminaWiring):
         self.begin()
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """The query of zeros: the mean of the states."""
+        """Return a query of zeros, which weighs all states equally."""
         return {"query": torch.zeros(self.width)}
 
     def forward(self, memory: tuple[torch.Tensor, ...], stream: torch.Tensor | None = None) -> torch.Tensor:
@@ -186,7 +186,7 @@ class DepthAttention(LaminaWiring):
 
 
 def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of share * state, each where it is."""
+    """Compute the sum of share * state without stacking the states."""
     total = shares[0] * states[0]
     for share, state in zip(shares[1:], states[1:], strict=True):
         total = total + share * state
@@ -194,7 +194,7 @@ def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[to
 
 
 class StateSources(LaminaWiring):
-    """stream * x + the weighted sum of earlier states; ``slots`` says which of the memory's they are.
+    """stream * x + the weighted sum of earlier states, which ``slots`` selects from the memory.
 
     Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6); of four ways the last is the stream's.
     """
@@ -206,7 +206,7 @@ class StateSources(LaminaWiring):
         self.begin(learned=spec["learned"] != "no")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """The weights [1 + states], [1 + states, width] where they are vectors, [4, 1 + states] of four ways."""
+        """Return the weights: [1 + states], as vectors [1 + states, width], or for four ways [4, 1 + states]."""
         states = [weight for _, weight in self.spec["states"]]
         weights = torch.tensor([self.spec["stream"], *states], dtype=torch.float32)
         vectors = weights[:, None].repeat(1, self.width)
@@ -223,7 +223,7 @@ class StateSources(LaminaWiring):
     def forward(
         self, x: torch.Tensor, memory: tuple[torch.Tensor, ...]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The stream [batch, tokens, width], and of four ways what q, k and v read [batch, tokens, 3, width]."""
+        """Return the stream [batch, tokens, width]; for four ways also the q, k, v inputs [batch, tokens, 3, width]."""
         weights, states = self.held("weight", x), [x, *(memory[slot] for slot in self.slots)]
         if self.dynamic:
             with torch.autocast(x.device.type, enabled=False):
@@ -239,7 +239,7 @@ class StateSources(LaminaWiring):
 
 
 class Collapse(nn.Module):
-    """What stands in the final norm's place: one stream of several, or of the memory and the stream, then the norm."""
+    """The module in the final norm's place: reduces several streams, or memory and stream, to one, then norms it."""
 
     def __init__(self, norm: nn.Module, reader: StreamMixer | DepthAttention | StateSources | None):
         super().__init__()
@@ -260,7 +260,7 @@ class Collapse(nn.Module):
 
 
 class BlockState(NamedTuple):
-    """What a block does with the state.
+    """A block's part in the streams and the memory.
 
     ``streams`` is the number that the first block makes of its input, 0 elsewhere. ``sources`` take the stream's place;
     ``remembers``: the stream that enters goes into the memory, which then has ``slots`` states; ``has_memory``: there
@@ -275,7 +275,7 @@ class BlockState(NamedTuple):
 
 
 class StatePlan:
-    """What a plan's blocks pass on: how many streams, and which states the memory holds."""
+    """The number of streams that a plan's blocks pass on, and the states that the memory holds."""
 
     def __init__(self, plan: dict, width: int, eps: float):
         self.plan, self.width, self.eps, layers = plan, width, eps, plan["layers"]
@@ -287,7 +287,7 @@ class StatePlan:
         self.is_more = self.streams is not None or self.has_memory
 
     def of_block(self, index: int) -> BlockState:
-        """What the Block at an index does with the state."""
+        """Return the BlockState of the Block at an index."""
         streams = len(self.streams["read"]) if self.streams and index == 0 else 0
         remembers = index in self.slots
         sources = self._sources(self.plan["layers"][index].get("sources"))
@@ -295,7 +295,7 @@ class StatePlan:
         return BlockState(streams, sources, remembers, self.has_memory, slots)
 
     def end(self, norm: nn.Module) -> Collapse:
-        """What stands in the final norm's place. State N, the last block's output, is the stream itself."""
+        """Make the module in the final norm's place; state N, the last block's output, is the stream itself."""
         if self.plan.get("readout"):
             return Collapse(norm, StreamMixer(self.plan["readout"], self.width, self.eps))
         halves = [layer[half] for layer in self.plan["layers"] for half in ("attention", "feed_forward")]

@@ -26,10 +26,9 @@ from .streams_lamina import DEPTH_READS, BlockState, DepthAttention, LaminaWirin
 
 
 class Record(dict):
-    """A part of a plan: a dict whose fields are attributes, too."""
+    """A part of a plan: a dict whose fields are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
-        """The field of this name."""
         try:
             value = self[name]
         except KeyError:
@@ -38,7 +37,7 @@ class Record(dict):
 
 
 class LaminaNorm(nn.Module):
-    """The base of all norms: a gain [hidden_size], None if it is not learned, and the epsilon of the statistics.
+    """The base of all norms: a gain [hidden_size], None if it is not learned, and an epsilon.
 
     With ``zero_centered`` the weight is the gain's difference from 1. A norm of one's own is a subclass with a
     ``forward``; the parameters in ``more`` are there, too, and start at ``starts``.
@@ -73,11 +72,11 @@ class LaminaNorm(nn.Module):
             self.register_parameter("bias", nn.Parameter(torch.zeros(hidden_size)))
 
     def starts(self) -> dict[str, float]:
-        """The values of its parameters at the start."""
+        """Return the initial values of the parameters, by name."""
         return {"weight": self.initial_gain - self.zero_centered, "bias": 0.0}
 
     def gain(self) -> torch.Tensor | None:
-        """The learned gain [hidden_size]."""
+        """Return the learned gain [hidden_size]; None without one."""
         return 1 + self.weight if self.zero_centered and self.weight is not None else self.weight
 
     def apply_gain(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +117,7 @@ class LaminaLayerNorm(LaminaNorm):
 
 
 class LaminaL2Norm(LaminaNorm):
-    """x / ||x|| * gain over the last axis: a token's state of length 1 (nGPT), statistics in float32."""
+    """x / ||x|| * gain over the last axis: scales a token's state to length 1 (nGPT), statistics in float32."""
 
     divides = False
 
@@ -127,7 +126,7 @@ class LaminaL2Norm(LaminaNorm):
 
 
 class LaminaTanhNorm(LaminaNorm):
-    """gain * tanh(alpha * x) + bias: DyT (arXiv 2503.10622), alpha one learned number; it has no statistics."""
+    """gain * tanh(alpha * x) + bias: DyT (arXiv 2503.10622), with one learned alpha and no statistics."""
 
     divides, biased = False, True
     more = ("alpha",)
@@ -135,7 +134,6 @@ class LaminaTanhNorm(LaminaNorm):
     bias: torch.Tensor
 
     def starts(self) -> dict[str, float]:
-        """The values of its parameters at the start."""
         return {**super().starts(), "alpha": self.alpha_start, "shift": 0.0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +141,7 @@ class LaminaTanhNorm(LaminaNorm):
 
 
 class LaminaErfNorm(LaminaTanhNorm):
-    """gain * erf(alpha * x + shift) + bias: Derf (arXiv 2512.10938), alpha and shift one learned number each."""
+    """gain * erf(alpha * x + shift) + bias: Derf (arXiv 2512.10938), with one learned alpha and one shift."""
 
     more = ("alpha", "shift")
     shift: torch.Tensor
@@ -165,7 +163,7 @@ NORMS: dict[str, type[LaminaNorm]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NormStyle:
-    """The style of the backbone's own norms, for the plan's norms of kind "backbone".
+    """The style of the backbone's norms, which a plan's norms of kind "backbone" take over.
 
     ``kind`` is "rms" or "layer"; ``eps`` is the epsilon of every norm; ``bias``: whether a LayerNorm has one.
     """
@@ -176,7 +174,7 @@ class NormStyle:
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormStyle:
-        """The style of one of the backbone's norms."""
+        """Read the style from one of the backbone's norms."""
         layer = isinstance(norm, nn.LayerNorm) or "LayerNorm" in type(norm).__name__
         return cls(
             kind="layer" if layer else "rms",
@@ -186,7 +184,7 @@ class NormStyle:
 
 
 def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
-    """The norm of a plan's record; None for None."""
+    """Make the norm of a plan's record; None for None."""
     if spec is None:
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
@@ -221,7 +219,7 @@ class NormedProjections(nn.Module):
     inner_norm: LaminaNorm
 
     def normed_queries(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[batch, tokens, hidden_size] to [batch, tokens, heads * head_dim]; keys and values likewise."""
+        """Project and norm [batch, tokens, hidden_size] to [batch, tokens, heads * head_dim]."""
         return self._part(0, hidden)
 
     def normed_keys(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -237,11 +235,11 @@ class NormedProjections(nn.Module):
         return _in_parts(getattr(self, f"{part}_norm"), y) if part in self.normed else y
 
     def projected_norm(self, inner: torch.Tensor) -> torch.Tensor:
-        """The last projection of the normed [batch, tokens, channels]."""
+        """Norm [batch, tokens, channels], then apply the last projection."""
         return getattr(self, self.normed[-1])(self.inner_norm(inner))
 
     def normed_stack(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values stacked in the last axis."""
+        """Return queries, keys and values, normed and stacked in the last axis."""
         parts = list(getattr(self, str(self.stacked))(hidden).chunk(3, dim=-1))
         for index, name in enumerate("qkv"):
             if name in self.normed:
@@ -249,20 +247,20 @@ class NormedProjections(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        """Copy and pickle by the backbone's class: this one may not exist yet in the process that reads it."""
+        """Pickle by the backbone's class: this class may not exist yet in the process that loads it."""
         kind = self.backbone_class, self.normed, self.stacked, self.ways
         return _empty_normed_projections, kind, self.__getstate__()
 
 
 def _in_parts(norm: LaminaNorm, y: torch.Tensor) -> torch.Tensor:
-    """Norm each part of ``norm.hidden_size`` channels on its own: a head, or the full width."""
+    """Norm each group of ``norm.hidden_size`` channels separately: a head, or the full width."""
     return norm(y.unflatten(-1, (-1, norm.hidden_size))).flatten(-2)
 
 
 def normed_class(
     base: type[nn.Module], normed: tuple[str, ...], stacked: str | None = None, ways: bool = False
 ) -> type[NormedProjections]:
-    """The subclass of a backbone's module that norms what ``normed`` names ("q", "k", "v", a last projection).
+    """Make a subclass of a backbone's module that norms what ``normed`` names ("q", "k", "v", a last projection).
 
     Its forward is the backbone's own, with the names of the projections that it calls replaced by the names of
     NormedProjections' methods. Raises ValueError where the backbone's forward doesn't call them itself.
@@ -304,7 +302,7 @@ T = TypeVar("T", torch.Tensor, float)
 
 
 def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
-    """Return the s of a sub-layer: its input x ("stream"), its block's input ("block_input") or both's sum ("both").
+    """Return s, a sub-layer's input x ("stream"), its block's input ("block_input") or their sum ("both").
 
     Without a block's input, as in attention, x is the block's input and s is x.
     """
@@ -336,7 +334,7 @@ _LEAST_VARIANCE = 1e-3  # of the skip under "variance", as in Muse Spark
 
 
 class Residual(nn.Module):
-    """One sub-layer as the plan's record says: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
+    """A sub-layer as the plan's record says: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
 
     Constant scales are floats (a buffer would come back as garbage from the meta device), learned ones Parameters.
     ``scaled`` names the scales that are applied even where they are 1: those that other layers of the plan have. Layers
@@ -390,7 +388,7 @@ class Residual(nn.Module):
         return nn.Parameter(torch.full((hidden_size,) if learned == "vector" else scalar, starts[name]))
 
     def starts(self) -> dict[str, float]:
-        """The scales at the start, and the gate's logit where out_scale is learned under a coupling."""
+        """Return the initial scales, and the gate's logit if out_scale is learned under a coupling."""
         values = {name: float(self.sublayer[name]) for name in SCALES}
         if self.coupling != "none" and self.sublayer["out_scale_learned"] != "no":
             b = values["out_scale"]
@@ -406,7 +404,7 @@ class Residual(nn.Module):
         ways: torch.Tensor | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """``x`` and ``block_input``: [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size] of n streams.
+        """Compute y from ``x`` and ``block_input``, [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size].
 
         The block's input is x by default; ``memory`` are earlier states [batch, tokens, hidden_size], ``ways`` what
         queries, keys and values read in x's place [batch, tokens, 3, hidden_size].
@@ -449,18 +447,18 @@ class Residual(nn.Module):
         return total if self.post_norm is None else self.post_norm(total)
 
     def _normed(self, hidden: torch.Tensor, norm: LaminaNorm) -> torch.Tensor:
-        """A(h); of three states [..., 3, hidden_size] each by its own norm, where there are three."""
+        """Compute A(h); three states [..., 3, hidden_size] are normed separately if there are three norms."""
         if self.key_norm is None or self.value_norm is None:
             return norm(hidden)
         norms = (norm, self.key_norm, self.value_norm)
         return torch.stack([one(way) for one, way in zip(norms, hidden.unbind(-2), strict=True)], dim=-2)
 
     def branch_factor(self) -> float | torch.Tensor:
-        """What multiplies B(module(...)): a number, [1] or [hidden_size]."""
+        """Return the factor on B(module(...)): a number, [1] or [hidden_size]."""
         return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
 
     def skip_factor(self) -> float | torch.Tensor:
-        """What multiplies s: skip_scale, or by the coupling 1 - b or sqrt(1 - b^2) of the branch's factor b."""
+        """Return the factor on s: skip_scale, or under a coupling 1 - b or sqrt(1 - b^2) of the branch's factor b."""
         if self.coupling == "none":
             return self.skip_scale
         b = self.branch_factor()
@@ -472,7 +470,7 @@ class Residual(nn.Module):
         return (rest * (1 + b)).clamp(min=_LEAST_VARIANCE).sqrt()
 
     def scale_skip(self, source: torch.Tensor) -> torch.Tensor:
-        """skip_scale * s, in the precision of ``source`` at least."""
+        """Compute skip_scale * s, at least in the precision of ``source``."""
         return source * self.skip_factor() if self._applied["skip_scale"] else source
 
     def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
@@ -496,7 +494,7 @@ ONE_STREAM = BlockState()
 
 
 class Block(GradientCheckpointingLayer):
-    """A layer of the model: the attention's residual, then the feed-forward's.
+    """A layer of the model: the attention's Residual, then the feed-forward's.
 
     ``arguments`` name what it is called with by position, after the stream.
     """
@@ -519,7 +517,7 @@ class Block(GradientCheckpointingLayer):
         self._is_recurrent = "cache_params" in takes  # the cache's name in Mamba's relatives
 
     def forward(self, hidden_states: torch.Tensor | State, *args: object, **kwargs: object) -> torch.Tensor | State:
-        """``hidden_states`` (the stream x^i) and the result: [batch, tokens, hidden_size]; attention gets the rest.
+        """Return the next stream from ``hidden_states``, both [batch, tokens, hidden_size]; attention gets the rest.
 
         [batch, tokens, n, hidden_size] of n streams; a State where the plan has a memory.
         """
@@ -542,7 +540,7 @@ class Block(GradientCheckpointingLayer):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """What decides the compiled graph beside the sub-layers: the streams that it makes, the memory's states."""
+        """What decides the compiled graph besides the sub-layers: the streams it makes and the memory's states."""
         own = self.sources
         read = None if own is None else (own.slots, own.dynamic, own.ways, own.spec.get("own_norms"))
         return self.streams, self.remembers, self.has_memory, self.slots, read
@@ -560,7 +558,7 @@ class Block(GradientCheckpointingLayer):
 
 
 class InitializesPlan:
-    """Gives Lamina's own modules the values that the plan states; transformers does the rest."""
+    """A mixin that initializes Lamina's modules as the plan states; transformers initializes the rest."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Residual):

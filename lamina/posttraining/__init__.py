@@ -1,1 +1,1 @@
-"""After pretraining: fine-tuning on instructions, reward models, and policies, on TRL's trainers."""
+"""Training after pretraining on TRL's trainers: fine-tuning on instructions, reward models, and policies."""

@@ -1,4 +1,4 @@
-"""Examples in TRL's forms (prompt and completion, messages, chosen and rejected): read, and as tokens and labels."""
+"""Examples in TRL's forms (prompt and completion, messages, chosen and rejected), read and encoded."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def read(
     state: Callable[[], object] = lambda: None,
     skip_bad: bool,
 ) -> tuple[Dataset, int]:
-    """Read a source and return what ``use`` makes of each row, and how many rows were left out.
+    """Read a source and encode each row by ``use``; also return how many rows were left out.
 
     The encoded rows are in a file without a name, mapped into memory: no other run can take them for its own, and
     nothing is left of it when the process ends, however it ends.
@@ -122,7 +122,7 @@ def _batch(
     skip_bad: bool,
     start: int,
 ) -> pa.RecordBatch:
-    """Encode the batch of rows from ``start`` on. Raises UserError for a bad one, unless they are left out."""
+    """Encode the batch of rows that begins at ``start``. Raises UserError for a bad row unless ``skip_bad``."""
     import pyarrow as pa
 
     places, number, encoded = range(start, min(start + BATCH, len(rows))), start, list[Json]()
@@ -142,7 +142,7 @@ def _batch(
 
 
 def _batches(encode: Callable[[int], T], count: int, state: Callable[[], object]) -> Generator[T, None, None]:
-    """Yield what ``encode`` makes of each batch of ``count`` rows, in their order; if they are many, by processes.
+    """Yield ``encode``'s result for each batch of ``count`` rows, in order; with many rows, from several processes.
 
     A batch that another process can't encode as this one would, for a bad row or for what is decided in it, is encoded
     here, and processes that begin anew know it. They are forked: ``encode`` can't be sent to others.
@@ -171,7 +171,7 @@ def _batches(encode: Callable[[int], T], count: int, state: Callable[[], object]
 
 
 def _begin(*given: Callable[..., object]) -> None:
-    """Prepare another process, which logs nothing, leaves signals to the first one, and ends with it."""
+    """Initialize a worker process: it logs nothing, leaves signals to the first process, and ends with it."""
     _HERE[:] = given
     logging.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -181,7 +181,7 @@ def _begin(*given: Callable[..., object]) -> None:
 
 
 def _elsewhere(start: int) -> object:
-    """Encode a batch in another process; None for one that is the first process's to encode."""
+    """Encode a batch in a worker process; return None for a batch that the first process must encode."""
     encode, state, as_first = _HERE
     try:
         batch = encode(start)
@@ -191,7 +191,7 @@ def _elsewhere(start: int) -> object:
 
 
 def load(name: str, source: str) -> Dataset | Sequence[Fields]:
-    """Read the rows of a source by the datasets library. Raises UserError, about the setting ``name``."""
+    """Load the rows of a source with the datasets library. Raises UserError about the setting ``name``."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -218,7 +218,7 @@ def load(name: str, source: str) -> Dataset | Sequence[Fields]:
 
 
 def _of_file(path: Path) -> Dataset | Sequence[Fields]:
-    """Read a file's rows, with their texts as they are written."""
+    """Read a file's rows, keeping texts as they are written."""
     import datasets
     import pandas as pd
 
@@ -243,7 +243,7 @@ def _of_file(path: Path) -> Dataset | Sequence[Fields]:
 
 
 def generated_rows(name: str, source: str) -> Iterator[Json]:
-    """Make the rows of ``generated:KIND[:TASK[+TASK...]][@test]``: of all tasks, unless some are named, mixed.
+    """Generate rows of ``generated:KIND[:TASK[+TASK...]][@test]``, mixed from the named tasks or from all.
 
     ``answers`` have a prompt and its completion, in the words that an evaluation asks with. ``preferences`` have a
     prompt, the right answer as the chosen one, and as the rejected one another answer or the right one's words in
@@ -278,7 +278,7 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
 
 
 def trls_form(row: Fields, needed: Sequence[str]) -> Json:
-    """Return a row with TRL's names of its fields, and the turns of those ``needed`` with ``role`` and ``content``.
+    """Rename a row's fields to TRL's names; in the ``needed`` ones, give turns a ``role`` and a ``content``.
 
     Alpaca's instruction and output are a prompt and its completion, ShareGPT's conversations are messages; texts alone,
     as in LIMA, are the user's and the assistant's in turn. A ``text`` is a completion without a prompt. Of a row with
@@ -338,7 +338,7 @@ def _turn(name: str, number: int, turn: object) -> Message:
 
 
 def _up_to(role: str, turns: Messages) -> Messages:
-    """The turns up to the last one of a role."""
+    """Return the turns up to the last one with a role. Raises ValueError if there is none."""
     last = max((index for index, turn in enumerate(turns) if turn["role"] == role), default=-1)
     if last < 0:
         raise ValueError(f"no turn of the {role}'s")
@@ -346,24 +346,24 @@ def _up_to(role: str, turns: Messages) -> Messages:
 
 
 def _answered(turns: Messages) -> Messages:
-    """Return turns with one of the assistant's among them. Raises ValueError for others."""
+    """Return the turns unchanged. Raises ValueError if none of them is the assistant's."""
     _up_to("assistant", turns)
     return turns
 
 
 def _shared(one: Sequence[object], other: Sequence[object]) -> int:
-    """The number of items that both begin with."""
+    """Return the length of the common beginning of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (first, second) in pairs if first != second), min(len(one), len(other)))
 
 
 def as_turns(text: Prompt, role: str = "user") -> Messages:
-    """Return a text as a turn; turns stay as they are."""
+    """Wrap a text as a turn; return turns unchanged."""
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
 def _options(row: Fields) -> Json:
-    """Return what a row gives its template besides turns: ``tools``, also as JSON, and ``chat_template_kwargs``."""
+    """Return a row's template options: ``tools``, which may be JSON, and ``chat_template_kwargs``."""
     options, tools = dict(row.get("chat_template_kwargs") or {}), row.get("tools")
     if tools:
         options["tools"] = json.loads(tools) if isinstance(tools, str) else tools
@@ -375,7 +375,7 @@ def _no_form(row: Fields, forms: str) -> ValueError:
 
 
 def example_of(row: Fields) -> Json:
-    """Return a row as ``prompt`` and ``completion``, two texts that are used unchanged, or as ``messages``.
+    """Convert a row to ``prompt`` and ``completion``, texts that are used unchanged, or to ``messages``.
 
     ``asked``: the number of messages before a completion, which is trained on whole; without it, the assistant's turns
     are. ``options``: the template's. Raises ValueError for a row of no known form.
@@ -393,7 +393,7 @@ def example_of(row: Fields) -> Json:
 
 
 def preference_of(row: Fields) -> Json:
-    """Return a row as a ``prompt`` and two answers, ``chosen`` and ``rejected``. Raises ValueError for another row."""
+    """Convert a row to a ``prompt`` and two answers, ``chosen`` and ``rejected``. Raises ValueError if it is none."""
     named = trls_form(row, ("prompt", "chosen", "rejected"))
     if not ("chosen" in named and "rejected" in named):
         raise _no_form(row, "chosen and rejected, with or without a prompt")
@@ -418,14 +418,14 @@ def preference_of(row: Fields) -> Json:
 
 
 def _beginning(better: str, worse: str) -> str:
-    """Return TRL's implicit prompt: what both texts begin with, without its last space."""
+    """Return TRL's implicit prompt: the common beginning of both texts, without its last space."""
     shared, shorter = _shared(better, worse), min(len(better), len(worse))
     start = better[: min(shared, shorter - 1)]
     return start.removesuffix(" ") if shared < shorter else start
 
 
 def prompt_of(row: Fields) -> Prompt:
-    """Return the prompt of a row of any form, without its answer. Raises ValueError for another row."""
+    """Return the prompt in a row of any form, without the answer. Raises ValueError for a row without one."""
     named = trls_form(row, ("prompt",))
     prompt = named.get("prompt")
     if prompt is None:
@@ -445,7 +445,7 @@ _BREAK = "('\\n\\n' if not loop.first and messages[loop.index0 - 1].role == 'ass
 
 
 def _template(user: str, assistant: str) -> str:
-    """Make a template of two texts in Jinja's syntax, each with ``message.content``."""
+    """Build a template from two Jinja expressions for the text of a user's and of an assistant's turn."""
     return (
         "{%- for message in messages -%}"
         "{%- if message.role == 'system' -%}{{ message.content + '\n\n' }}"
@@ -472,7 +472,7 @@ CHOICES = ("auto", "none", "tokenizer", *TEMPLATES)
 
 
 def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: str | None) -> str | None:
-    """Read the Jinja template of a choice; None for text that is used unchanged.
+    """Return the Jinja template of a choice; None for text that is used unchanged.
 
     ``default``: the name of the template that ``auto`` stands for where the tokenizer has none. Raises UserError for
     an unknown name, a file that can't be read, and a tokenizer without a template.
@@ -499,7 +499,7 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
 
 @cache
 def _marked(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
-    """Return the template in which answers are marked: itself, or TRL's form of a known one; None without one."""
+    """Return a template that marks the answers: this one, or TRL's version of a known one; None if there is none."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     if has_generation_markers(template):
@@ -515,7 +515,7 @@ def _marked(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
 
 @dataclass(kw_only=True)
 class ExampleEncoder:
-    """Encodes examples for one model.
+    """Encodes examples for a model.
 
     Attributes:
         template: Jinja, for conversations; None for text that is used unchanged.
@@ -535,7 +535,7 @@ class ExampleEncoder:
     warned: bool = False
 
     def example(self, example: Fields) -> Json:
-        """Encode an example of ``example_of`` as ``input_ids`` and ``labels``, cut to ``longest``.
+        """Encode the result of ``example_of`` as ``input_ids`` and ``labels``, cut to ``longest``.
 
         Raises ValueError if no token to train on is left.
         """
@@ -555,7 +555,7 @@ class ExampleEncoder:
         return {"input_ids": ids[cut], "labels": labels[cut], "truncated": len(ids) > self.longest}
 
     def prompt(self, prompt: Prompt, *, room: int = 1) -> list[int]:
-        """Encode a prompt. Raises ValueError if it leaves less than ``room`` tokens for the answer."""
+        """Encode a prompt. Raises ValueError if it leaves fewer than ``room`` tokens for the answer."""
         plain = isinstance(prompt, str) and not self.wraps_texts
         ids = self._tokens(self.prompt_text(prompt), special=plain)[0]
         if len(ids) + room > self.longest:
@@ -571,7 +571,7 @@ class ExampleEncoder:
         return self.render(as_turns(prompt), answers=True, options=self.options)
 
     def preference(self, preference: Fields) -> tuple[Json, Json]:
-        """Encode the better and the worse answer of ``preference_of``, each with the prompt. Raises ValueError."""
+        """Encode both answers of ``preference_of``, the better one first, each with the prompt. Raises ValueError."""
         prompt = preference["prompt"]
         both: list[Json] = [{"prompt": prompt, "completion": preference[name]} for name in ("chosen", "rejected")]
         if not isinstance(prompt, str):
@@ -585,7 +585,7 @@ class ExampleEncoder:
         return better, worse
 
     def render(self, messages: Messages, *, answers: bool, options: Fields = MappingProxyType({})) -> str:
-        """Render a conversation; with ``answers``, up to where the model answers. ``options``: the template's.
+        """Render a conversation; with ``answers``, up to the start of the model's answer.
 
         Raises ValueError for turns that the template does not take, UserError for a template that is no Jinja.
         """
@@ -611,7 +611,7 @@ class ExampleEncoder:
         return text
 
     def _tokens_and_labels(self, example: Fields) -> tuple[list[int], list[bool]]:
-        """Return an example's tokens, and for each whether it is a label."""
+        """Return an example's tokens, and whether each of them is a label."""
         options, plain = example.get("options", {}), "completion" in example
         if plain:
             end = str(self.tokenizer.eos_token)
@@ -636,7 +636,7 @@ class ExampleEncoder:
         return ids, [place >= first for place in range(len(ids))]
 
     def _answers(self, messages: Messages, options: Fields) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation; return the first and last character of each of the assistant's turns in it, too.
+        """Render a conversation; also return the first and last character of each assistant's turn.
 
         Raises ValueError if a turn reads otherwise where others follow it, and no template marks the answers.
         """
@@ -659,6 +659,6 @@ class ExampleEncoder:
         return text, spans
 
     def _tokens(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """A text's token ids, and the characters at which each begins and ends."""
+        """Return a text's token ids, and the characters at which each token begins and ends."""
         encoded: Any = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         return list(encoded["input_ids"]), encoded["offset_mapping"]

@@ -35,7 +35,7 @@ _OF_TOKENS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What TRL measures on a batch of held-out pairs.
+    """TRL's measures of a batch of held-out pairs.
 
     Attributes:
         loss: the mean over the pairs.
@@ -52,7 +52,7 @@ class PairTrainer(TunedTrainer):
     """A mixin for TRL's RewardTrainer and DPOTrainer."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss over the held-out pairs, and have TRL log its metrics: means over pairs or tokens.
+        """Return the mean loss over held-out pairs, and pass TRL its metrics to log: means over pairs or tokens.
 
         TRL's own evaluation averages batches, and repeats pairs until every process has as many. Trainer's, before
         training, would also keep the model from being trained by DDP.
@@ -63,7 +63,7 @@ class PairTrainer(TunedTrainer):
         return {"eval_loss": float(losses.mean())}  # to the bit Trainer's, in one process
 
     def measured_here(self) -> list[Measured]:
-        """Return what is measured on this process's share of the pairs."""
+        """Measure this process's share of the held-out pairs, batch by batch."""
         data: Passed = self.eval_dataset
 
         def measure(chosen: list[int]) -> Measured:
@@ -85,7 +85,7 @@ class PairTrainer(TunedTrainer):
 
 
 def _overall(batches: Sequence[Measured]) -> dict[str, list[float]]:
-    """All batches' metrics in TRL's form, a list whose mean it logs."""
+    """Merge all batches' metrics into TRL's form: lists whose mean it logs."""
     overall: dict[str, list[float]] = {}
     for name in batches[0].metrics:
         values = [batch.metrics[name] for batch in batches]
@@ -106,7 +106,7 @@ class PairStage(TuningStage[S]):
     monitored = "chosen_whole"
 
     def new_model(self) -> PreTrainedModel:
-        """Load or build the model without its own dropout, as TRL does by default; LoRA's comes later, and stays."""
+        """Load or build the model without dropout, as TRL does by default; LoRA's dropout is added later."""
         from trl.trainer.utils import disable_dropout_in_model
 
         model = self.start.scorer() if self.head == "sequence_classification" else super().new_model()
@@ -115,7 +115,7 @@ class PairStage(TuningStage[S]):
         return model
 
     def encoded(self, row: Fields) -> Json:
-        """Encode a preference: whole texts, and the prompt (what both begin with) and the answers apart."""
+        """Encode a preference: whole texts, and separately the prompt (their common beginning) and the answers."""
         better, worse = self.encoder.preference(preference_of(row))
         ids, others = better["input_ids"], worse["input_ids"]
         first = min(next(i for i, label in enumerate(t["labels"]) if label != IGNORED) for t in (better, worse))
@@ -141,7 +141,7 @@ def _margin(given: object) -> float:
 
 
 class RewardModeling(PairStage[RewardSettings]):
-    """The loss -log sigmoid(score(chosen) - score(rejected) - margin), InstructGPT's Eq. 1 with two answers per prompt.
+    """Trains on -log sigmoid(score(chosen) - score(rejected) - margin), InstructGPT's Eq. 1 for two answers.
 
     The margin is a row's field, as in TRL and Llama 2's Eq. 2; a row without it has 0.
     """
@@ -154,7 +154,7 @@ class RewardModeling(PairStage[RewardSettings]):
     columns = (("chosen_ids", "chosen_whole"), ("rejected_ids", "rejected_whole"))
 
     def encoded(self, row: Fields) -> Json:
-        """Encode a preference, with its margin. Raises ValueError for a margin that is no number, and a cut answer.
+        """Encode a preference with its margin. Raises ValueError for an invalid margin or a cut answer.
 
         TRL, too, leaves out pairs that are too long: the score at the last token would not be the whole answer's.
         """
@@ -195,7 +195,7 @@ class DpoTrainer(PairTrainer):
             self.ref_model = None
 
     def _with_reference(self, dataset: Dataset) -> Dataset:
-        """Add the reference's log-probabilities of the answers, in nats."""
+        """Add the reference model's log-probabilities of both answers, in nats, as columns."""
         theirs: Passed = self  # TRL's DPOTrainer
 
         def measure(chosen: list[int]) -> list[tuple[int, float, float]]:
@@ -215,7 +215,7 @@ class DpoTrainer(PairTrainer):
 
 
 class DirectPreferences(PairStage[DpoSettings]):
-    """The loss -log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), Rafailov et al. 2023, Eq. 7."""
+    """Trains on -log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), Rafailov et al. 2023, Eq. 7."""
 
     kind = Kind.DPO
     record = DpoSettings

@@ -1,4 +1,4 @@
-"""Rewards of answers: reward models, functions of the user's own, and their weighted sum."""
+"""Rewards of answers: reward models, a user's functions, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BATCH = 32
 
 
 def check_rewards(settings: RlhfSettings, start: Start) -> str:
-    """Hash the reward models and functions. Raises UserError if one is missing, or a model's vocabulary differs."""
+    """Hash the reward models and functions. Raises UserError if one is missing or a model's vocabulary differs."""
     models, functions, seconds = settings.reward_models(), settings.reward_functions(), settings.reward_timeout
     if seconds and threading.current_thread() is not threading.main_thread():
         raise UserError(f"reward_timeout: {seconds:g} (allowed outside a process's main thread: 0)")
@@ -85,7 +85,7 @@ def _check_model(named: str, start: Start) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """The rewards of answers: the weighted sum of several.
+    """The weighted sum of several rewards of an answer.
 
     Attributes:
         scores: each reward, by the name that records have for it.
@@ -95,11 +95,11 @@ class Rewards:
     weights: Sequence[float]
 
     def parts(self, rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> Parts:
-        """Return each reward of each answer, by the reward's name."""
+        """Compute each reward of each answer, by the reward's name."""
         return {name: score(rows, answers, texts) for name, score in self.scores.items()}
 
     def total(self, parts: Parts) -> list[float]:
-        """Return the weighted sum for each answer."""
+        """Compute the weighted sum of each answer's rewards."""
         return [
             sum(weight * one for weight, one in zip(self.weights, each, strict=True))
             for each in zip(*parts.values(), strict=True)
@@ -107,7 +107,7 @@ class Rewards:
 
 
 def make_rewards(settings: RlhfSettings, device: torch.device, dtype: torch.dtype = torch.float32) -> Rewards:
-    """Make the rewards of the settings' reward models, on this device, and of their functions."""
+    """Load the settings' reward models on this device, and their reward functions."""
     made: dict[str, Score] = {}
     for path in settings.reward_models():
         folder = model_folder(path)
@@ -121,7 +121,7 @@ def make_rewards(settings: RlhfSettings, device: torch.device, dtype: torch.dtyp
 
 
 def _unused(name: str, known: Mapping[str, object]) -> str:
-    """Return a name for a reward's records, with a number where another one has it."""
+    """Return a name for a reward's records; append a number if another reward has the name."""
     plain = re.sub(r"\W", "_", name)
     return plain if plain not in known else _unused(f"{plain}_{len(known) + 1}", known)
 
@@ -150,7 +150,7 @@ def _of_model(named: str, device: torch.device, dtype: torch.dtype) -> Score:
 
 
 def in_time(act: Callable[[], T], seconds: float) -> T | None:
-    """Return what ``act`` returns, or None once the seconds (0: no limit) are over, which ends Python code.
+    """Return the result of ``act``, or None after ``seconds`` (0: no limit), when its Python code is interrupted.
 
     Only the main thread of a process can have a limit.
     """
@@ -209,7 +209,7 @@ def _of_function(named: str, *, seconds: float = 0.0, announced: bool = False) -
 
 
 def _as_trl_asks(function: Callable[..., Passed], prompt: str, ids: Sequence[int], text: str, row: Fields) -> Passed:
-    """Return the reward of one answer by a function of TRL's form, which takes lists by name, with the row's fields.
+    """Call a reward function of TRL's form, which takes lists by name and the row's fields, on one answer.
 
     None, which TRL leaves out of the sum, is 0.
     """
@@ -221,7 +221,7 @@ def _as_trl_asks(function: Callable[..., Passed], prompt: str, ids: Sequence[int
 
 
 def _number(named: str, reward: Passed) -> float:
-    """Return a function's reward as a number of Python's. Raises UserError for anything but a number."""
+    """Convert a function's reward to a float. Raises UserError for anything but a finite number."""
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # of an integer that no float can hold
         if not isinstance(reward, str | bytes) and math.isfinite(number := float(reward)):
             return number
@@ -245,7 +245,7 @@ def _parts(named: str) -> tuple[Path, str]:
 def padded(
     sequences: Sequence[Sequence[int]], pad: int, device: torch.device, *, left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and their mask, [sequences, tokens], padded on the right, or on the left."""
+    """Pad token ids on the right, or on the left; return ids and mask, [sequences, tokens] each."""
     side = "left" if left else "right"
     ids = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True, padding_value=pad, padding_side=side)
     mask = pad_sequence([torch.ones(len(s), dtype=torch.long) for s in sequences], batch_first=True, padding_side=side)

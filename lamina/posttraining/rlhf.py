@@ -58,7 +58,7 @@ HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-
 
 
 class PolicyTrainer(TunedTrainer, _Online):
-    """A mixin for TRL's RLOOTrainer and GRPOTrainer: encoded prompts, our rewards, and a reference model of its own.
+    """A mixin for TRL's RLOOTrainer and GRPOTrainer: prompts encoded here, Lamina's rewards, a separate reference.
 
     Args:
         rewards: of answers, not clipped.
@@ -90,7 +90,7 @@ class PolicyTrainer(TunedTrainer, _Online):
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def get_train_dataloader(self) -> DataLoader:
-        """The prompts in Lamina's order; TRL's trainers take them as a list of rows."""
+        """Load the prompts in Lamina's order, as the lists of rows that TRL's trainers take."""
         return DataLoader(
             self.train_dataset,  # type: ignore[arg-type]
             batch_sampler=self.order,
@@ -104,7 +104,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         return int(self.state.num_input_tokens_seen)
 
     def state_dict(self) -> Json:
-        """The same as for other stages, the answers that later steps train on, and the weight of GRPO's entropy."""
+        """Return TunedTrainer's state, the answers that later steps reuse, and GRPO's entropy weight."""
         state = {**super().state_dict(), "entropy": [getattr(self, name) for name in _ENTROPY if hasattr(self, name)]}
         options: Passed = self.args
         if self._step % (options.steps_per_generation * self.num_iterations):
@@ -144,7 +144,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         prompt_ids: Sequence[Sequence[int]],
         **kwargs: object,
     ) -> list[float]:
-        """TRL's form of a reward function."""
+        """Compute rewards with the signature that TRL expects of a reward function."""
         rows = [
             {"prompt": prompt, "prompt_ids": ids, "row": whole}
             for prompt, ids, whole in zip(prompts, prompt_ids, row, strict=True)
@@ -156,7 +156,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         return [max(-self.clip, min(self.clip, reward)) for reward in rewards] if self.clip else rewards
 
     def held_out(self) -> dict[str, float]:
-        """Return reward, KL and length of one sampled answer per held-out prompt; held_out.jsonl gets each answer's.
+        """Return reward, KL and length of a sampled answer per held-out prompt, and write them to held_out.jsonl.
 
         ``eval_kl`` is the mean over answers of sum_t (logp_t - ref_t) in nats, whose expectation is the KL of the
         policy's answers to those of the model that it started from. The random numbers are the same at each evaluation,
@@ -179,7 +179,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         return {f"eval_{name}": sum(n[name] for n in everyone) / len(everyone) for name in names}
 
     def _held_out_answers(self, rows: Sequence[Fields]) -> list[Json]:
-        """The numbers of one sampled answer to each prompt."""
+        """Sample an answer to each prompt and measure it."""
         tokenizer: Passed = self.processing_class
         model, device, end = self.bare_model(), self.args.device, tokenizer.eos_token_id
         ids, mask = padded([row["prompt_ids"] for row in rows], tokenizer.pad_token_id, device, left=True)
@@ -206,7 +206,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         return measured
 
     def token_logps(self, model: Passed, ids: torch.Tensor, mask: torch.Tensor, answer: int) -> torch.Tensor:
-        """The log-probabilities of the last ``answer`` tokens, [sequences, answer]; 0 where the mask has none."""
+        """Return the log-probabilities of the last ``answer`` tokens, [sequences, answer]; 0 where masked."""
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-answer] = -100
         with self.accelerator.autocast():
@@ -215,7 +215,7 @@ class PolicyTrainer(TunedTrainer, _Online):
 
 
 class ReMaxTrainer(PolicyTrainer):
-    """ReMax on TRL's RLOOTrainer, which lacks it; see above for the equations.
+    """ReMax on TRL's RLOOTrainer; the module's docstring has the equations.
 
     Of the two answers per prompt the first is sampled, and the second is greedy: RLOO's baseline of the first, the mean
     reward of the others, is then the greedy answer's reward. The greedy answers are dropped before the forward pass
@@ -288,12 +288,12 @@ def remax_weights(
 
 
 def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute the loss of a batch, a scalar, from the tokens' weights and log-probabilities, [answers, tokens]."""
+    """Compute a batch's loss, a scalar, from the tokens' weights and log-probabilities, [answers, tokens]."""
     return -(weight * logps * mask).sum() / mask.sum().clamp(min=1)
 
 
 def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
-    """Replace the held-out answers of this and later steps, which a resumed run repeats, by this evaluation's."""
+    """Write an evaluation's held-out answers, replacing those from this step on, which a resumed run repeats."""
     lines, fault = parse_lines(path)
     if fault is not None:
         logger.warning("%s; lines that are no records are left out", fault)
@@ -302,7 +302,7 @@ def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
 
 
 def reward_gain(path: Path) -> Json:
-    """Compare the held-out reward of the first evaluation and the last, with a 95 % interval over the prompts.
+    """Return the gain in held-out reward from first to last evaluation, with a 95 % interval over the prompts.
 
     The interval is Student's for paired differences. Empty for fewer than two evaluations or two prompts.
     """
@@ -321,7 +321,7 @@ def reward_gain(path: Path) -> Json:
 
 
 class PolicyOptimization(TuningStage[RlhfSettings]):
-    """InstructGPT's third step; by default ReMax with Adam-mini's KL and clipping."""
+    """Trains a policy on rewards: InstructGPT's third step, by default ReMax with Adam-mini's KL and clipping."""
 
     kind = Kind.RLHF
     record = RlhfSettings
@@ -345,7 +345,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         return digest
 
     def encoded(self, row: Fields) -> Json:
-        """A prompt: its text, its token ids, and its row as JSON."""
+        """Encode a prompt: its text, its token ids, and its row as JSON."""
         if row.get("tools"):
             raise ValueError("the field 'tools' has tools, which no policy here calls")
         prompt = prompt_of(row)
@@ -390,7 +390,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
 
 class PromptOrder(TrainOrder):
-    """The training order of prompts for TRL's online trainers, each prompt ``copies`` times in a row.
+    """The training order of prompts for TRL's online trainers, with ``copies`` of each prompt in a row.
 
     TRL answers the prompts of ``steps_per_generation`` micro-batches, by default a step's, at the first of them, trains
     on all of them ``num_iterations`` times, and ignores what it is given at the others.

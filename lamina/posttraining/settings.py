@@ -98,7 +98,7 @@ class DataSettings(Settings, group="data"):
     skip_bad: bool = setting(False, "leave out rows that can't be used, and count them, rather than stop")
 
     def check_names(self) -> None:
-        """Raise UserError for examples that do not exist."""
+        """Raise UserError for missing files of examples."""
         super().check_names()
         for name in ("data", "eval_data"):
             if (source := getattr(self, name)) is not None:
@@ -106,7 +106,7 @@ class DataSettings(Settings, group="data"):
 
 
 class LoraSettings(Settings, group="LoRA"):
-    """LoRA, in place of training all weights."""
+    """LoRA, which trains added matrices and not all weights."""
 
     lora_rank: int = setting(0, "train LoRA matrices of this rank, not all weights (0: all weights)", at_least(0))
     lora_alpha: float | None = setting(None, "LoRA's scale times the rank (default: twice the rank)", above(0.0))
@@ -119,7 +119,7 @@ class LoraSettings(Settings, group="LoRA"):
 
 
 class MemorySettings(Settings, group="machine"):
-    """What a model takes in memory, and its attention kernel."""
+    """The type of the weights in memory, and the attention kernel."""
 
     weights: Literal["fp32", "bf16", "nf4", "int8"] = setting(
         "fp32",
@@ -133,12 +133,12 @@ class MemorySettings(Settings, group="machine"):
 
     @property
     def quantized(self) -> bool:
-        """Whether the linear layers are quantized, so that only LoRA's matrices are trained and saved on the way."""
+        """Whether the linear layers are quantized; only LoRA's matrices are then trained and checkpointed."""
         return self.weights in ("nf4", "int8")
 
 
 def _outside(*kinds: str) -> dict[str, tuple[str, ...]]:
-    """The options that a job takes of peft, of TRL's trainers of these kinds, and of the Trainer."""
+    """Return the options that a job accepts for peft, for TRL's trainers of these kinds, and for Trainer."""
     return {
         "lora": (*LORA, "use_peft", "task_type"),
         "trl": tuple(f"trl/trainer/{kind}_config.py" for kind in kinds),
@@ -164,7 +164,7 @@ class TuningSettings(
     EndSettings,
     OutputSettings,
 ):
-    """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs`` until the data are read."""
+    """The settings that all jobs after pretraining share; ``steps`` is 0 until ``epochs`` decides it."""
 
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = _outside("sft")
 
@@ -196,11 +196,11 @@ class TuningSettings(
 
     @property
     def changes_base(self) -> bool:
-        """Whether LoRA changes weights besides its matrices, so that the model without them is not the start."""
+        """Whether LoRA changes other weights too, so that without its matrices the start is not restored."""
         return bool(self.lora.keys() & {"bias", "init_lora_weights"})
 
     def check(self) -> None:
-        """Check what depends on the number of steps once it is known. Raises UserError that names the field."""
+        """Raise UserError for contradictory values; what depends on the number of steps waits until it is known."""
         if self.steps:
             super().check()
             self.as_run()
@@ -215,7 +215,7 @@ class TuningSettings(
             self.refuse_unused(*lora, here="without LoRA", allowed="with --lora-rank")
 
     def as_run(self) -> PretrainSettings:
-        """The settings that any training run has, for code that is shared with pretraining."""
+        """Return the settings that any training run has, for code shared with pretraining."""
         shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name != "from_model"}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
         return PretrainSettings.from_dict(shared)
@@ -225,7 +225,7 @@ _MAIN = ("from_model", "data", "template", "sequence_length", "epochs", "batch_s
 
 
 class SftSettings(TuningSettings):
-    """One fine-tuning run."""
+    """The settings of a fine-tuning run."""
 
     command_name = "sft"
     main = (*_MAIN, "preset", "output")
@@ -248,7 +248,7 @@ class SftSettings(TuningSettings):
     output: str = changed("runs/sft")
 
     def check(self) -> None:
-        """Raise UserError for settings that do not go together."""
+        """Raise UserError for contradictory values."""
         super().check()
         if self.eval_tasks is None and self.best_by not in ("last", "loss"):
             raise unknown("best_by", self.best_by, ("last", "loss"))
@@ -257,12 +257,12 @@ class SftSettings(TuningSettings):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Read settings by name, over those of their preset."""
+        """Read settings by name; they override those of their preset."""
         return super().from_dict(with_preset(data))
 
 
 def with_preset(given: Mapping[str, object]) -> Json:
-    """Return the user's settings over their preset's. Raises UserError for an unknown preset."""
+    """Merge a user's settings over their preset's. Raises UserError for an unknown preset."""
     name = given.get("preset")
     if name is None:
         return dict(given)
@@ -272,7 +272,7 @@ def with_preset(given: Mapping[str, object]) -> Json:
 
 
 class RewardSettings(TuningSettings):
-    """One reward model."""
+    """The settings of a reward model's training."""
 
     command_name = "reward"
     outside = _outside("reward")
@@ -284,7 +284,7 @@ class RewardSettings(TuningSettings):
 
 
 class DpoSettings(TuningSettings):
-    """One run of direct preference optimization."""
+    """The settings of a run of direct preference optimization."""
 
     command_name = "dpo"
     outside = _outside("dpo")
@@ -296,7 +296,7 @@ class DpoSettings(TuningSettings):
 
 
 class RlhfSettings(TuningSettings):
-    """One policy."""
+    """The settings of a policy's training."""
 
     command_name = "rlhf"
     outside = _outside("rloo", "grpo")
@@ -341,7 +341,7 @@ class RlhfSettings(TuningSettings):
     output: str = changed("runs/rlhf")
 
     def check(self) -> None:
-        """Raise UserError for settings that do not go together."""
+        """Raise UserError for contradictory values."""
         super().check()
         count = len(self.reward_models()) + len(self.reward_functions())
         if self.reward_weights is not None and len(self.weights_of_rewards()) != count:
@@ -362,15 +362,15 @@ class RlhfSettings(TuningSettings):
             self.refuse_unused("kl_per", allowed="with --algorithm remax")
 
     def reward_models(self) -> list[str]:
-        """The reward models' folders."""
+        """Return the reward models' folders."""
         return entries(self.reward_model)
 
     def reward_functions(self) -> list[str]:
-        """The reward functions, each FILE.py:NAME."""
+        """Return the reward functions, each FILE.py:NAME."""
         return entries(self.reward_function)
 
     def weights_of_rewards(self) -> list[float]:
-        """The factors on the rewards, models first."""
+        """Return the factors on the rewards, models first."""
         if self.reward_weights is None:
             return [1.0] * (len(self.reward_models()) + len(self.reward_functions()))
         return [float(part) for part in entries(self.reward_weights)]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on TRL's SFTTrainer, on tokens that are encoded here."""
+"""Supervised fine-tuning on TRL's SFTTrainer, with tokens encoded here."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class SftTrainer(TunedTrainer):
-    """A mixin for TRL's SFTTrainer: the held-out loss is the mean over all held-out tokens, whatever the batches."""
+    """A mixin for TRL's SFTTrainer; the held-out loss is the mean over all held-out tokens, however batched."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss in nats per token that counts, and the share of them predicted right."""
+        """Return the mean loss per label, in nats, and the share of labels predicted correctly."""
         data: Passed = self.eval_dataset
         model = self.bare_model()
 
@@ -42,7 +42,7 @@ class SftTrainer(TunedTrainer):
 
 
 class SupervisedFineTuning(TuningStage[SftSettings]):
-    """The mean negative log-likelihood of the answers' tokens."""
+    """Trains on the mean negative log-likelihood of the answers' tokens."""
 
     kind = Kind.SFT
     record = SftSettings

@@ -1,4 +1,4 @@
-"""The model that a job after pretraining starts from, and its tokenizer."""
+"""The model and tokenizer that a job after pretraining starts from."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _PLACED = (LaminaConfig.model_type, *conversions(), "gemma3")  # Lamina's own, a
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a job starts from.
+    """The model that a job starts from.
 
     Attributes:
         tokenizer: the model's, with an end-of-text and a padding token.
@@ -98,7 +98,7 @@ class Start:
         return self._attending(model)
 
     def scorer(self) -> PreTrainedModel:
-        """Return the model with a score at the last token in place of its readout; the score's weights are new."""
+        """Return the model with a newly drawn score at the last token in place of its readout."""
         if self.plan is None:
             config = copy.deepcopy(self.config)
             config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
@@ -129,7 +129,7 @@ class Start:
         return model.train()
 
     def _attending(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Set the attention kernel. Raises UserError for one that transformers, or this machine, does not have."""
+        """Set the attention kernel. Raises UserError for one that transformers or this machine lacks."""
         if self.attention != "auto":
             known = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
             if self.attention not in known and "/" not in self.attention:  # a kernel of the hub
@@ -143,7 +143,7 @@ class Start:
 
 
 def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
-    """Look at the model of ``from_model``. Raises UserError if it can't be read or its tokenizer does not fit."""
+    """Inspect the model of ``from_model``. Raises UserError if it can't be read or its tokenizer does not fit."""
     path = str(settings.from_model)
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
@@ -187,7 +187,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
 
 
 def _check_liger(start: Start, settings: TuningSettings) -> None:
-    """Raise UserError if Liger has no layers for a model, or can't run here."""
+    """Raise UserError if Liger lacks layers for a model, or can't run here."""
     name = "trainer.use_liger_kernel"
     if start.plan is not None:
         raise UserError(
@@ -203,7 +203,7 @@ def _check_liger(start: Start, settings: TuningSettings) -> None:
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
-    """Raise UserError for a model that writes no text, or that transformers can't give a job's head."""
+    """Raise UserError for a model that generates no text, or that transformers can't give a job's head."""
     if plan is None:  # of BERT and the like transformers has a model with a readout, too, which sees what comes next
         causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
         writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -221,7 +221,7 @@ def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: 
 
 
 def _has_score(config: PreTrainedConfig) -> bool:
-    """Return whether transformers has the model with a ``score`` at the last token."""
+    """Return whether transformers has this model with a ``score`` at the last token."""
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return False
     with torch.device("meta"), quiet():
@@ -250,7 +250,7 @@ def _check_outline(start: Start, settings: TuningSettings) -> None:
 
 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
-    """Quantize every linear layer but the readout by bitsandbytes, on the run's device, if the settings ask for it.
+    """Quantize all linear layers but the readout with bitsandbytes, on the run's device, if the settings ask for it.
 
     nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), int8 LLM.int8(). ``dtype``: in which nf4's
     products are computed. Checkpoints hold such a model's trained weights alone.
@@ -279,7 +279,7 @@ def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtyp
 
 
 def lora_of(settings: TuningSettings) -> LoraConfig:
-    """Return peft's configuration. Raises UserError for an option that Lamina does not pass on, or peft refuses."""
+    """Build peft's configuration. Raises UserError for an option that Lamina does not pass on or peft refuses."""
     from peft import LoraConfig
 
     named, given = settings.lora_targets, {name: value for name, value in settings.lora.items() if name in LORA}
@@ -302,7 +302,7 @@ def lora_of(settings: TuningSettings) -> LoraConfig:
 
 
 def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | None:
-    """Add LoRA matrices to a model's linear layers, which are then frozen; None if none are requested.
+    """Add LoRA matrices to a model's linear layers and freeze the layers; return None without LoRA.
 
     A reward model's score is trained whole.
     """
@@ -327,7 +327,7 @@ def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | No
 
 
 def merged(model: PreTrainedModel, tuner: PeftModel | None, adapter: Path | None = None) -> PreTrainedModel:
-    """Add the LoRA matrices to the model's weights; ``adapter``: the folder that keeps them in peft's form."""
+    """Merge the LoRA matrices into the model's weights; also save them in peft's form in ``adapter``, if given."""
     if tuner is None:
         return model
     if adapter is not None:
@@ -342,19 +342,19 @@ def set_trained(model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> 
 
 
 def numel(parameter: torch.Tensor) -> int:
-    """Return the number of a parameter's values; bitsandbytes packs two of 4 bits into a byte."""
+    """Count a parameter's values; bitsandbytes packs two of 4 bits into a byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the weights that are trained, by name; of a sharded model the parts of them."""
+    """Return the trained weights by name; for a sharded model, this process's parts."""
     reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _save_adapter(tuner: PeftModel, folder: Path) -> None:
-    """Write the LoRA matrices, and what is trained whole, as peft reads them."""
+    """Save the LoRA matrices, and weights trained whole, in peft's form."""
     from peft import get_peft_model_state_dict
 
     tensors = get_peft_model_state_dict(tuner, save_embedding_layers=False)

@@ -1,4 +1,4 @@
-"""The additions to every TRL trainer: checkpoints, order, guard, layer monitor, and no telemetry."""
+"""Lamina's additions to every TRL trainer: checkpoints, order, guard, layer monitor; and no telemetry."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ Passed: TypeAlias = Any
 
 
 def trl(name: str) -> Passed:
-    """A class or function of TRL by its name. TRL is an extra, and its own overrides differ in their signatures."""
+    """Import a class or function of TRL, an extra; untyped, since its overrides differ in their signatures."""
     import trl as library
 
     return getattr(library, name)
 
 
 def check_trl(options: Json, theirs: str, offered: Collection[str]) -> None:
-    """Raise UserError for an option that the configuration of TRL's trainer does not have, or that Lamina decides.
+    """Raise UserError for an option that the configuration of TRL's trainer lacks, or that Lamina decides.
 
     ``offered``: the job's own settings.
     """
@@ -80,7 +80,7 @@ def check_trl(options: Json, theirs: str, offered: Collection[str]) -> None:
 
 
 class NoReference(nn.Module):
-    """What TRL's trainers are given as the reference model where the policy without its LoRA matrices is it."""
+    """A placeholder for TRL's reference model if that is the policy without its LoRA matrices."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -114,7 +114,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         """Send nothing: TRL would report the model type and the machine of every run."""
 
     def create_model_card(self, *args: object, **kwargs: object) -> None:
-        """Write no card into a checkpoint."""
+        """Do nothing: a checkpoint gets no card."""
 
     def training_step(self, *args: Passed, **kwargs: Passed) -> torch.Tensor:
         with self._arguments_told():
@@ -125,7 +125,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     @contextmanager
     def _arguments_told(self) -> Iterator[None]:
-        """Raise UserError for an argument of TRL's that it checks where it uses it."""
+        """Turn TRL's late errors about its arguments into UserError."""
         try:
             yield
         except ValueError as error:
@@ -134,7 +134,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
             raise UserError(f"trl: {one_line(error)}") from error
 
     def state_dict(self) -> Json:
-        """The same as for pretraining, and what TRL has measured since the last record."""
+        """Return the state as in pretraining, and TRL's measures since the last record."""
         counts = {"train_tokens": self.tokens_seen, "measured": dict(self._metrics["train"])}
         return {**super().state_dict(), **counts}
 
@@ -150,7 +150,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         return int(self._total_train_tokens)
 
     def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
-        """Measure every held-out example once, whatever the batches and the processes, and log it."""
+        """Measure every held-out example once, for any batches and processes, and log the result."""
         with self._arguments_told():
             metrics = self.held_out()
         self.evaluation = self.watched.measure(self)
@@ -161,12 +161,12 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
 
     @abstractmethod
     def held_out(self) -> dict[str, float]:
-        """Return the metrics of the held-out examples, by ``eval_NAME``."""
+        """Measure the held-out examples; the names of the metrics begin with ``eval_``."""
 
     def held_out_batches(
         self, measure: Callable[[list[int]], T], count: int | None = None, size: int | None = None
     ) -> list[T]:
-        """Measure this process's share of ``count`` items, by default the held-out examples, given their places.
+        """Measure this process's share of ``count`` items, given their indices; by default the held-out examples.
 
         ``size``: of a batch; by default that of an evaluation.
         """
@@ -181,7 +181,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         return measured[: math.ceil(len(mine) / size)]
 
     def without_adapters(self, **inputs: Passed) -> Passed:
-        """Return the output of the model that training began with: this one, its LoRA matrices switched off."""
+        """Return the output of the model without its LoRA matrices, as it was before training."""
         tuner = self.tuner
         assert tuner is not None
         tuner.disable_adapter_layers()
@@ -192,18 +192,18 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
             tuner.enable_adapter_layers()
 
     def in_precision(self, **inputs: Passed) -> Passed:
-        """Return the model's output in the run's precision, also before accelerate has wrapped the model."""
+        """Return the model's output in the run's precision, also before accelerate wraps the model."""
         with self.accelerator.autocast():
             outputs = self.bare_model()(**inputs)
         return convert_to_fp32(outputs) if self.accelerator.native_amp else outputs
 
     def bare_model(self) -> Passed:
-        """Return the model without the wrappers of accelerate and DDP, with LoRA's matrices in its layers."""
+        """Return the model without the wrappers of accelerate and DDP; LoRA's matrices stay in it."""
         assert isinstance(self.model, nn.Module)
         return self.accelerator.unwrap_model(self.model)
 
 
 @cache
 def trainer_class(own: type[TunedTrainer], theirs: str) -> type[TunedTrainer]:
-    """Make TRL's trainer of a name, such as SFT, with Lamina's part, once it is needed: TRL is an extra."""
+    """Combine Lamina's part with the TRL trainer of a name, such as SFT; TRL, an extra, is imported only here."""
     return type(f"Lamina{theirs}Trainer", (own, trl(f"{theirs}Trainer")), {})

@@ -1,4 +1,4 @@
-"""The shared parts of the stages after pretraining: starting model, rows as examples, LoRA, best weights."""
+"""The shared parts of the stages after pretraining: the model at the start, encoded rows, LoRA, the best weights."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _TIMES = ("_runtime", "_per_second", "_time")
 
 
 class TuningRecorder(RunRecorder):
-    """RunRecorder with the trainer's own metrics: ``NAME`` in records of training, ``eval_NAME`` in evaluations."""
+    """RunRecorder with the trainer's metrics: ``NAME`` in training records, ``eval_NAME`` in evaluations."""
 
     _evaluation: Mapping[str, object] = MappingProxyType({})
     last_measured: Mapping[str, object] = MappingProxyType({})
@@ -106,7 +106,7 @@ class TuningRecorder(RunRecorder):
         return super().has_evaluated(step) and bool(self.last_measured)
 
     def tokens_at(self, step: int) -> int:
-        """The tokens trained on by now, padding not counted."""
+        """Return the tokens trained on so far, without padding."""
         assert isinstance(self.trainer, TunedTrainer)
         return self.trainer.tokens_seen
 
@@ -116,7 +116,7 @@ class TuningRecorder(RunRecorder):
         super().on_log(args, state, control, logs, **kwargs)
 
     def measured(self, logs: Json) -> Json:
-        """The trainer's metrics, with _ for / in their names."""
+        """Return the trainer's metrics, with _ for / in their names."""
         return _numbers(logs)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
@@ -124,7 +124,7 @@ class TuningRecorder(RunRecorder):
         return dict(self.last_measured)
 
     def state_dict(self) -> Json:
-        """Return pretraining's state and the last evaluation's measures, so that it is not recorded twice."""
+        """Return RunRecorder's state and the last evaluation's measures, so that it is recorded once."""
         return {**super().state_dict(), "last_measured": dict(self.last_measured)}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -149,7 +149,7 @@ BEST_WEIGHTS, BEST_NOTE = "best.safetensors", "best.json"
 
 
 class BestWeights(TrainerCallback):
-    """Keeps the trained weights of the evaluation with the lowest held-out loss, or with the best score on a task.
+    """Keeps the trained weights of the evaluation with the lowest held-out loss or the best score on a task.
 
     Args:
         by: "loss", or the task's name.
@@ -172,7 +172,7 @@ class BestWeights(TrainerCallback):
         self.metrics: Json = dict(best.get("metrics", {}))
 
     def on_evaluate(self, args: Passed, state: Passed, control: Passed, **kwargs: Passed) -> None:
-        """Keep the weights if none were better."""
+        """Keep the weights if this evaluation is the best so far."""
         metrics: Json = kwargs["metrics"]
         loss = self.processes.by_first(lambda: self._loss(metrics))
         if not loss < self.loss:
@@ -185,7 +185,7 @@ class BestWeights(TrainerCallback):
         self.processes.by_first(lambda: self._write(tensors))
 
     def _loss(self, metrics: Json) -> float:
-        """The number that is lowest at the best evaluation: a score on a task counts with the other sign."""
+        """Return the number to minimize: the held-out loss, or a task's score, negated if higher is better."""
         if self.by == "loss":
             return metrics["eval_loss"]
         scores = (self.trainer.evaluation.tasks or {}).items()
@@ -198,21 +198,21 @@ class BestWeights(TrainerCallback):
         write_json(self.folder / BEST_NOTE, {"step": self.step, "loss": self.loss, "metrics": self.metrics})
 
     def restore(self) -> Json:
-        """Put the best weights into the model; returns what result.json says of them."""
+        """Load the best weights into the model; return their columns of result.json."""
         if self.step < 0:
             return {}
         set_trained(self.model, load_file(self.folder / BEST_WEIGHTS))
         return {**self.metrics, "best_step": self.step}
 
     def forget(self) -> None:
-        """Delete the kept weights of a run without checkpoints; with checkpoints, they can restore a damaged model."""
+        """Delete the kept weights unless the run has checkpoints, from which a damaged model can be restored."""
         if not Checkpoints(self.folder / "checkpoints").paths():
             for name in (BEST_NOTE, BEST_WEIGHTS):
                 (self.folder / name).unlink(missing_ok=True)
 
 
 class Watched:
-    """What a model may forget while it is tuned: a second text and tasks, measured with every evaluation.
+    """A second text and tasks that tuning may make a model forget, measured with every evaluation.
 
     Args:
         processes: the first of them scores the tasks.
@@ -238,7 +238,7 @@ class Watched:
             raise unknown("best_by", best_by, known)
 
     def measure(self, trainer: TunedTrainer) -> LastEvaluation:
-        """Return the loss on the text, in nats per token, and the scores; all processes call it."""
+        """Return the loss on the text, in nats per token, and the tasks' scores; all processes call it."""
         second, scores = None, None
         if self.blocks is not None:
             chosen, blocks = spread(len(self.blocks), self.run.eval_blocks), self.blocks
@@ -256,7 +256,7 @@ class Watched:
 
 
 class TuningStage(TrainingStage[S]):
-    """A stage after pretraining, on TRL's trainer for it.
+    """A stage after pretraining, on a trainer of TRL's.
 
     Attributes:
         part: Lamina's part of the trainer.
@@ -299,15 +299,15 @@ class TuningStage(TrainingStage[S]):
 
     @abstractmethod
     def encoded(self, row: Fields) -> Json:
-        """Encode a row; ValueError says why it can't be used."""
+        """Encode a row. Raises ValueError with the reason if it can't be used."""
 
     def dataset(self, encoded_rows: Dataset, *, train: bool) -> Dataset:
-        """Return encoded rows as TRL's trainer takes them; ``train``: to train on, not to evaluate."""
+        """Convert encoded rows to the form that TRL's trainer takes; ``train`` is False for an evaluation's."""
         chosen = encoded_rows.select_columns([field for _, field in self.columns])
         return chosen.rename_columns({field: name for name, field in self.columns})
 
     def template(self) -> str | None:
-        """Choose the template before the first row is read."""
+        """Choose the template, before the first row is read; None leaves texts unchanged."""
         return read_template(self.settings.template, self.start.tokenizer, default=None)
 
     def counts(self, train: Dataset) -> Json:
@@ -315,11 +315,11 @@ class TuningStage(TrainingStage[S]):
         return {}
 
     def rewards(self) -> str:
-        """Return a hash of what else the stage reads (a reward model), checked before the data are read."""
+        """Hash the stage's further inputs, such as a reward model, and check them before the data are read."""
         return ""
 
     def finish(self, run: TrainingRun) -> Json:
-        """Return what result.json holds besides the numbers that all stages have."""
+        """Return the columns of result.json that only this stage has."""
         return {}
 
     def given(self, settings: S | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -359,7 +359,7 @@ class TuningStage(TrainingStage[S]):
             self.ordered = partial(TrainOrder, lengths=[sum(map(len, row)) for row in zip(*columns, strict=True)])
 
     def read_examples(self) -> None:
-        """Look at the model, then read and encode the data. Raises UserError."""
+        """Find the starting model, then read and encode the data. Raises UserError."""
         settings = self.settings
         self.start = find_start(settings, self.head)
         rewards, tokenizer = self.rewards(), self.start.tokenizer
@@ -397,13 +397,13 @@ class TuningStage(TrainingStage[S]):
         self.identity = TuningIdentity(self, data, self.start.fingerprint, rewards)
 
     def reference(self) -> PreTrainedModel | NoReference:
-        """Load the model that a policy is held to; with LoRA it is the policy itself, without a second copy."""
+        """Load the model to which the policy is held; with LoRA, the policy itself serves as that."""
         if self.tuner is not None and not self.settings.changes_base:
             return NoReference(self.start.config)
         return self.shared(self.start.policy().eval().requires_grad_(False))
 
     def shared(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Shard a model over the processes if they do not hold it whole."""
+        """Shard a model over the processes under FSDP2."""
         settings, processes = self.settings, self.processes
         if processes.parallel == "fsdp2":
             bf16 = settings.precision == "bf16" and settings.weights == "fp32"
@@ -452,11 +452,11 @@ class TuningStage(TrainingStage[S]):
         return [self.best] if by != "last" else []
 
     def fields(self, run: TrainingRun) -> Json:
-        """Return TRL's arguments that the stage decides."""
+        """Return the arguments of TRL that the stage decides."""
         return {}
 
     def options(self, arguments: TrainingArguments) -> Json:
-        """Return what the stage's trainer takes besides what all of TRL's do."""
+        """Return arguments that only this stage's trainer takes."""
         return {}
 
     def trainer(self, run: TrainingRun) -> TunedTrainer:
@@ -565,7 +565,7 @@ _COUNTS = {"examples": "examples to train on", "held_out": "examples held out", 
 
 
 def split(encoded_rows: Dataset, settings: TuningSettings, held_out: Dataset | None) -> tuple[Dataset, Dataset]:
-    """Return the rows to train on and those of an evaluation, by default a fixed share of the rows.
+    """Return the rows to train on and those to evaluate, by default a fixed share of all rows.
 
     The share does not depend on the seed, so that runs of several seeds are evaluated on the same rows. If it has more
     rows than ``eval_examples``, the others are trained on.
@@ -586,7 +586,7 @@ def _thinned(items: Sequence[int], settings: TuningSettings) -> list[int]:
 
 
 def fingerprint(*parts: Dataset) -> str:
-    """Hash encoded rows, each by the fields that it has."""
+    """Hash encoded rows; a row's missing fields do not count."""
     digest = hashlib.sha256()
     for columns in chain.from_iterable(cast("Iterator[Json]", part.iter(BATCH)) for part in parts):
         for values in zip(*columns.values(), strict=True):
@@ -596,7 +596,7 @@ def fingerprint(*parts: Dataset) -> str:
 
 
 def monitored(sequences: Iterable[Sequence[int]], count: int = 4) -> torch.Tensor:
-    """Choose a few sequences for the layer monitor, cut to the shortest of them: [sequences, tokens]."""
+    """Choose the longest sequences for the layer monitor, cut to equal length: [sequences, tokens]."""
     longest = heapq.nlargest(count, sequences, key=len)
     length = min(map(len, longest))
     return torch.tensor([list(ids[:length]) for ids in longest])
@@ -604,7 +604,7 @@ def monitored(sequences: Iterable[Sequence[int]], count: int = 4) -> torch.Tenso
 
 @dataclass(frozen=True)
 class TuningIdentity:
-    """What a run computes, as stored in its checkpoints and its folder.
+    """The settings and hashes of a run, as its checkpoints and its folder store them.
 
     Attributes:
         stage: whose settings the run has.
@@ -619,11 +619,11 @@ class TuningIdentity:
     rewards: str = ""
 
     def state_dict(self) -> Json:
-        """The settings and the hashes, by the names that a pretraining run's checkpoint has."""
+        """Return the settings and the hashes, under the names in a pretraining run's checkpoint."""
         return {"settings": self.stage.settings.to_dict(), **self.text}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Do nothing: ``refuse_changes`` compared it before the folder was touched."""
+        """Do nothing: ``refuse_changes`` has compared the state before the folder was touched."""
 
     @property
     def text(self) -> dict[str, str]:
@@ -631,7 +631,7 @@ class TuningIdentity:
         return {"plan": self.model, "text": self.data, "rewards": self.rewards}
 
     def refuse_changes(self, folder: Path) -> None:
-        """Raise UserError if the examples or the model have changed since the run in ``folder`` began."""
+        """Raise UserError if the examples, the model or the rewards have changed since the run began."""
         before = {**noted(folder / DATA), **known_of(folder)}
         settings, rewards = self.stage.settings.to_dict(), "reward_function"
         rewards = rewards if settings.get(rewards) is not None else "reward_model"

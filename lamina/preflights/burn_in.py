@@ -1,4 +1,4 @@
-"""The burn-in: the first steps of a planned run, or of a narrow stand-in, with measurements by layer."""
+"""The burn-in: the first steps of a planned run, or of a narrower stand-in, with measures by layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FP16_MAX = 65504.0
 
 @dataclass(frozen=True, kw_only=True)
 class Proxy:
-    """A stand-in for the planned run: its settings, its plan, and how weights and rates scale with the width.
+    """A stand-in for the planned run: settings, plan, and how weights and rates scale with the width.
 
     ``settings`` are the planned ones except for width, heads and blocks per step; ``scaling`` is the planned run's
     own or, for a narrower stand-in, the standard parametrization's with the planned width as its base.
@@ -58,12 +58,12 @@ class Proxy:
 
     @property
     def init(self) -> str:
-        """The initializer, also where the settings leave it to the placement."""
+        """The initializer; if the settings leave it to the placement, the placement's."""
         return recommended(self.plan) if self.settings.init == "recommended" else self.settings.init
 
     @property
     def note(self) -> str:
-        """A sentence about the differences from the planned run; empty if there are none."""
+        """A sentence about the differences from the planned run; "" without any."""
         parts = []
         if self.hidden_size != self.planned_hidden_size:
             parts.append(
@@ -77,7 +77,7 @@ class Proxy:
 
 
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
-    """Reduce the planned run until ``steps`` take at most ``flops``: fewer blocks per step, then a narrower model.
+    """Reduce the planned run until ``steps`` cost at most ``flops``: fewer blocks per step, then a narrower model.
 
     Depth is never reduced; a step keeps at least 256 tokens; the width is halved as long as the backbone allows it,
     down to 64.
@@ -117,7 +117,7 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
 
 
 def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrainedModel:
-    """The model to measure, initialized as `lamina pretrain` does for this seed.
+    """Build the model to measure, initialized as `lamina pretrain` would for this seed.
 
     Raises UserError for a width that is invalid for the placement or the backbone.
     """
@@ -150,7 +150,7 @@ class Snapshot:
 def take_snapshot(
     model: PreTrainedModel, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
 ) -> Snapshot:
-    """Measure ``model`` on held-out token ids [sequences, tokens]; restores its mode and clears its gradients.
+    """Measure ``model`` on held-out token ids [sequences, tokens]; restore its mode and clear its gradients.
 
     ``unigram`` [sequences]: the loss of a constant prediction on each, in nats per token.
 
@@ -192,7 +192,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return each sequence's cross-entropy, and the gain of all over the mean prediction."""
+    """Return each sequence's cross-entropy, and how many nats the predictions beat their own mean by."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -265,23 +265,23 @@ class BurnIn:
 
     @property
     def planned(self) -> PretrainSettings:
-        """The planned run's settings, but for width, heads and blocks per step."""
+        """The planned run's settings, except for width, heads and blocks per step."""
         return self.proxy.settings
 
     def spent(self, step: int) -> float:
-        """The sum of the learning rates of the first ``step`` steps, divided by that of the whole planned run."""
+        """Return the learning rates of the first ``step`` steps, summed, as a share of the planned run's sum."""
         whole = self.planned.learning_rate * rates_until(self.planned, self.planned.steps)
         return sum(self.learning_rates[:step]) / whole
 
     def step_at(self, share: float) -> int:
-        """Return the first step at which this share of the planned run's summed rates is spent, or the last step."""
+        """Return the first step by which this share of the planned run's summed rates is spent, or the last step."""
         steps = self.planned.steps
         target = share * rates_until(self.planned, steps) * (1.0 - 1e-9)
         return min(steps, bisect_left(range(steps), target, key=lambda step: rates_until(self.planned, step)))
 
 
 def rates_until(settings: PretrainSettings, step: int) -> float:
-    """The sum of the planned run's learning rates over its first ``step`` steps, in units of the peak.
+    """Return the sum of the planned learning rates over the first ``step`` steps, in units of the peak.
 
     In closed form (for the cosine, Dirichlet's kernel), since a run may have billions of steps.
     """
@@ -296,7 +296,7 @@ def rates_until(settings: PretrainSettings, step: int) -> float:
 
 
 class BurningIn:
-    """A model that takes the first steps of a planned run: call ``train``, then ``record``.
+    """A model that takes the first steps of a planned run; call ``train``, then ``record``.
 
     A planned warm-up longer than ``longest_warmup`` is shortened to that, so that the burn-in reaches the peak rate;
     that is harder on the model than the run itself. ``tick`` is called after each step.
@@ -334,7 +334,7 @@ class BurningIn:
         self._measure()
 
     def train(self, stops: Iterator[int]) -> None:
-        """Train up to each step that ``stops`` yields, and measure there; the end of ``stops`` ends the burn-in.
+        """Train up to each step that ``stops`` yields, and measure there; end when ``stops`` does.
 
         The next stop is requested after the measurement, so it may depend on it. A loss or gradient that is not
         finite also ends the burn-in.
@@ -374,7 +374,7 @@ class BurningIn:
 
 
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
-    """The unigram loss of each probe sequence in nats per token [sequences], from the train split's frequencies.
+    """Return each probe sequence's unigram loss, by the train split's frequencies, in nats per token [sequences].
 
     The add-one smoothed frequencies come from a million tokens; in a mix, from a million of each corpus.
     """

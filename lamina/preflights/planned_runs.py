@@ -1,4 +1,4 @@
-"""`lamina preflight`: burn-ins of planned runs, their verdicts, and with a folder the records for the page."""
+"""`lamina preflight`: burn-ins of planned runs, their verdicts, and records for the page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FLOPS = {"cpu": 1e12, "cuda": 1e14}
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """One planned run: its measurements and its verdict."""
+    """A planned run with its burn-in and its verdict."""
 
     run: PretrainSettings
     advice: str
@@ -45,7 +45,7 @@ class Preflight:
     verdict: PreflightVerdict
 
     def row(self) -> Json:
-        """The run's row of the table: the plan, the verdict, and the numbers behind it."""
+        """Return the run's row of the table: the plan, the verdict, and the numbers behind it."""
         proxy, first = self.burn_in.proxy, self.burn_in.snapshots[0]
         return {
             "placement": self.run.placement,
@@ -76,7 +76,7 @@ class Preflight:
 
 
 def ffn_share(shot: Snapshot) -> float:
-    """The variance that the feed-forward adds, divided by its skip's, summed over the layers.
+    """Return the variance that the feed-forward adds, divided by its skip's, summed over the layers.
 
     FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers: this sum then stays of order 1 at any depth.
     """
@@ -85,7 +85,7 @@ def ffn_share(shot: Snapshot) -> float:
 
 
 def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Preflight]:
-    """Measure every planned run of the settings; writes nothing.
+    """Measure and judge every planned run of the settings; writes nothing.
 
     Raises:
         UserError: for invalid settings, a corpus that cannot be read.
@@ -122,7 +122,7 @@ def burn_in_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> BurnIn:
-    """Burn in a planned run, measured halfway, at the end, and after each further quarter.
+    """Burn in a planned run; measure halfway, at the end, and after each further quarter.
 
     It takes the requested steps, or the warm-up plus half the requested steps if that is more. Another quarter
     follows while ``is_undecided`` holds for the features, up to three times the requested steps and 60 % of the run.
@@ -151,7 +151,7 @@ def burn_in_of(
 
 
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
-    """Return the steps of the burn-in and of its warm-up, which is at most twice the requested steps.
+    """Return the number of steps of the burn-in, and of its warm-up, at most twice the requested steps.
 
     A warm-up that is too short is unfair: placements that survive with a long one would count as lost.
     """
@@ -160,7 +160,7 @@ def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[i
 
 
 def is_open(numbers: Features) -> bool:
-    """Whether the fitted rules call the run neither fine nor lost."""
+    """Return whether the fitted rules call the run neither fine nor lost."""
     return kind_of(numbers, calibration()) in ("risky", "undecided")
 
 
@@ -178,7 +178,7 @@ def _threads(number: int | None) -> Iterator[None]:
 def preflight(
     settings: PreflightSettings | Mapping[str, Any], *, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Judge planned runs; returns one row per run. Writes the output folder, if there is one.
+    """Judge planned runs, write the output folder if there is one, and return a row per run.
 
     Raises:
         UserError: for invalid settings, a corpus that can't be read, an output folder in use.

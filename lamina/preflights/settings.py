@@ -1,4 +1,4 @@
-"""The settings of `lamina preflight`: the planned run, and how much the preflight may cost."""
+"""The settings of `lamina preflight`: the planned run, and the cost allowed for the preflight."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PreflightSettings(
     ThreadSettings,
     OutputSettings,
 ):
-    """One planned run, or several that differ in placement and learning rate."""
+    """The settings of one planned run, or of several that differ in placement and learning rate."""
 
     command_name = "preflight"
     main = (
@@ -69,14 +69,14 @@ class PreflightSettings(
     output: str | None = changed(None, help="folder for the page, the figures and the numbers (default: none)")
 
     def check(self) -> None:
-        """Raise UserError for a value that is invalid in one of the planned runs."""
+        """Raise UserError for a value that is invalid in any of the planned runs."""
         super().check()
         for run in self.runs():
             if run.steps == 1 and in_steps(run.warmup, run.steps):
                 raise UserError("steps: 1 is all warm-up, at a learning rate of 0 (allowed: 2 or more, or --warmup 0)")
 
     def runs(self) -> list[PretrainSettings]:
-        """The planned runs. Raises UserError for a value that is invalid in one of them."""
+        """Return the settings of the planned runs. Raises UserError for a value invalid in any of them."""
         common = {name: value for name, value in self.shared_with(PretrainSettings).items() if name != "output"}
         return [
             PretrainSettings(placement=spec, learning_rate=rate, **common)

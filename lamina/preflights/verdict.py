@@ -1,4 +1,4 @@
-"""The verdict on a burn-in: its deciding numbers, the fitted rules, and what they say in words.
+"""The verdict on a burn-in: the numbers that decide it, the fitted rules, and the verdict in words.
 
 The rules' coefficients are data (calibration.json), fitted by benchmarks/preflight_calibration.py on real runs. No
 placement's, initializer's or backbone's name is used.
@@ -21,7 +21,7 @@ TINY = 1e-45
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """The numbers of a burn-in at its last snapshot. Layers are 1-based blocks, 0 for the embedding's output."""
+    """The numbers of a burn-in at its last snapshot; layers are blocks from 1, and 0 is the embedding's output."""
 
     step: int
     finite: float  # 0.0 if the loss or the gradient was not finite, else 1.0
@@ -47,7 +47,7 @@ class Features:
 
 
 def features(burn_in: BurnIn, end: int = -1) -> Features:
-    """The features of a burn-in at its last snapshot (or at the one with index ``end``)."""
+    """Compute a burn-in's features at its last snapshot, or at the one with index ``end``."""
     shots = burn_in.snapshots
     last = shots[end]
     half = min(shots, key=lambda shot: abs(shot.step - last.step / 2))
@@ -95,12 +95,12 @@ FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencie
 
 @cache
 def calibration() -> Json:
-    """The rules' coefficients and their origin."""
+    """Read the rules' coefficients and their origin."""
     return json.loads((files("lamina.preflights") / "calibration.json").read_text(encoding="utf-8"))
 
 
 def kind_of(numbers: Features, fitted: Json) -> Kind:
-    """The verdict: "fine" and "risky" need a burn-in that learned, "will not train" needs a small chance."""
+    """Return the verdict: "fine" and "risky" need a burn-in that learned, "will not train" a small chance."""
     low, high = fitted["bands"]
     sure = chance(numbers, fitted)
     if learns(numbers, fitted):
@@ -109,7 +109,7 @@ def kind_of(numbers: Features, fitted: Json) -> Kind:
 
 
 def learns(numbers: Features, fitted: Json) -> bool:
-    """Whether the model uses its input and its held-out loss is clearly below a constant prediction's.
+    """Return whether the model uses its input and its held-out loss is clearly below a constant prediction's.
 
     Clearly: by a fitted margin plus two standard errors.
     """
@@ -118,7 +118,7 @@ def learns(numbers: Features, fitted: Json) -> bool:
 
 
 def chance(numbers: Features, fitted: Json) -> float:
-    """Return the probability that the run trains, by the logistic rule on progress; 0 if the model has collapsed."""
+    """Return the probability that the run trains, by the logistic rule on progress; 0 for a collapsed model."""
     if not numbers.finite or collapsed(numbers, fitted):
         return 0.0
     rule = fitted["progress"]
@@ -129,13 +129,13 @@ def chance(numbers: Features, fitted: Json) -> float:
 
 
 def collapsed(numbers: Features, fitted: Json) -> bool:
-    """Return whether a layer is cut off: its Jacobian has almost vanished, and the input is not used."""
+    """Return whether a layer is cut off: its Jacobian has almost vanished and the input is not used."""
     rule = fitted["collapse"]
     return numbers.jacobian < rule["jacobian"] and numbers.context < rule["context"]
 
 
 def progress(numbers: Features) -> dict[str, float]:
-    """The inputs of the rule on progress."""
+    """Return the inputs of the logistic rule on progress."""
     return {
         "context": math.log10(max(numbers.context, LEAST_CONTEXT)),
         "excess": min(max(numbers.excess, -1.0), 1.0),
@@ -146,12 +146,12 @@ def progress(numbers: Features) -> dict[str, float]:
 
 
 def projected(numbers: Features) -> float:
-    """The excess at the planned run's end if the loss keeps falling at half its pace per unit of rate spent."""
+    """Return the excess at the planned run's end if the loss falls at half its pace per unit of rate spent."""
     return numbers.excess - 0.5 * max(numbers.pace, 0.0) * max(1.0 - numbers.spent, 0.0)
 
 
 def deciding_share(numbers: Features, fitted: Json) -> float:
-    """Return the share of the planned run's summed rates after which a run that learns should show it.
+    """Return the share of the planned run's summed rates by which a run that learns should show it.
 
     While the loss still falls toward a constant prediction's: the share needed to get clearly below it at the pace of
     the burn-in's second half, times a fitted factor, since the fall slows down. Once it has come close: a fitted
@@ -175,7 +175,7 @@ FP16_LITTLE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightVerdict:
-    """A verdict, its reason, what to change.
+    """A verdict, its reason, and what to change.
 
     ``chance``: the fitted probability that the run gets clearly below the loss of a constant prediction;
     ``deciding_steps``: for an undecided run, the burn-in steps that should decide; else 0.

@@ -1,1 +1,1 @@
-"""Changes of a trained model: layers taken out, or another placement put on it."""
+"""Surgery on a trained model: taking layers out, or putting another placement on it."""

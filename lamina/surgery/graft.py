@@ -1,4 +1,4 @@
-"""Put another placement on a trained model: the weights stay, the new norms are matched on a text.
+"""Grafting of another placement onto a trained model: weights stay, and new norms are fitted on a text.
 
 Both models run on the same text, the new one sub-layer by sub-layer. A new norm's gain is the least-squares fit, by
 channel, of what it gives to what the old model has there: an input of a module, a branch, or the stream. What a norm
@@ -106,7 +106,7 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
 
 
 class Told(TypedDict):
-    """What a graft did: the norms that were fitted, the modules that took a factor, the tensors without a place."""
+    """The report of a graft: norms that were fitted, modules that absorbed a factor, tensors without a place."""
 
     fitted: list[str]
     folded: list[str]
@@ -115,7 +115,7 @@ class Told(TypedDict):
 
 @torch.no_grad()
 def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[LaminaForCausalLM, Told]:
-    """Return the model with another plan, its new norms fitted on ``ids`` [sequences, tokens], and what was done."""
+    """Return the model with another plan, its new norms fitted on ``ids`` [sequences, tokens], and the report."""
     old = old.eval()
     config = copy.deepcopy(old.config)
     assert isinstance(config, LaminaConfig)
@@ -143,7 +143,7 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
 
 
 def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
-    """Give the new scales that training changes the old ones' values, and shift gains that are stored otherwise."""
+    """Copy the old scales' values into learned scales, and convert gains to the form in which they are stored."""
     known = dict(old.named_modules())
     for name, module in new.named_modules():
         before = known.get(name)
@@ -162,12 +162,12 @@ def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
 
 
 def _offset(norm: nn.Module) -> float:
-    """Return what a norm adds to its parameter for the gain."""
+    """Return what a norm adds to its parameter to get the gain."""
     return 1.0 if getattr(norm, "zero_centered", False) else 0.0
 
 
 def _is_new(norm: nn.Module | None, before: nn.Module | None) -> bool:
-    """Return whether a norm has no like in the old model: then its gain is to be fitted."""
+    """Return whether a norm has no counterpart in the old model, so that its gain must be fitted."""
     if norm is None or before is None:
         return norm is not None
     return type(norm) is not type(before) or getattr(norm, "groups", 1) != getattr(before, "groups", 1)
@@ -175,7 +175,7 @@ def _is_new(norm: nn.Module | None, before: nn.Module | None) -> bool:
 
 @dataclass(frozen=True)
 class _Seen:
-    """One sub-layer of the old model: the module's input, what is added to the skip, and what goes on."""
+    """A sub-layer of the old model: the module's input, the branch added to the skip, and the output."""
 
     entry: torch.Tensor
     branch: torch.Tensor
@@ -184,7 +184,7 @@ class _Seen:
 
 @dataclass
 class _Old:
-    """The old model on the text: x^0, its sub-layers, and what its head reads."""
+    """The old model's states on the text: x^0, those of its sub-layers, and the input of its head."""
 
     first: list[torch.Tensor] = field(default_factory=list)
     entries: list[torch.Tensor] = field(default_factory=list)
@@ -193,7 +193,7 @@ class _Old:
     read: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, model: LaminaForCausalLM, ids: torch.Tensor) -> list[_Seen]:
-        """Run the model and keep what the new one is to have."""
+        """Run the model and keep the states that the new model should reproduce."""
 
         def keep_output(residual: nn.Module, args: Args, output: torch.Tensor) -> None:
             self.behind.append(output)
@@ -215,7 +215,7 @@ def _keep(found: list[torch.Tensor]) -> Callable[[nn.Module, Args, Kwargs], None
 
 
 class _Matching:
-    """One pass of the new model, in which each new norm and factor is fitted as the pass comes to it.
+    """One pass through the new model, which fits each new norm and factor when it is reached.
 
     ``scale``: the new stream is this times the old one, where no norm stands on it.
     """
@@ -227,7 +227,7 @@ class _Matching:
         self.ends_in_norm = [isinstance(body_of(model).norm, LaminaNorm) for model in (old, new)]
 
     def run(self, ids: torch.Tensor) -> None:
-        """Fit everything on a text."""
+        """Fit all norms and factors on a text."""
         old, new = body_of(self.old), body_of(self.new)
         seen = _Old()
         pairs = zip(seen.run(self.old, ids), sublayers(old), sublayers(new), strict=True)
@@ -251,11 +251,11 @@ class _Matching:
             forward(self.new, {"input_ids": ids})
 
     def fit_before(self, norm: nn.Module, args: Args, wanted: torch.Tensor | None) -> None:
-        """Fit a norm as it is called: to what is wanted, or to what goes into it."""
+        """Fit a norm when it is called: to ``wanted``, or else to its own input."""
         self.fit(norm, args[0], args[0] if wanted is None else wanted)
 
     def fit(self, norm: nn.Module, x: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Set a norm's gain (and bias) so that norm(x) is nearest to what is wanted; nothing where it has no gain."""
+        """Set a norm's gain (and bias) so that norm(x) comes nearest to ``wanted``; skip a norm without a gain."""
         weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         if not isinstance(weight, torch.Tensor):
             return
@@ -272,7 +272,7 @@ class _Matching:
         self.told["fitted"].append(self.names[norm])
 
     def scale_gain(self, norm: LaminaNorm, factor: Factor) -> None:
-        """Multiply what a norm of both models gives. Raises UserError where it has no gain."""
+        """Multiply the output of a norm in both models by a factor. Raises UserError if the norm has no gain."""
         if is_one(factor):
             return
         if norm.weight is None:
@@ -285,7 +285,7 @@ class _Matching:
 
 
 class _Step:
-    """A sub-layer of the new model: computes what Residual.forward does and fits each part before it is used."""
+    """A sub-layer of the new model, which computes what Residual.forward does and fits each part before its use."""
 
     def __init__(self, matching: _Matching, old: Residual, new: Residual, seen: _Seen, read: torch.Tensor):
         self.matching, self.old, self.new, self.seen, self.read = matching, old, new, seen, read
@@ -312,7 +312,7 @@ class _Step:
         return new.post_norm(total)
 
     def _entry(self, x: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
-        """Return the module's input; a norm that is gone goes into the projections that read it."""
+        """Return the module's input; the projections that read it absorb a norm that is gone."""
         new, old, matching = self.new, self.old, self.matching
         factor = over(old.pre_scale, new.pre_scale)
         if new.pre_norm is not None:
@@ -334,7 +334,7 @@ class _Step:
         return hidden
 
     def _branch(self, hidden: torch.Tensor, kwargs: Kwargs, factor: Factor, wanted: torch.Tensor) -> torch.Tensor:
-        """Return B(module(hidden)); a factor or a norm that is gone goes into the projection that gives it."""
+        """Return B(module(hidden)); the module's last projection absorbs a factor or a norm that is gone."""
         new, old, matching = self.new, self.old, self.matching
         output = self._run(hidden, kwargs)
         if new.out_norm is not None:
@@ -361,7 +361,7 @@ class _Step:
     def _linears(
         self, hidden: torch.Tensor, kwargs: Kwargs, belongs: Callable[[torch.Tensor, torch.Tensor], bool]
     ) -> list[nn.Linear]:
-        """Return the module's projections whose input and output belong."""
+        """Return the module's linear layers whose input and output satisfy ``belongs``."""
         found: list[nn.Linear] = []
 
         def see(linear: nn.Linear, args: Args, output: torch.Tensor) -> None:
@@ -381,13 +381,13 @@ class _Step:
 
 
 def ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the factors of x nearest to y by least squares, over the first axis."""
+    """Return the least-squares factors that take x nearest to y, over the first axis."""
     x, y = x.double(), y.double()
     return ((x * y).sum(0) / x.pow(2).sum(0).clamp_min(_TINY)).float()
 
 
 def as_factor(value: Factor) -> Factor:
-    """Return a learned scale without its graph."""
+    """Detach a learned scale; return a number unchanged."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""Take layers out of a trained model: those that the user names, or those that a probe finds least needed."""
+"""Pruning of layers from a trained model: those that a user names, or that a probe finds least needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME = 1e-4  # of the largest logit: the written model against the whole one wi
 
 
 class Pruning(TypedDict):
-    """The content of pruning.json. Losses are in nats per token of ``tokens``; ``measured`` is each layer's measure."""
+    """The content of pruning.json. Losses are in nats per token of ``tokens``; ``measured`` has a value per layer."""
 
     source: str
     dropped: list[int]
@@ -47,7 +47,7 @@ class Pruning(TypedDict):
 
 
 def layers_of(text: str) -> list[int]:
-    """Read "3,5-7" as layers, counted from 0. Raises UserError for anything else."""
+    """Parse "3,5-7" as layers counted from 0. Raises UserError for any other text."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -114,14 +114,14 @@ def prune(
 
 
 def mean_loss(context: Context) -> tuple[float, int]:
-    """Return the mean cross-entropy on the context's text, in nats, and on how many tokens."""
+    """Return the mean cross-entropy on the context's text, in nats per token, and the number of tokens."""
     with torch.no_grad():
         losses = torch.cat([context.token_losses(context.on_device(batch)).flatten() for batch in context.batches])
     return float(losses.double().mean()), losses.numel()
 
 
 def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict[str, float]]:
-    """Return the layers that a measure would take out, and the measure by layer (of a block: by its first layer)."""
+    """Return the layers that a measure selects, and the measure by layer (for a block, by its first layer)."""
     count = context.structure.num_layers
     if not 0 < drop < count:
         raise UserError(f"drop: {drop} of {count} layers (allowed: 1 to {count - 1})")
@@ -152,7 +152,7 @@ def _by_layer(values: pd.Series) -> dict[str, float]:
 
 
 def cut_layers(context: Context, gone: Sequence[int]) -> None:
-    """Take layers out of the context's model and its configuration. Raises UserError where they are no plain list."""
+    """Remove layers from the context's model and configuration. Raises UserError if they are no plain list."""
     model, sites = context.model, context.structure.layers
     parents = {site.path.rpartition(".")[0] for site in sites}
     holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None
@@ -174,7 +174,7 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
 
 
 def _difference(context: Context, few: dict[str, torch.Tensor], expected: torch.Tensor, gone: Sequence[int]) -> float:
-    """Return how far the written model's logits are from what was expected. Raises UserError where that is far."""
+    """Return how far the written model's logits are from the expected ones. Raises UserError if that is too far."""
     with torch.no_grad():
         difference = float((context.forward(few).logits.float() - expected).abs().max())
     if not difference <= _SAME * float(expected.abs().max()):

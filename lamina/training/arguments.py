@@ -1,4 +1,4 @@
-"""The Trainer's arguments for a run's settings."""
+"""Transformers' TrainingArguments, built from a run's settings."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
 
 
 def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
-    """Build the requested optimizer and schedule, and take a step. Raises UserError if that fails."""
+    """Build the requested optimizer and schedule, and take one step. Raises UserError if that fails."""
     chosen = "optim" in options or "optim_args" in options
     weight = torch.nn.Parameter(torch.ones(2, 2, device=arguments.device if chosen else None))
     name = str(getattr(arguments.optim, "value", arguments.optim))
@@ -151,7 +151,7 @@ A = TypeVar("A", bound=TrainingArguments)
 
 
 def training_arguments(settings: PretrainSettings, processes: int = 1) -> TrainingArguments:
-    """The Trainer's arguments for these settings, including ``settings.trainer``, in each of the run's ``processes``.
+    """Build the Trainer's arguments for each of ``processes`` processes, including ``settings.trainer``.
 
     Raises UserError that names the field.
     """
@@ -166,7 +166,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 
 
 def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
-    """Raise UserError for an argument under ``trainer`` that a job with this schedule does not take.
+    """Raise UserError for an argument under ``trainer`` that this kind of job does not accept.
 
     It is one that a run sets itself, that its records depend on, or that does not exist.
     """
@@ -187,7 +187,7 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
 
 
 def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
-    """Convert arguments to another class ``kind``, such as TRL's, and set the fields ``own``."""
+    """Build the arguments as an instance of ``kind``, such as TRL's class, with the fields ``own`` set."""
     if settings.batch_size % processes:
         raise UserError(
             f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes "

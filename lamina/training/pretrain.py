@@ -1,4 +1,4 @@
-"""Pretraining as a stage: a model from scratch or from a checkpoint, on a text or on images."""
+"""Pretraining as a stage: a model from scratch or from a checkpoint, on text or on images."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def pretrain(
 
 
 class Pretraining(TrainingStage[PretrainSettings]):
-    """The loss of the backbone's objective on packed blocks, or on images."""
+    """The stage that trains on the backbone's objective, on packed blocks or on images."""
 
     kind = Kind.RUN
     record = PretrainSettings
@@ -174,11 +174,11 @@ class Pretraining(TrainingStage[PretrainSettings]):
         )
 
     def _evaluated(self, items: ItemSource) -> Subset:
-        """The items that are evaluated on, spread evenly."""
+        """Select the items for evaluations, spread evenly."""
         return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
 
     def _task_measure(self, processes: Processes) -> Callable[[PreTrainedModel], dict[str, float]] | None:
-        """Return the scorer of eval_tasks, which has no effect on the training."""
+        """Return the scorer of eval_tasks, which does not affect the training; None without one."""
         measure = task_measure(self.settings) if processes.first else None
         if measure is None:
             return None
@@ -209,9 +209,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         )
 
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
-        """Return the numbers of a run that ended with ``status``: a value per measured column of
-        ``lamina.jobs.columns``.
-        """
+        """Return the numbers of result.json: a value for each measured column of ``lamina.jobs.columns``."""
         settings, plan, recorder, stats = self.settings, self.resolved.plan, run.recorder, self.splits.stats
         steps = run.trainer.state.global_step
         tokens = steps * recorder.tokens_per_step
@@ -273,7 +271,7 @@ MOST_TOKENS = 2**24
 
 
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
-    """Return the loss in nats, on the run's held-out blocks, of the table of the first ``steps`` steps.
+    """Return the loss in nats, on the held-out blocks, of a table of token pairs from the first ``steps`` steps.
 
     A model above it has shown nothing of its depth. A block that the run has read several times counts once. Of a
     stream, the table has the text that its unigram entropy has, too. None where no next token is predicted, or nothing
@@ -290,24 +288,24 @@ def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, st
 
 
 class StreamPosition:
-    """The position at which a streamed corpus resumes."""
+    """The position at which a streamed corpus resumes, as a part of the run state."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
 
     def state_dict(self) -> Json:
-        """The position of the first block after the checkpoint's step."""
+        """Return the position of the first block after the current step; empty for a corpus without one."""
         following = self.run.order.start(self.run.trainer.state.global_step + 1)
         position = self.run.items.state_dict(following)
         return {} if position is None else {"stream": position}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Start reading at the checkpoint's position, or at the corpus's beginning if it has none."""
+        """Start reading at the checkpoint's position, or at the beginning if it has none."""
         self.run.items.load_state_dict(state.get("stream"), verbose=self.run.processes.first)
 
 
 class Branches(TrainerCallback):
-    """Trains each decay branch at the step where it leaves the trunk, and records its loss in metrics.jsonl.
+    """Trains each decay branch where it leaves the trunk, and records its loss in metrics.jsonl.
 
     A run of n steps under warm-up, stable, decay differs from a longer one only from the step on at which its rate
     begins to fall. So a branch trains from the trunk's state at that step, over the blocks that follow, with the rate
@@ -348,7 +346,7 @@ class Branches(TrainerCallback):
                 recorder.metrics.write({"step": state.global_step, **row})
 
     def _train(self, steps: int) -> Json:
-        """Train the branch that ends after ``steps``, evaluate it, and put back the trunk's state."""
+        """Train the branch that ends after ``steps``, evaluate it, and restore the trunk's state."""
         trainer = self.trainer
         model, optimizer = trainer.model, trainer.optimizer
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -366,7 +364,7 @@ class Branches(TrainerCallback):
         return {"branch_loss": float(loss), "branch_bigram_entropy": table}
 
     def _decay(self, steps: int) -> None:
-        """Take the branch's own steps, from the trunk's next one to ``steps``."""
+        """Take the branch's steps, from the trunk's next one to ``steps``."""
         settings, trainer = self.settings, self.trainer
         model, optimizer = trainer.model, trainer.optimizer
         decay, begun = in_steps(settings.decay, steps), trainer.state.global_step

@@ -45,7 +45,7 @@ SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rms
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run as it will be trained; the same in every process.
+    """A run as it will be trained; equal in every process.
 
     Attributes:
         settings: complete and checked; precision and compilation are decided.
@@ -74,7 +74,7 @@ class ResolvedRun:
 
     @property
     def item_tokens(self) -> int:
-        """Tokens of one item: of a block, or the patches of an image with the class token."""
+        """Tokens per item: of a block, or the patches and class token of an image."""
         return self.objective.item_tokens(self.backbone, self.settings)
 
     @property
@@ -83,14 +83,14 @@ class ResolvedRun:
         return self.settings.batch_size * self.settings.gradient_accumulation * self.item_tokens
 
     def read(self, *, bar: bool = False) -> tuple[Splits, Processor]:
-        """Read the data, and its tokenizer or image processor; ``bar``: show progress. Raises UserError."""
+        """Read the data and their tokenizer or image processor; ``bar`` shows progress. Raises UserError."""
         return self.objective.read(self.settings, self.backbone, bar=bar)
 
 
 def resolve_run(
     settings: PretrainSettings, processes: int = 1, *, parallel: str = "ddp", trained: bool = True
 ) -> ResolvedRun:
-    """Work out a run's plan and backbone, and check everything that can be known before the corpus is read.
+    """Determine a run's plan and backbone, and check all that can be checked before the corpus is read.
 
     Args:
         processes: how many share a batch.
@@ -117,7 +117,7 @@ def resolve_run(
 
 
 def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -> PreTrainedConfig:
-    """The backbone's configuration with the settings' sizes and room for the objective's items. Raises UserError."""
+    """Build the backbone's configuration with the settings' sizes, adjusted to the objective. Raises UserError."""
     if settings.from_model is not None:
         config = source.config_of(settings.from_model, vocab_size)
         objective_of(config, settings.objective, settings.from_model).fit(config, settings)
@@ -138,7 +138,7 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
 def initial_model(
     resolved: ResolvedRun, splits: Splits, processor: Processor
 ) -> tuple[PreTrainedModel, dict[str, StepFactors] | None]:
-    """Build a run's model, and under width or depth scaling each parameter's factors."""
+    """Build a run's model; also return each parameter's factors, None without scaling and without Muon."""
     settings, scaling, objective = resolved.settings, resolved.scaling, resolved.objective
     config = objective.complete(resolved.backbone, splits, processor, settings.from_model)
     torch.manual_seed(settings.seed)
@@ -160,7 +160,7 @@ def initial_model(
 
 
 def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
-    """Forward and backward FLOPs per token: 6 per weight outside the embedding and 12 N d T for full attention.
+    """Count forward and backward FLOPs per token: 6 per weight outside the embedding, 12 N d T for full attention.
 
     Of routed experts, those that one token uses.
     """
@@ -176,7 +176,7 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
 
 
 def wiring_multiplications(plan: Plan) -> int:
-    """Multiplications of whole states, per token: to read, mix and write streams, and to weigh earlier states."""
+    """Count whole states multiplied per token to read, mix and write streams and to weigh earlier states."""
     total = memory = 0
     for layer in plan.layers:
         memory += layer.boundary
@@ -189,7 +189,7 @@ def wiring_multiplications(plan: Plan) -> int:
 
 
 def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:
-    """Raise UserError for settings that are invalid on this machine or placement; returns the Trainer's arguments."""
+    """Return the Trainer's arguments. Raises UserError for settings invalid on this machine or placement."""
     if settings.push_to_hub is not None:
         check_repository(settings.push_to_hub)
     if settings.eval_corpus is not None:
@@ -223,7 +223,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
 
 
 def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
-    """Return the scorer of the run's eval_tasks; None without them. Raises UserError for a missing task or its data."""
+    """Return the scorer of eval_tasks; None without them. Raises UserError for a missing task or missing data."""
     if settings.eval_tasks is None:
         return None
     from lamina.evaluation.job import TaskMeasure  # needs the harness only now
@@ -242,7 +242,7 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for groups that do not divide the width, and for a module's own norms, which only modules show.
+    """Raise UserError for what only built modules show: norm groups that do not divide a width, too little memory.
 
     One layer of each kind is built on the meta device. ``trained``: as for ``resolve_run``.
     """
@@ -267,7 +267,7 @@ def _check_memory(
     arguments: TrainingArguments,
     processes: int,
 ) -> None:
-    """Raise UserError if the blocks alone, or the states that enter them, do not fit: a lower bound of the memory.
+    """Raise UserError if a lower bound of the memory does not fit: the blocks alone, or the states that enter them.
 
     ``whole`` is the backbone, ``small`` the model with fewer layers, on the meta device.
     """
@@ -293,7 +293,7 @@ def _check_memory(
 
 
 def check_tensor_parallel(settings: PretrainSettings, config: PreTrainedConfig) -> None:
-    """Raise UserError for a model whose matrices can't be shared by that many processes."""
+    """Raise UserError for a model whose matrices ``tensor_parallel`` processes can't share."""
     size, text = settings.tensor_parallel, config.get_text_config()
     if size == 1:
         return
@@ -308,7 +308,7 @@ def check_tensor_parallel(settings: PretrainSettings, config: PreTrainedConfig) 
 
 
 def check_sharded(settings: TrainerSettings) -> None:
-    """Raise UserError for settings that do not work with a model that is sharded over several processes."""
+    """Raise UserError for settings that do not work with a model sharded over processes."""
     for name, none, command in (("eval_tasks", "none", "eval"), ("probe_every", "0", "probe")):
         if value := getattr(settings, name, None):
             raise UserError(

@@ -66,7 +66,7 @@ Options: TypeAlias = Any
 
 
 class Identity(Stateful, Protocol):
-    """What a run computes; part of its checkpoints."""
+    """The content of a run by which a resumed run is recognized; part of its checkpoints."""
 
     @property
     def text(self) -> Mapping[str, str]:
@@ -74,12 +74,12 @@ class Identity(Stateful, Protocol):
         ...
 
     def refuse_changes(self, folder: Path) -> None:
-        """Raise UserError if what the run in ``folder`` computes has changed since it began."""
+        """Raise UserError if the content has changed since the run in ``folder`` began."""
         ...
 
 
 class TrainingStage(ABC, Generic[S]):
-    """A kind of training run; one object per run. A stage reads its data once, and builds its model for each attempt.
+    """A kind of training run. It reads its data once per run and builds a model for each attempt.
 
     Attributes:
         kind: of the run's folder.
@@ -104,7 +104,7 @@ class TrainingStage(ABC, Generic[S]):
     identity: Identity
 
     def given(self, settings: S | Mapping[str, Any]) -> S | Mapping[str, Any]:
-        """Return the user's settings as the job's folder is opened with them."""
+        """Adjust the user's settings before the job's folder is opened."""
         return settings
 
     @abstractmethod
@@ -121,7 +121,7 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def guard(self) -> DivergenceGuard:
-        """Make what decides whether the run has diverged."""
+        """Make the guard that decides whether the run has diverged."""
 
     @abstractmethod
     def order(self, run: TrainingRun) -> TrainOrder:
@@ -129,31 +129,31 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def monitor_inputs(self) -> torch.Tensor:
-        """Return the model's main input for the layer monitor, of held-out items: [items, ...]."""
+        """Return held-out items for the layer monitor, as the model's main input: [items, ...]."""
 
     @abstractmethod
     def trainer(self, run: TrainingRun) -> Any:
         """Make the Trainer."""
 
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
-        """Return further callbacks. Each gets the Trainer as ``trainer``; one with ``load_state_dict`` is resumed."""
+        """Return further callbacks; each gets the Trainer as ``trainer``, and resumes if it can load a state."""
         return []
 
     def states(self, run: TrainingRun) -> list[Stateful]:
-        """Return further objects to resume."""
+        """Return further objects whose state checkpoints store."""
         return []
 
     def derived(self, loss: float) -> dict[str, float]:
-        """Return what an evaluation records beside its loss."""
+        """Return the columns that follow from an evaluation's loss."""
         return {}
 
     def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
-        """Return what each corpus of a mix contributes in the first ``steps`` steps; empty for a single corpus."""
+        """Return each corpus's contribution to the first ``steps`` steps; empty for a single corpus."""
         return {}
 
     @abstractmethod
     def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
-        """Decide how a run that was not interrupted ended, and why, in the first process."""
+        """Decide, in the first process, how a run that was not interrupted ended, and why."""
 
     @abstractmethod
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
@@ -161,10 +161,10 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def trained(self, run: TrainingRun, result: Json) -> tuple[PreTrainedModel, ModelCard]:
-        """Return the model to save, and its card; may add to ``result``."""
+        """Return the model to save and its card; may add to ``result``."""
 
     def saved(self) -> None:
-        """Clean up after the model is saved, in the first process."""
+        """Clean up after the model was saved; runs in the first process."""
 
 
 GRACE_SECONDS = 30.0  # for a killed study's worker that still writes its checkpoint
@@ -178,7 +178,7 @@ def train(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Json:
-    """Train, and write the run's folder; returns its result.json.
+    """Train, write the run's folder, and return its result.json.
 
     ``settings`` are a whole record, or only the user's settings, by name. A run that diverges, gets stuck or is
     interrupted ends with that status, not with an exception. With ``resume``, a folder with a finished run is left
@@ -234,7 +234,7 @@ def _open(stage: TrainingStage[S], settings: S | Mapping[str, Any], *, resume: R
 
 
 def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
-    """Claim the folder and write what the run computes; return whether it resumes."""
+    """Claim the folder and write the run's settings, plan and data; return whether it resumes."""
     if job.resumes:
         stage.identity.refuse_changes(job.folder)
     held.enter_context(job)
@@ -247,7 +247,7 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
 
 
 def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, resumes: bool, seconds: float) -> Json:
-    """Run, and write result.json unless a UserError ends it.
+    """Run, and write result.json unless a UserError ends the run.
 
     A new run that a UserError ends before its first record leaves the folder as empty as it was. ``seconds``: the run's
     time before it was resumed.
@@ -281,13 +281,13 @@ def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, re
 
 
 def _push(settings: Options) -> None:
-    """Upload the run's model if the settings ask for it."""
+    """Upload the run's model if the settings say where."""
     if settings.push_to_hub is not None:
         push(Path(settings.output) / MODEL, settings.push_to_hub)
 
 
 def _run(stage: TrainingStage[S], processes: Processes, *, resume: bool, bar: bool) -> Json:
-    """Train until the run ends; after a divergence, roll back as often as ``rollback`` allows."""
+    """Train until the run ends, rolling back after divergences up to ``rollback`` times."""
     settings: Options = stage.settings
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -316,7 +316,7 @@ def _run(stage: TrainingStage[S], processes: Processes, *, resume: bool, bar: bo
 
 
 def _roll_back(settings: Options, rollbacks: Rollbacks, diverged: Diverged) -> None:
-    """Choose the checkpoint to roll back to, and record the rollback."""
+    """Choose the checkpoint to roll back to, and record that."""
     folder = Path(settings.output)
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoint = checkpoints.newest(
@@ -339,7 +339,7 @@ def _roll_back(settings: Options, rollbacks: Rollbacks, diverged: Diverged) -> N
 
 
 class TrainingRun:
-    """An attempt of a run in this process, new or resumed from a checkpoint.
+    """One attempt at a run in this process, new or resumed from a checkpoint.
 
     Args:
         stage: which has read its data.
@@ -416,7 +416,7 @@ class TrainingRun:
         return trainer
 
     def train(self) -> tuple[Status, str] | Diverged:
-        """Train; returns how the run ended, and why, the same in every process."""
+        """Train; return how the run ended and why, equal in every process."""
         trainer, recorder, steps = self.trainer, self.recorder, self.settings.steps
         self._warn_of_repetition()
         with stop_signals(recorder), ExitStack() as ending:
@@ -447,7 +447,7 @@ class TrainingRun:
         return self.processes.by_first(verdict)
 
     def _warn_of_repetition(self) -> None:
-        """Warn of corpora of a mix that the run sees more than once."""
+        """Log a warning for each corpus of a mix that the run sees more than once."""
         if not self.processes.first or self.checkpoint is not None:
             return
         for name, part in self.stage.realized(self, self.settings.steps).items():

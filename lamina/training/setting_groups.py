@@ -1,4 +1,4 @@
-"""Groups of a training run's settings: the model, the data, the steps, the optimizer, what is recorded."""
+"""Groups of a training run's settings: model, data, steps, optimizer, records, divergence, machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPILED_FROM = 300  # steps that win back the seconds that compiling takes
 
 
 class PlacementSettings(Settings, group="model"):
-    """Where the norms sit."""
+    """The placement of the norms."""
 
     placement: str = setting(
         "pre_ln",
@@ -69,7 +69,7 @@ class ModelSettings(Settings, group="model"):
 
 
 class BlockSettings(TextSettings, group="data"):
-    """The text that a run trains on and is evaluated on."""
+    """The text that a run trains on and is evaluated on, in blocks."""
 
     corpus: str = changed(
         "embedded",
@@ -83,7 +83,7 @@ class BlockSettings(TextSettings, group="data"):
     eval_fraction: float = setting(0.05, "share of the corpus that is held out", between(0.0, 0.5, open_low=True))
 
     def check_names(self) -> None:
-        """Raise UserError for a corpus or a tokenizer that does not exist."""
+        """Raise UserError for a missing corpus or tokenizer."""
         super().check_names()
         from lamina.data.corpus import check_corpus
         from lamina.data.tokenizers import validate_spec
@@ -93,7 +93,7 @@ class BlockSettings(TextSettings, group="data"):
 
 
 class StreamSettings(Settings, group="data"):
-    """The choice between a text read before the run and one read during it."""
+    """Whether the text is read before the run or during it."""
 
     streaming: bool = setting(
         False, "read, tokenize and pack the corpus during training, not before; for very large corpora"
@@ -104,7 +104,7 @@ class StreamSettings(Settings, group="data"):
 
 
 class ObjectiveSettings(Settings, group="objective"):
-    """What the model is trained to predict."""
+    """The objective: what the model predicts."""
 
     objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = setting(
         "auto",
@@ -117,7 +117,7 @@ class ObjectiveSettings(Settings, group="objective"):
 
 
 class ImageSettings(Settings, group="images"):
-    """The images of a classifier, and how those of the training are changed."""
+    """The images of a classifier, and the augmentation of its training images."""
 
     image_size: int | None = setting(None, "side of the images in pixels (default: the backbone's)", at_least(1))
     patch_size: int | None = setting(None, "side of a patch in pixels (default: the backbone's)", at_least(1))
@@ -145,7 +145,7 @@ class ImageSettings(Settings, group="images"):
 
 
 class PretrainOptimizerSettings(Settings, group="optimizer"):
-    """The optimizer of pretraining, and what keeps a long training from overfitting."""
+    """The optimizer of pretraining, stochastic depth, and averaged weights."""
 
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw", "muon: Muon updates the matrices of the blocks, at AdamW's rate and decay, and AdamW all else"
@@ -180,7 +180,7 @@ class LearningRateSettings(Settings, group="steps and learning rate"):
 
 
 class ScheduleSettings(StepSettings, group="steps and learning rate"):
-    """The learning rate's course over the steps."""
+    """The learning rate over the steps."""
 
     schedule: Literal["cosine", "wsd"] = setting(
         "cosine",
@@ -200,7 +200,7 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
     )
 
     def check(self) -> None:
-        """Raise UserError for phases longer than the steps, and for a decay without the wsd schedule."""
+        """Raise UserError for phases longer than the run, and for a decay without the wsd schedule."""
         super().check()
         if self.warmup >= 1 and self.warmup > self.steps:
             raise UserError(f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: at most that)")
@@ -218,7 +218,7 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
 
 
 class OptimizerSettings(Settings, group="optimizer"):
-    """AdamW's numbers, and clipping."""
+    """AdamW's hyperparameters, and gradient clipping."""
 
     weight_decay: float = setting(0.1, "AdamW's, on weight matrices only", not_below(0.0))
     beta1: float = setting(0.9, "AdamW's first beta", between(0.0, 1.0, open_high=True))
@@ -228,7 +228,7 @@ class OptimizerSettings(Settings, group="optimizer"):
 
 
 class ScalingSettings(Settings, group="width and depth scaling"):
-    """Width and depth scaling."""
+    """How rates, weights and branches scale with width and depth."""
 
     width_scaling: str = setting(
         "none",
@@ -252,16 +252,16 @@ class ScalingSettings(Settings, group="width and depth scaling"):
 
     @property
     def reference_width(self) -> int | None:
-        """The hidden size at which width scaling changes nothing; None if it is missing."""
+        """The hidden size at which width scaling changes nothing; None if unknown."""
         return self.base_width
 
     @property
     def reference_depth(self) -> int | None:
-        """The number of blocks at which depth scaling changes nothing; None if it is missing."""
+        """The number of blocks at which depth scaling changes nothing; None if unknown."""
         return self.base_depth
 
     def check(self) -> None:
-        """Raise UserError for a scheme without its base, and for a scheme's numbers without a scheme."""
+        """Raise UserError for a scheme without its base, and for options of a scheme that is not used."""
         super().check()
         for scheme, base, of_reference, schemes, numbers in (
             ("width_scaling", "base_width", "hidden size", SCHEMES, ("k_embedding", "k_hidden", "k_readout")),
@@ -278,7 +278,7 @@ class ScalingSettings(Settings, group="width and depth scaling"):
 
 
 class RecordSettings(Settings, group="records"):
-    """What a run records, and when."""
+    """The records, evaluations and checkpoints of a run."""
 
     logging_steps: int | None = setting(
         None, "steps between two records of the metrics and the layers (default: about 20 per run)", at_least(1)
@@ -319,7 +319,7 @@ class RecordSettings(Settings, group="records"):
 
 
 class GuardSettings(Settings, group="divergence"):
-    """When a run counts as diverged or stuck."""
+    """The limits at which a run counts as diverged or stuck."""
 
     divergence_margin: float = setting(1.0, "nats above its best at which a loss counts as diverging", not_below(0.0))
     divergence_patience: int = setting(20, "steps that the loss must stay there", at_least(1))
@@ -331,7 +331,7 @@ class GuardSettings(Settings, group="divergence"):
 
 
 class ExpertSettings(Settings, group="experts"):
-    """How the load of a mixture's experts is balanced."""
+    """The balance of a mixture's experts."""
 
     expert_balance: Balance = setting(
         "auto", "for a backbone with experts: auto (bias if its routers have one, else loss), none, bias, loss"
@@ -342,7 +342,7 @@ class ExpertSettings(Settings, group="experts"):
 
 
 class SpeedSettings(Settings, group="machine"):
-    """Trade-offs of time, memory and precision."""
+    """Options that trade time against memory and precision."""
 
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     precision: Literal["auto", "fp32", "bf16", "fp16", "float8"] = setting(
@@ -360,7 +360,7 @@ class SpeedSettings(Settings, group="machine"):
 
 
 def trackers(name: str, value: object) -> str:
-    """``none``, or a comma-separated list of trackers."""
+    """Check ``none`` or a comma-separated list of trackers."""
     listed = text(name, value)
     for target in entries(listed):
         one_of(name, target, ("none", *TRACKERS))
@@ -368,7 +368,7 @@ def trackers(name: str, value: object) -> str:
 
 
 class TrainerSettings(Settings, group="trackers and the Trainer"):
-    """Options that go to transformers' Trainer unchanged."""
+    """Options that are passed to transformers' Trainer unchanged."""
 
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = {"trainer": ("transformers/training_args.py",)}
 
@@ -381,5 +381,5 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
 
 
 def in_steps(span: float, steps: int) -> int:
-    """Return a number of steps (1 or more), or a share (below 1) in steps, counted as Trainer counts its warm-up."""
+    """Convert a span to steps: a number of steps (1 or more), or a share (below 1), rounded up as Trainer does."""
     return int(span) if span >= 1 else math.ceil(steps * span)

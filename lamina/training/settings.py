@@ -74,7 +74,7 @@ class RunSettings(
 
 
 class SourceSettings(Settings, group="model"):
-    """The model that a run starts from."""
+    """The model whose weights a run starts from."""
 
     from_model: str | None = setting(
         None,
@@ -85,7 +85,7 @@ class SourceSettings(Settings, group="model"):
 
 
 class ParallelSettings(DeviceSettings, group="machine"):
-    """Where a run computes, and how several processes share it."""
+    """The device of a run, and how several processes share its work."""
 
     order = ("parallel", "tensor_parallel")
 
@@ -105,7 +105,7 @@ class ParallelSettings(DeviceSettings, group="machine"):
 
 
 class RollbackSettings(Settings, group="divergence"):
-    """What happens after a divergence."""
+    """The reaction to a divergence."""
 
     rollback: int = setting(
         0,
@@ -124,7 +124,7 @@ class RollbackSettings(Settings, group="divergence"):
 
 
 def shares_or_steps(name: str, value: object) -> str | None:
-    """Comma-separated spans of the run, each in steps (1 or more) or as a share of all steps (below 1)."""
+    """Check comma-separated spans of the run, each in steps (1 or more) or as a share of all steps (below 1)."""
     if value is None:
         return None
     listed = rate_list(name, value)
@@ -134,7 +134,7 @@ def shares_or_steps(name: str, value: object) -> str | None:
 
 
 class BranchSettings(Settings, group="steps and learning rate"):
-    """Shorter runs that leave this one."""
+    """Shorter runs that branch off this one."""
 
     branches: str | float | tuple[float, ...] | None = setting(
         None,
@@ -145,7 +145,7 @@ class BranchSettings(Settings, group="steps and learning rate"):
 
 
 class EndSettings(Settings, group="output"):
-    """Where a run pauses, and where the trained model goes besides the run's folder."""
+    """The step at which a run pauses, and the hub's repository for its model."""
 
     pause_step: int | None = setting(
         None,
@@ -175,7 +175,7 @@ class PretrainSettings(
     EndSettings,
     RollbackSettings,  # stays the last: a run's config.yaml that does not end with it counts as cut short
 ):
-    """One pretraining run."""
+    """The settings of a pretraining run."""
 
     command_name = "pretrain"
     main = (
@@ -187,7 +187,7 @@ class PretrainSettings(
     seed: int = changed(0, help="seed of the weights, the data's order and everything else that is random")
 
     def check(self) -> None:
-        """Raise UserError for a setting without another one that it needs."""
+        """Raise UserError for a setting that needs another one."""
         super().check()
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
             raise UserError(
@@ -208,7 +208,7 @@ class PretrainSettings(
             self._check_graphs()
 
     def _check_graphs(self) -> None:
-        """Raise UserError for what a CUDA graph of a block's whole step can't hold, or was not tried with."""
+        """Raise UserError for settings that CUDA graphs of blocks can't replay or were not tried with."""
         ruled_out = {
             "compile": self.compile == "on",
             "precision": self.precision == "float8",
@@ -220,12 +220,12 @@ class PretrainSettings(
             raise UserError(f"cuda_graphs: true with {name} = {getattr(self, name)!r} (allowed: one of the two)")
 
     def branch_steps(self) -> list[int]:
-        """The lengths of the decay branches in steps, the shortest first."""
+        """Return the lengths of the decay branches in steps, shortest first."""
         spans = [] if self.branches is None else numbers("branches", str(self.branches), float)
         return sorted({in_steps(span, self.steps) for span in spans})
 
     def _check_branches(self) -> None:
-        """Raise UserError for branches that leave the run outside its constant rate, or that its state rules out."""
+        """Raise UserError for branches off the run's constant rate, or with settings that rule them out."""
         if self.branches is None:
             return
         ruled_out = {
@@ -252,7 +252,7 @@ class PretrainSettings(
 
 @takes(Names)
 def placement_list(name: str, value: object) -> str:
-    """Comma-separated placements, at least one and none twice."""
+    """Check comma-separated placements: at least one, none twice."""
     for entry in value if isinstance(value, list | tuple) else ():
         if not isinstance(entry, str | os.PathLike):
             raise UserError(
@@ -285,7 +285,7 @@ class PlacementsSettings(Settings, group="model"):
 
 @takes(Numbers)
 def rate_list(name: str, value: object) -> str:
-    """Comma-separated learning rates, at least one and none twice."""
+    """Check comma-separated learning rates: at least one, none twice."""
     listed = comma_separated(name, value)
     for rate in numbers(name, listed, float):
         if rate <= 0:

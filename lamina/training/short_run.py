@@ -35,7 +35,7 @@ AfterStep = Callable[[int], bool]
 
 
 class ShortRun(TrainerCallback):
-    """A run that ends when its caller has seen enough, or when a loss or a gradient is not finite.
+    """A run that ends once its caller has seen enough, or when a loss or a gradient is not finite.
 
     Args:
         settings: of the run; ``auto`` means fp32 and not compiled.
@@ -79,7 +79,7 @@ class ShortRun(TrainerCallback):
         self._series = _StepNumbers()
 
     def train(self, after_step: AfterStep) -> None:
-        """Take steps while ``after_step`` returns True, at most the run's own."""
+        """Take steps while ``after_step`` returns True, up to the run's number."""
         settings, self._after = self.settings, after_step
         with TemporaryDirectory() as folder:  # Trainer creates its output folder even if it is unused
             arguments = training_arguments(replace(settings, output=folder))
@@ -105,7 +105,7 @@ class ShortRun(TrainerCallback):
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
-        """Run the model without mixed precision's autocast around its forward pass."""
+        """Run the model's forward pass without mixed precision's autocast inside the context."""
         plain = vars(self.model).get("_original_forward")
         with nullcontext() if plain is None else patched(self.model, forward=plain):
             yield

@@ -1,4 +1,4 @@
-"""Continue training from a checkpoint: the settings that it decides, and its model."""
+"""Training from a checkpoint: the settings that the checkpoint decides, and its model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 
 def _folder(source: str) -> str:
-    """The folder with the model; ``source`` unchanged if it is not a run's folder."""
+    """Return the model's folder inside a run's folder; any other ``source`` unchanged."""
     inner = model_folder(source)
     return source if inner == Path(source) else str(inner)
 
 
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
-    """Complete the settings by the checkpoint of ``from_model``; unchanged without one.
+    """Fill in the settings that the checkpoint of ``from_model`` decides; unchanged without one.
 
     ``given``: the user's settings; if unknown, those that differ from their defaults. Raises UserError for a user's
     setting that differs from the checkpoint's, a checkpoint that can't be read, an output folder that holds it.
@@ -72,7 +72,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
 
 
 def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
-    """Return whether a value means the same as the checkpoint's, written in another way."""
+    """Return whether a value, however written, means the checkpoint's."""
     if value is None:
         return True
     if name == "placement":
@@ -97,7 +97,7 @@ def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
 
 
 def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
-    """Return the checkpoint's plan as it was saved, or else the placement's, with the multiplier of depth scaling."""
+    """Return the checkpoint's stored plan, or the placement's plan with the multiplier of depth scaling."""
     scaling = scaling_of(settings) or Scaling()
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers, **scaling.placement_options)
@@ -111,7 +111,7 @@ def stored_plan(source: str) -> Plan:
 
 
 def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
-    """The checkpoint's backbone. Raises UserError for a tokenizer with more tokens than the backbone."""
+    """Return the checkpoint's backbone. Raises UserError if ``vocab_size`` exceeds its vocabulary."""
     config: Any = resolve_backbone(_read(_folder(source))[1])
     if vocab_size is not None:
         check_vocabulary(config, vocab_size, source)
@@ -119,7 +119,7 @@ def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
 
 
 def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> None:
-    """Raise UserError for a tokenizer with more tokens than a checkpoint's backbone."""
+    """Raise UserError for a tokenizer with more tokens than the checkpoint's vocabulary."""
     if vocab_size > config.vocab_size:
         raise UserError(
             f"tokenizer: it has {vocab_size} tokens, the checkpoint {source!r} has {config.vocab_size} "
@@ -128,7 +128,7 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
 
 
 def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load the checkpoint with this head as a Lamina model, to train it. Raises UserError as conversion does.
+    """Load a checkpoint with this head as a Lamina model in training mode. Raises UserError as conversion does.
 
     ``config``: the run's backbone, whose positions the model gets.
     """
@@ -147,7 +147,7 @@ def _read(folder: str) -> _Read:
 
 @lru_cache(maxsize=4)
 def _read_once(folder: str, changed: int | None) -> _Read:
-    """Read the plan and the configuration; ``changed``, a time, makes a new folder be read anew."""
+    """Read the plan and the configuration; a new ``changed`` time reads them again."""
     refuse_damaged(Path(folder))
     try:
         with local_when_unreachable():

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the layer monitor's gradient norms and the divergence guard."""
+"""Trainers with the layer monitor's gradient norms, the divergence guard and Lamina's checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses 
 
 
 class CheckpointedTrainer(_Trainer):
-    """A mixin for Trainer and TRL's trainers: writes and reads Lamina's checkpoints in place of Trainer's.
+    """A mixin for Trainer and TRL's trainers: Lamina's checkpoints in place of Trainer's.
 
     Attributes:
         processes: this process and the run's others; a model that ``sharding.shard`` has sharded is used unchanged.
@@ -64,7 +64,7 @@ class CheckpointedTrainer(_Trainer):
     _resumed: RunState = MappingProxyType({})
 
     def keep_sharded(self) -> None:
-        """Note whether ``sharding.shard`` has sharded the model; Trainer's accelerator would put DDP around it."""
+        """Note whether ``sharding.shard`` has sharded the model; if so, keep Trainer from adding DDP."""
         self.sharded = sharding.is_sharded(saving.bare(self))
         if self.sharded:
             prepare = self.accelerator.prepare_model
@@ -72,14 +72,14 @@ class CheckpointedTrainer(_Trainer):
             self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create Trainer's optimizer, of the parts of a model that an evaluation before training left gathered."""
+        """Reshard what an evaluation before training left gathered, then create Trainer's optimizer."""
         sharding.reshard(saving.bare(self))
         optimizer = super().create_optimizer(model)
         self._one_by_one(optimizer)
         return optimizer
 
     def _one_by_one(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the optimizer update one weight at a time where they lie on several meshes of processes."""
+        """Make the optimizer update weights one at a time if they lie on several device meshes."""
         for group in optimizer.param_groups if self.processes.tensor > 1 else ():
             group.update({name: False for name in ("foreach", "fused") if name in group})
 
@@ -93,7 +93,7 @@ class CheckpointedTrainer(_Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint, whole or not at all, then prune the old ones; the tensors in the background if it may."""
+        """Write a checkpoint, whole or not at all, then prune old ones; in the background if there is one."""
         step, checkpoints = self.state.global_step, Checkpoints(Path(str(self.args.output_dir)))
         background, processes = self.background, self.processes
         if background is not None:
@@ -121,7 +121,7 @@ class CheckpointedTrainer(_Trainer):
             background.begin(finish)
 
     def state_dict(self) -> Json:
-        """Return the trainer's run state: the losses since the last record, the rate factor, fp16's overflows."""
+        """Return the trainer's run state: losses since the last record, rate factor, overflows."""
         return {
             "step": self.state.global_step,
             "losses": self.processes.everyones(float(self._tr_loss)),
@@ -131,7 +131,7 @@ class CheckpointedTrainer(_Trainer):
         }
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore the guard and ``states`` from a checkpoint's run state now, the trainer when training begins."""
+        """Restore the guard and ``states`` from a run state; the trainer follows when training begins."""
         self._resumed = state
         self.overflows, self.overflows_in_a_row = state.get("overflows", [0, 0])
         for stateful in (self.guard, *self.states):
@@ -150,14 +150,14 @@ class CheckpointedTrainer(_Trainer):
             saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create Trainer's schedule; after a rollback to the start, which reads no checkpoint, at the reduced rates."""
+        """Create Trainer's schedule, at reduced rates after a rollback to the start, which reads no checkpoint."""
         schedule = super().create_scheduler(num_training_steps, optimizer)
         if self._resumed.get("step", -1) < 0 and self.rate_factor != 1:
             saving.scale_learning_rate(self, self.rate_factor)
         return schedule
 
     def continue_records(self) -> None:
-        """Restore the loss collected since the last record before the checkpoint; call when training begins."""
+        """Restore the loss collected since the last record before the checkpoint."""
         losses = self._resumed.get("losses")
         if losses is None or self._resumed["step"] != self.state.global_step:
             return
@@ -178,7 +178,7 @@ class OrderedTrainer(_Trainer):
     schedule: Callable[[int], float] | None = None
 
     def get_train_dataloader(self) -> DataLoader:
-        """The blocks of the training order, loaded as the arguments say."""
+        """Load the blocks in the training order."""
         if self.order is None:
             return super().get_train_dataloader()
         workers = self.args.dataloader_num_workers
@@ -199,7 +199,7 @@ class OrderedTrainer(_Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create Trainer's schedule, or the run's own."""
+        """Create the run's schedule, or Trainer's without one."""
         if self.lr_scheduler is None and self.schedule is not None:
             chosen: Any = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.schedule)
@@ -212,7 +212,7 @@ Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 
 
 class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Trainer):
-    """Trainer for pretraining: weight decay on matrices only, a guard for every step's loss, balanced experts.
+    """Trainer for pretraining: weight decay on matrices only, a guard on every loss, balanced experts.
 
     Takes Trainer's arguments, the attributes of the mixins, and:
 
@@ -264,7 +264,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         self.gradient_norms = None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's optimizer, or Muon; with width or depth scaling, with one group per role's learning rate."""
+        """Create Trainer's optimizer, or Muon; with scaling, one group per learning rate."""
         if self.optimizer is None and self.step_factors is not None:
             whole: Any = self.model if model is None else model
             groups = parameter_groups(
@@ -281,7 +281,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
     def compute_loss(
         self, model: nn.Module, inputs: Json, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the model's loss; in training, plus the experts' auxiliary loss if a loss balances them."""
+        """Return the model's loss, in training with the experts' auxiliary loss where one balances them."""
         if self.experts is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         sequences = len(inputs[self.bare_model().main_input_name])
@@ -306,7 +306,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The loss over the held-out blocks, each counted once, for any number of processes.
+        """Measure the loss over the held-out blocks, each counted once, for any number of processes.
 
         Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. All but the
         loss is in ``evaluation`` when the callbacks are told of it.
@@ -329,7 +329,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return metrics
 
     def _measured(self, held_out: Any) -> dict[str, float]:
-        """Return the mean loss over all predictions and the mean scores over items; each item counts once.
+        """Return the mean loss over all predictions and the mean scores over items, each item counted once.
 
         Over all processes; draws no random number.
         """
@@ -358,6 +358,6 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return {name: self.processes.mean(total) / counted[name] for name, total in totals.items()}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Run Trainer's evaluation uncompiled: evaluations are rare and their batches have several shapes."""
+        """Run Trainer's evaluation uncompiled: it is rare, and its batches vary in shape."""
         with uncompiled(self.bare_model()):
             return super().evaluation_loop(*args, **kwargs)

@@ -48,7 +48,7 @@ class Augmentation:
     repeats: int = 1
 
     def check(self) -> None:
-        """Raise UserError if the library that an augmentation needs is not installed."""
+        """Raise UserError if the augmentation needs a library that is not installed."""
         needed = [name for name in ("rand_augment", "random_erasing") if getattr(self, name)]
         if not needed:
             return
@@ -61,7 +61,7 @@ class Augmentation:
             ) from None
 
     def crop(self, picture: Image, generator: torch.Generator) -> Image | None:
-        """Return a random crop, resized to the square [size, size]; None where there are no random crops."""
+        """Crop at random and resize to [size, size]; None if there are no random crops."""
         if self.crop_scale >= 1.0:
             return None
         from PIL import Image
@@ -125,7 +125,7 @@ def _uniform(generator: torch.Generator) -> float:
 
 
 class ImageItem(TypedDict):
-    """``pixel_values`` float [channels, height, width], ``labels`` the class, and ``draw``, a number of its own."""
+    """``pixel_values`` float [channels, height, width], ``labels`` the class, and ``draw``, the number of the draw."""
 
     pixel_values: torch.Tensor
     labels: torch.Tensor
@@ -134,7 +134,7 @@ class ImageItem(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class ImageItems(ItemSource[ImageItem]):
-    """Some images of a set, resized and normalized by an image processor of transformers.
+    """Images of a set, resized and normalized by an image processor of transformers.
 
     Attributes:
         numbers: of the images to take, [items].
@@ -154,7 +154,7 @@ class ImageItems(ItemSource[ImageItem]):
         return self.item(index, index)
 
     def item(self, index: int, draw: int, generator: torch.Generator | None = None) -> ImageItem:
-        """Return an item as it is, or changed as the augmentation says with the numbers of ``generator``."""
+        """Return an item, augmented with numbers of ``generator`` if there is one."""
         picture, processor = self.picture(index), self.processor
         crop = None if generator is None else self.augmentation.crop(picture, generator)
         pixels = pixels_of(picture, processor) if crop is None else normalized(crop, processor)
@@ -167,7 +167,7 @@ class ImageItems(ItemSource[ImageItem]):
         return self.images.image(int(self.numbers[index]))
 
     def sample(self, count: int) -> torch.Tensor:
-        """Pixel values [items, channels, height, width]."""
+        """Return pixel values [items, channels, height, width]."""
         return torch.stack([self[index]["pixel_values"] for index in spread(len(self), count)])
 
     def for_run(self, seed: int) -> AugmentedImages:
@@ -175,7 +175,7 @@ class ImageItems(ItemSource[ImageItem]):
 
 
 class AugmentedImages(DrawnItems[ImageItem]):
-    """Images in the order of a run, each changed at random as its augmentation says."""
+    """Images in the order of a run, each augmented at random."""
 
     source: ImageItems
 
@@ -184,7 +184,7 @@ class AugmentedImages(DrawnItems[ImageItem]):
 
 
 def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
-    """Return the pixel values of an image [channels, height, width] as the processor makes them."""
+    """Return an image's pixel values [channels, height, width] as the processor makes them."""
     side = getattr(processor, "size", {}).get("shortest_edge")
     if (
         picture.size == (side, side) and getattr(processor, "crop_pct", None) == 1.0
@@ -196,7 +196,7 @@ def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
 
 
 def normalized(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
-    """Return the pixel values of an image that has its size already: scaled to 0 to 1, then normalized."""
+    """Scale the pixel values of an image that is already resized to 0 to 1, then normalize them."""
     array = np.asarray(picture, dtype=np.float32) / 255.0
     array = array[..., None] if array.ndim == 2 else array
     mean, std = statistics_of(processor)
@@ -211,7 +211,7 @@ def statistics_of(processor: BaseImageProcessor) -> tuple[torch.Tensor, torch.Te
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """Joins items to a batch; with the defaults, unchanged. Picklable, so that loader processes can hold it.
+    """Joins items to a batch, unchanged with the defaults. Picklable, so that loader processes can hold it.
 
     Attributes:
         mixup: alpha of mixup's Beta distribution; 0 for none.
@@ -230,7 +230,7 @@ class Mixing:
         return bool(self.mixup or self.cutmix or self.label_smoothing)
 
     def __call__(self, items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
-        """Return the batch of a training: ``labels`` are probabilities [batch, classes] if anything is changed."""
+        """Make a training batch; ``labels`` are probabilities [batch, classes] if anything is changed."""
         batch = plain_batch(items)
         if not self.changes:
             return batch
@@ -245,13 +245,13 @@ class Mixing:
         return {"pixel_values": pixels, "labels": targets}
 
     def smoothed(self, labels: torch.Tensor) -> torch.Tensor:
-        """(1 - s) * one_hot + s / classes: [batch, classes]."""
+        """Return (1 - s) * one_hot + s / classes, [batch, classes]."""
         one_hot = torch.nn.functional.one_hot(labels, self.num_classes).float()
         return (1.0 - self.label_smoothing) * one_hot + self.label_smoothing / self.num_classes
 
 
 def plain_batch(items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
-    """Return the batch of an evaluation: ``labels`` are classes [batch]."""
+    """Make an evaluation batch; ``labels`` are classes [batch]."""
     return {
         "pixel_values": torch.stack([item["pixel_values"] for item in items]),
         "labels": torch.stack([item["labels"] for item in items]),
@@ -259,13 +259,12 @@ def plain_batch(items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
 
 
 def mix(x: torch.Tensor, share: float) -> torch.Tensor:
-    """Return share * x + (1 - share) * partner, along the first axis."""
+    """Return share * x + (1 - share) * partner, with partners along the first axis."""
     return share * x + (1.0 - share) * x.flip(0)
 
 
 def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
-    """Paste a box of each image's partner into it. Returns [batch, channels, height, width] and the share left of the
-    image.
+    """Paste a box of each image's partner into it; return the images and the share left of each.
 
     The box has the sides of the image times sqrt(1 - share) and is cut off at the edges; the share is then that of the
     area outside it.
@@ -283,7 +282,7 @@ def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class ImageStats(Stats):
-    """The numbers of two splits of images; ``classes`` are their names."""
+    """Statistics of two splits of images; ``classes`` are the names of the classes."""
 
     train_images: int
     eval_images: int
@@ -293,15 +292,13 @@ class ImageStats(Stats):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSplits(Splits[ImageItem]):
-    """The two splits of an image set."""
-
     stats: ImageStats
 
 
 def prepare_images(
     corpus: str, augmentation: Augmentation, *, eval_fraction: float, center_crop: float = 1.0, progress: bool = True
 ) -> tuple[ImageSplits, BaseImageProcessor]:
-    """Return the items of a labeled image set and their processor.
+    """Return the splits of a labeled image set and their processor.
 
     Args:
         corpus: see ``lamina.data.images.labeled_images.ALLOWED``.
@@ -335,7 +332,7 @@ def prepare_images(
 
 
 def image_processor(size: int, channels: int, center_crop: float = 1.0) -> BaseImageProcessor:
-    """ConvNeXt's processor of transformers: resize the shorter side, crop the middle, normalize.
+    """Make transformers' ConvNeXt processor: resize the shorter side, crop the middle, normalize.
 
     RGB images are normalized by ImageNet's mean and standard deviation, gray ones to -1 to 1.
     """

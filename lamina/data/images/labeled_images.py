@@ -1,4 +1,4 @@
-"""Labeled images by number, wherever they are stored."""
+"""Labeled images by number, from folders, data sets of the hub, or files of pixels."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class LabeledImages(ABC):
 
     @abstractmethod
     def image(self, number: int) -> Image:
-        """Return an image, in mode L or RGB. Raises UserError that names an image that can't be read."""
+        """Return an image in mode L or RGB. Raises UserError naming an image that can't be read."""
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Raise UserError that names the first image that a quick look finds unreadable."""
+        """Raise UserError naming the first image that a quick check finds unreadable."""
         return
 
     def check(self) -> None:
-        """Raise UserError for a set that cannot be learned from: one class, no images, or a class without any."""
+        """Raise UserError for a set that nothing can be learned from: one class, no images, or an empty class."""
         if len(self.classes) < 2:
             classes = "1 class, " + repr(self.classes[0]) if self.classes else "no classes"
             raise UserError(f"corpus: {self.spec!r} has {classes} (allowed: at least 2)")
@@ -83,7 +83,7 @@ class LabeledImages(ABC):
 
 
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the images to train on and of those held out.
+    """Return the numbers of the training images and those of the held-out images.
 
     They are the set's own splits if it has them. Otherwise ``eval_fraction`` of every class with two images or more is
     held out, at least one image of each: always the same ones.
@@ -105,7 +105,7 @@ def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.n
 
 
 def class_entropy(train: Sequence[int] | np.ndarray, held_out: Sequence[int] | np.ndarray, classes: int) -> float:
-    """Return the cross-entropy of the held-out classes under the others' add-one smoothed frequencies, in nats."""
+    """Return the cross-entropy of held-out classes under add-one smoothed train frequencies, in nats."""
     counts = np.bincount(np.asarray(train), minlength=classes)
     log_probability = np.log(counts + 1) - np.log(counts.sum() + classes)
     return float(-log_probability[np.asarray(held_out)].mean())
@@ -120,7 +120,7 @@ def pillow() -> None:
 
 
 def in_8_bits(picture: Image, mode: str) -> Image:
-    """Return the image in a mode of 8 bits per channel (L or RGB); 16-bit gray levels keep their upper 8 bits.
+    """Convert an image to 8 bits per channel (L or RGB); 16-bit gray levels keep their upper 8 bits.
 
     Raises ValueError for pixels whose range is unknown: floating-point numbers, or more than 16 bits.
     """
@@ -137,7 +137,7 @@ def in_8_bits(picture: Image, mode: str) -> Image:
 
 
 def open_images(spec: str) -> LabeledImages:
-    """Return the labeled images with this name; nothing is decoded yet.
+    """Open the labeled images with this name, without decoding any.
 
     Raises UserError if there are none, a class is empty, or the library that reads them is not installed.
     """
@@ -157,7 +157,7 @@ def open_images(spec: str) -> LabeledImages:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFiles(LabeledImages):
-    """Image files in a folder for each class."""
+    """Image files, one folder per class."""
 
     paths: tuple[Path, ...]
 
@@ -166,7 +166,7 @@ class ImageFiles(LabeledImages):
             return in_8_bits(picture, "RGB")
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Decode every image of a small set; check the files of a large one as far as Pillow does without decoding."""
+        """Decode every image of a small set; for a large one, run only Pillow's checks without decoding."""
         small = len(self.paths) <= _DECODED
         bar = tqdm(range(len(self.paths)), desc="checking images", delay=2, disable=None if progress else True)
         for number in bar:
@@ -178,7 +178,7 @@ class ImageFiles(LabeledImages):
 
     @contextmanager
     def _open(self, number: int) -> Iterator[Image]:
-        """Open an image file. Any error, also a later one while it is used, becomes a UserError that names it."""
+        """Open an image file; any error, also later in the context, becomes a UserError naming the file."""
         from PIL import Image
 
         path = self.paths[number]
@@ -252,7 +252,7 @@ class PixelImages(LabeledImages):
 
 
 def _of_pixels(spec: str, path: Path) -> PixelImages:
-    """Return a file of rows ``pixel,...,pixel,label``: square gray images, 0 to 255, and classes numbered from 0."""
+    """Read a file of rows ``pixel,...,pixel,label``: square gray images, 0 to 255, and classes numbered from 0."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         with warnings.catch_warnings():
@@ -281,7 +281,7 @@ def _of_pixels(spec: str, path: Path) -> PixelImages:
 
 @dataclass(frozen=True, kw_only=True)
 class HubImages(LabeledImages):
-    """Images of a data set, its splits one after the other."""
+    """Images of a data set, one split after another."""
 
     parts: tuple[Dataset, ...]
     column: str

@@ -1,4 +1,4 @@
-"""The documents of one file, from its beginning or from any position."""
+"""The documents of a file, from its beginning or from any position."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _OPENING = re.compile(r"\s*(?:\[\s*)?\{")
 
 
 class NotTextError(Exception):
-    """The file is no readable text, and the message says why. Folders skip it; naming it is an error."""
+    """The file is not readable as text. Folders skip it; if the user named it, it is an error."""
 
 
 def inner_suffix(path: Path) -> str:
-    """Return the suffix before that of the compression, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
+    """Return the suffix before a compression's, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
     name = path.name.lower()
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
@@ -52,7 +52,7 @@ def inner_suffix(path: Path) -> str:
 
 
 def compression(path: Path) -> str | None:
-    """Return the compression of a file, or None, decided by its first bytes.
+    """Return a file's compression by its first bytes; None without one.
 
     Raises NotTextError if the name has the suffix of a compression, but the content is something else.
     """
@@ -129,7 +129,7 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
 
 
 def encodable_text(text: str) -> str:
-    """Return the text with each half of a surrogate pair, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
+    """Replace each unpaired surrogate, which JSON can hold and UTF-8 cannot, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -138,7 +138,7 @@ def encodable_text(text: str) -> str:
 
 
 def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
-    """Return the files below a folder in the order of their relative names, without hidden files and folders.
+    """List the files below a folder, sorted by relative name, without hidden files and folders.
 
     Links to files are read, links to folders are not followed, since they may lead in a circle; ``linked`` gets them.
 
@@ -174,13 +174,13 @@ def hash_files(digest: hashlib._Hash, root: Path) -> None:
 
 
 def state_of(path: Path) -> FileState:
-    """Return the size of a file and the time of its last change."""
+    """Return a file's size and the time of its last change."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[FileState], text_field: str) -> str | None:
-    """Return a hash of the names, sizes and times of change of files over 1 GiB in all.
+    """Hash the names, sizes and times of change of files that exceed 1 GiB together.
 
     None for less than that: then the content itself can be hashed.
     """
@@ -212,7 +212,7 @@ def read_file(
     part_chars: int = PART_CHARS,
     on_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Document, Position]]:
-    """Yield the documents of a file from ``start`` on, each with the position after it.
+    """Yield a file's documents from ``start`` on, each with the position after it.
 
     Args:
         path: of the file; its suffix says whether it holds rows.
@@ -233,7 +233,7 @@ def read_file(
 
 
 def with_text(documents: Iterable[tuple[Document, P]]) -> Iterator[tuple[Document, P]]:
-    """Leave out the documents of white space alone, and replace half surrogate pairs (see :func:`encodable_text`)."""
+    """Drop documents of white space, and repair unpaired surrogates (see :func:`encodable_text`)."""
     for document, position in documents:
         if document.text and (document.continues or not document.text.isspace()):
             text = encodable_text(document.text)
@@ -243,7 +243,7 @@ def with_text(documents: Iterable[tuple[Document, P]]) -> Iterator[tuple[Documen
 def _parts(
     path: Path, text_field: str, start: Position, part_chars: int, on_rows: Callable[[], None]
 ) -> Iterator[tuple[Document, Position]]:
-    """Yield parts of about ``part_chars`` characters, each ending with a line if its end is near."""
+    """Yield parts of about ``part_chars`` characters that end at a line's end if one is near."""
     offset, number = start
     with open_text(path, offset) as text:
         while part := text.read(part_chars):
@@ -257,7 +257,7 @@ def _parts(
 
 
 def _begins_with_row(text: str, text_field: str) -> bool:
-    """Return whether a text begins with a JSON object, alone or first in a list, whose field is a text."""
+    """Return whether a text begins with a JSON object, alone or first in a list, that has a text in the field."""
     opening = _OPENING.match(text)
     if opening is None:
         return False
@@ -292,7 +292,7 @@ def _rows(path: Path, text_field: str, start: Position) -> Iterator[tuple[Docume
 
 
 def _table(path: Path, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
-    """Yield the rows of a .parquet file, one row group at a time at most; null is an empty text."""
+    """Yield the rows of a .parquet file, at most one row group at a time; null is an empty text."""
     import pyarrow
     from pyarrow import parquet
 

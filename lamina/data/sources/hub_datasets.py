@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, and the same formats in a local folder, through the datasets library."""
+"""Data sets of the Hugging Face hub, and the same formats in a local folder, by the datasets library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALLOWED = "hf:NAME[:CONFIG][@SPLIT]"
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """The parts of ``hf:NAME[:CONFIG][@SPLIT]``; ``folder`` is set when NAME is a local folder."""
+    """The parts of ``hf:NAME[:CONFIG][@SPLIT]``; ``folder`` is set if NAME is a local folder."""
 
     spec: str
     name: str
@@ -32,7 +32,7 @@ class HubSource:
 
 
 def is_hub(corpus: str) -> bool:
-    """Return whether a corpus is a data set for the datasets library."""
+    """Return whether a corpus is one that the datasets library loads."""
     return corpus.startswith(PREFIX)
 
 
@@ -61,7 +61,7 @@ def load(source: HubSource) -> Dataset:
 
 
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
-    """Load the split to train on, and the first that exists of ``held_out``. A requested split is alone.
+    """Load the split to train on and the first of ``held_out`` that exists; a requested split comes alone.
 
     Raises UserError as :func:`load` does.
     """
@@ -74,7 +74,7 @@ def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
 
 
 def stream(source: HubSource) -> tuple[IterableDataset, str]:
-    """Return one split as a stream of the library, and a hash of its origin. Raises UserError as :func:`load` does."""
+    """Return a split as a stream, and a hash of its origin. Raises UserError as :func:`load` does."""
     if source.folder is not None and _was_saved_to_disk(source.folder):
         saved = load(source)
         return saved.to_iterable_dataset(), saved._fingerprint
@@ -86,7 +86,7 @@ def stream(source: HubSource) -> tuple[IterableDataset, str]:
 
 
 def texts(spec: str, rows: Iterable[Mapping[str, object]], text_field: str) -> Iterator[str]:
-    """Yield the texts of a data set's column, row by row; null is an empty text.
+    """Yield the texts in a data set's column, row by row; null is an empty text.
 
     Raises UserError if the column does not exist or holds something other than text.
     """

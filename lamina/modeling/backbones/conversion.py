@@ -1,4 +1,4 @@
-"""Conversion of transformers' checkpoints to Lamina's and back, for the architectures whose placement is known.
+"""Conversion of checkpoints between transformers and Lamina, for the architectures whose placement is known.
 
 Nothing is trained, guessed or dropped: every tensor is used exactly once, or a UserError names it.
 """
@@ -118,7 +118,7 @@ def conversion_of(model_type: str) -> Conversion:
 
 
 def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> str:
-    """Return the name in Lamina's model of a tensor of transformers' model; ``norms`` are a row's."""
+    """Translate the name of a tensor in transformers' model to Lamina's; ``norms`` are those of the row."""
     adapter, prefix = adapter_of(theirs.config), f"{theirs.base_model_prefix}."
     if not key.startswith(prefix):
         return key
@@ -130,7 +130,7 @@ def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> 
 
 
 def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: PreTrainedModel) -> None:
-    """Copy the tensors of a source, by their names in ``target``. Raises UserError naming one that does not fit."""
+    """Copy tensors, named as in ``target``, into it. Raises UserError naming one that does not fit."""
     expected = target.state_dict()
     refuse_tensors("missing", expected.keys() - tensors.keys(), f"is not in the {type(source).__name__}")
     refuse_tensors("extra", tensors.keys() - expected.keys(), f"has no place in {type(target).__name__}")
@@ -147,12 +147,12 @@ def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: P
 
 
 def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
-    """Add in double precision and round once, so that float32 has the very number that Gemma computes."""
+    """Add in double precision and round once, so that float32 holds exactly the number that Gemma computes."""
     return (gain.double() + offset).to(gain.dtype) if offset else gain
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy the buffers that no checkpoint stores (rotary frequencies); casting a model rounds them, loading does not.
+    """Copy buffers that no checkpoint stores (rotary frequencies): casting a model rounds them, loading does not.
 
     ``names``: target's name -> source's name.
     """
@@ -239,7 +239,7 @@ def to_transformers(
 
 
 def own_plan(config: PreTrainedConfig) -> Plan:
-    """Return the placement of a convertible model at its depth, with the options that its configuration has fields for.
+    """Return a convertible model's placement at its depth, with the options that its configuration has fields for.
 
     Raises UserError for a model type that has no conversion.
     """
@@ -258,7 +258,7 @@ def _has_one_norm(conversion: Conversion, plan: Plan) -> bool:
 
 
 def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> None:
-    """Give both branches of each layer the same norm, in ``ours``; what differs goes into the projections behind it.
+    """Give both branches of each layer in ``ours`` one norm; the projections after it absorb the difference.
 
     W (g n + b) + c is (W g) n + (W b + c): a norm's gain g [width] scales columns, its bias b [width] moves the bias c.
     """
@@ -290,7 +290,7 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
 
 
 def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
-    """Return the configuration of transformers' model, and how its tensors are stored."""
+    """Return the configuration of the equivalent transformers model, and how that model stores its tensors."""
     backbone, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     own = conversions().get(backbone.model_type)
     if own is not None and computed(plan) == computed(own_plan(backbone)):
@@ -314,7 +314,7 @@ def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
 
 
 def _as_stored(model: LaminaForCausalLM, row: Equivalent, theirs: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of the row's model by their names there, its constants in the gains and embeddings."""
+    """Return the tensors under transformers' names, with the plan's constants folded into gains and embeddings."""
     norms = {name: module for name, module in model.named_modules() if isinstance(module, LaminaNorm)}
     ours = model.state_dict()
     for name, norm in norms.items():
@@ -362,7 +362,7 @@ def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the model type with the same equation. Raises UserError if there is none."""
+    """Return the model type that computes the plan's equation. Raises UserError if there is none."""
     if config.model_type not in LLAMAS:
         raise UserError(
             f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
@@ -401,7 +401,7 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
 
 
 def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
-    """Return the norms on queries and keys, the plan's or the attention's own: "off", "head", "full", or "other"."""
+    """Return the scope of the norms on queries and keys: "off", "head", "full", or "other" for unsupported ones."""
     if plan.v_norm != "off" or plan.qkv_norm.kind not in ("backbone", "rms"):
         return "other"
     norm = getattr(model.get_submodule("model.backbone.layers.0.attention.module"), "q_norm", None)
@@ -411,7 +411,7 @@ def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
 
 
 def _folded(plan: Plan) -> Plan:
-    """Return what a plan computes once its constants are in the weights, without norms on queries, keys, values."""
+    """Return the plan that is left when constants move into the weights, without norms on queries, keys and values."""
 
     def unscaled(sub: Sublayer) -> Sublayer:
         if sub.coupling == "none":
@@ -426,7 +426,7 @@ def _folded(plan: Plan) -> Plan:
 def load(
     path: str | Path, *, dtype: str | torch.dtype = "auto", field: str = "source", head: str = "causal_lm"
 ) -> PreTrainedModel:
-    """Load a model with a head, Lamina's or transformers', from a folder or a name on the hub.
+    """Load a model with a head, of Lamina or transformers, from a folder or a name on the hub.
 
     Reads safetensors only and runs no remote code. Raises UserError naming the invalid field, file or tensor; a missing
     or extra tensor is an error.
@@ -454,7 +454,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
 
 
 def computed(plan: Plan) -> Plan:
-    """Return a plan with the default of whatever does not decide the function it computes: names, initial values.
+    """Return a plan with defaults for everything that does not change its function: names, initial values.
 
     A norm of kind "rms" counts as "backbone": every backbone of the table has RMSNorms.
     """
@@ -480,7 +480,7 @@ def _check_class(model: PreTrainedModel) -> None:
 
 
 def _check_tied(model: PreTrainedModel) -> None:
-    """Raise UserError if the configuration ties two tensors that differ: one of them would be lost."""
+    """Raise UserError if the configuration ties two tensors that differ, since one of them would be lost."""
     embedding = model.get_input_embeddings().get_parameter("weight")
     head = model.get_parameter("lm_head.weight")
     if head is not embedding and not torch.equal(head, embedding):
@@ -505,7 +505,7 @@ def _name(model_or_path: object) -> str:
 
 
 class ConversionRecord(TypedDict):
-    """The content of conversion.json; ``model_type`` is transformers' model type, ``backbone`` the one in Lamina."""
+    """The content of conversion.json; ``model_type`` is the transformers model's, ``backbone`` the Lamina model's."""
 
     source: str
     to: Target
@@ -558,7 +558,7 @@ def convert(
 
 @contextmanager
 def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give a folder to save a model in; move its files, and the source's tokenizer, to ``output`` at the end.
+    """Yield a folder to save a model in; at the end move its files and the source's tokenizer to ``output``.
 
     After an error ``output`` is as it was.
     """
@@ -583,7 +583,7 @@ def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Pat
 
 
 def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """Save a model, its weights of the type ``stored`` if that is one; returns what the files load as, in ``dtype``."""
+    """Save a model, in ``stored`` if that is a dtype, and return the saved model loaded again in ``dtype``."""
     if isinstance(stored, torch.dtype):
         nn.Module.to(model, stored)
     model.save_pretrained(draft)
@@ -592,7 +592,7 @@ def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | t
 
 
 def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
-    """Return the folder of the model to start from. Raises UserError for an output folder in use, or that holds it."""
+    """Return the source model's folder. Raises UserError for an output folder in use or one that holds the source."""
     job_folder.refuse(output, resume=False, overwrite=overwrite, resumes=False)
     source = str(model_folder(source))
     if Path(source).exists() and output.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
@@ -602,7 +602,7 @@ def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
 
 @torch.no_grad()
 def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple[float, float]:
-    """Return the largest absolute difference of two models' logits, and the first one's largest logit.
+    """Return the largest absolute difference between two models' logits, and the first model's largest logit.
 
     On 4 blocks of 64 random tokens (fewer if the model's context is shorter), drawn from a separate generator.
     """
@@ -623,7 +623,7 @@ def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple
 
 
 def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbone: str) -> float:
-    """Compare the written model's logits with the source's. Raises UserError if they differ much."""
+    """Return how far the written model's logits are from the source's. Raises UserError if that is too far."""
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(

@@ -1,4 +1,4 @@
-"""A saved model from a path: one way to load its weights and its tokenizer, with one set of errors.
+"""Loading of saved models from a path: one way to load weights and tokenizers, with one set of errors.
 
 Whatever a folder holds, the result is the model or a UserError of one line. Weights are safetensors, nothing is
 unpickled and no code beside a checkpoint runs unless the caller says so.
@@ -53,7 +53,7 @@ NOT_STORED = "is not in the checkpoint"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' messages and progress bars: Lamina reports what matters in one line."""
+    """Silence transformers' messages and progress bars inside the context: Lamina reports what matters in one line."""
     level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -66,7 +66,7 @@ def quiet() -> Iterator[None]:
 
 
 def read_json(path: Path, source: str) -> dict[str, object]:
-    """Read the object in a JSON file. Raises UserError, beginning with ``says``, if there is none."""
+    """Read the object in a JSON file. Raises UserError, beginning with ``source``, if there is none."""
     if path.stat().st_size > _LARGEST_JSON:
         raise UserError(f"{source} has {path.stat().st_size} bytes (allowed: up to {_LARGEST_JSON})")
     try:
@@ -79,13 +79,13 @@ def read_json(path: Path, source: str) -> dict[str, object]:
 
 
 def kind_of(value: object) -> str:
-    """Return a JSON value's kind in prose."""
+    """Describe the type of a JSON value in words."""
     names = {"NoneType": "nothing", "list": "a list", "dict": "an object", "str": "a text", "bool": "true or false"}
     return names.get(type(value).__name__, "a number")
 
 
 def stored_shapes(path: Path, field: str, *, pickles: bool = False) -> Shapes | None:
-    """Return the shape of every tensor in a folder's safetensors files, by name. Checks the files' headers.
+    """Return the shape of every tensor in a folder's safetensors files, by name; checks the files' headers.
 
     Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError naming the file that is
     missing, cut short, altered or outside the folder.
@@ -176,7 +176,7 @@ def read_config(
 
 
 def _check_plan(plan: dict, source: str) -> None:
-    """Raise UserError for a checkpoint's plan that is none; a norm of one's own may be that of an installed package."""
+    """Raise UserError for an invalid plan; a norm kind that is unknown may come from an installed package."""
     try:
         Plan.from_dict(plan)
     except UserError:
@@ -189,7 +189,7 @@ def _check_plan(plan: dict, source: str) -> None:
 
 
 def refuse_scores(config: PreTrainedConfig, source: str) -> None:
-    """Raise UserError, which begins with ``source``, for a model that writes no text."""
+    """Raise UserError, beginning with ``source``, for a model that classifies and cannot continue a text."""
     for name in config.architectures or ():
         if name.endswith("Classification"):
             raise UserError(f"{source} is a {name}, which gives scores (allowed: models that continue a text)")
@@ -208,7 +208,7 @@ def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]
 
 
 def check_adapter(config: PreTrainedConfig, says: str) -> None:
-    """Raise UserError, beginning with ``says``, if a backbone's ``lamina_adapter`` is not one."""
+    """Raise UserError, beginning with ``says``, if a backbone's ``lamina_adapter`` is invalid."""
     try:
         roles = adapter_of(config).roles
     except ValueError as error:
@@ -219,7 +219,7 @@ def check_adapter(config: PreTrainedConfig, says: str) -> None:
 
 
 def _check_quantization(requested: object, source: str) -> None:
-    """Raise UserError for an unknown method: transformers would ignore it and read the weights as plain ones."""
+    """Raise UserError for an unknown quantization method, which transformers would ignore."""
     if requested is None:
         return
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
@@ -278,7 +278,7 @@ def load_weights(
     extra: bool = True,
     **more: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a model in evaluation mode. Returns it with the names of its tensors that the checkpoint lacks.
+    """Load a model in evaluation mode; also return the names of the tensors that the checkpoint lacks.
 
     Args:
         path: a folder with weights, or a name on the hub.
@@ -337,7 +337,7 @@ def _from_pretrained(
 
 
 def refuse_tensors(source: str, keys: Iterable[str], why: str) -> None:
-    """Raise UserError, beginning with ``says``, if there are such tensors; it names the first ones."""
+    """Raise UserError, beginning with ``source``, if ``keys`` is not empty; the message names the first ones."""
     names = sorted(keys)
     if names:
         more = f" (and {len(names) - 1} more: {', '.join(names[1:3])}{', …' if len(names) > 3 else ''})"
@@ -345,7 +345,7 @@ def refuse_tensors(source: str, keys: Iterable[str], why: str) -> None:
 
 
 def _check_room(config: PreTrainedConfig, cls: ModelClass, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Raise UserError, before anything is allocated, if the configuration's model is far larger than the files."""
+    """Raise UserError, before allocating anything, if the configuration's model is far larger than the files."""
     stored = sum(math.prod(shape) for shape in shapes.values())
     text = backbone_of(config)
     layers = getattr(text, "num_hidden_layers", None)
@@ -369,7 +369,7 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, shapes: Mapping[str, 
 
 
 def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str) -> None:
-    """Raise UserError for tensors of layers beyond the last: the configuration would cut the model short."""
+    """Raise UserError for tensors of layers beyond the configuration's last: it would cut the model short."""
 
     def kind(key: str) -> str:
         return ".".join("#" if part.isdigit() else part for part in key.split("."))
@@ -381,7 +381,7 @@ def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str
 
 
 def check_finite(model: nn.Module, field: str) -> None:
-    """Raise UserError naming the first weight with NaN or infinite values and their position."""
+    """Raise UserError for NaN or infinite weights, naming the first weight and the position in it."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
             bad = ~torch.isfinite(parameter.detach())

@@ -1,4 +1,4 @@
-"""The configuration of a backbone, from a preset, a folder or the hub, with any sizes changed."""
+"""The configuration of a backbone: from a preset, a folder or the hub, with any sizes changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SPECIAL = tuple(f"{token}_token_id" for token in ("pad", "bos", "eos", "cls", "
 
 
 def preset_config(name: str) -> PreTrainedConfig:
-    """Return a fresh configuration of the preset of this name. Raises UserError that suggests the nearest."""
+    """Make the configuration of a preset. Raises UserError that suggests the nearest name."""
     preset = get(name)
     return AutoConfig.for_model(preset.model_type, **preset.fields)
 
@@ -116,7 +116,7 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Keep some of ``count`` layers in a configuration: their number, and every list with an entry for each."""
+    """Cut a configuration of ``count`` layers to those ``kept``: their number, and lists with an entry per layer."""
     if isinstance(config, LaminaConfig) and config.plan is not None:
         config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
     text = backbone_of(config)
@@ -127,14 +127,14 @@ def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> Non
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """Return the width of a head; DeepSeek's ``head_dim`` is only the part of it that is rotated."""
+    """Return the width of a head; DeepSeek's ``head_dim`` is only its rotated part."""
     if hasattr(config, "kv_lora_rank"):
         return config.hidden_size // config.num_attention_heads
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _heads(width: int, head_dim: int) -> int:
-    """Return the number of heads nearest to the preset's head width, each of an even width (rotary embeddings)."""
+    """Return the number of heads, each of even width (for rotary), that comes nearest to ``head_dim``."""
     fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
     if not fitting:
         raise UserError(f"hidden_size: {width} cannot be divided into heads of an even width (allowed: even numbers)")
@@ -142,14 +142,14 @@ def _heads(width: int, head_dim: int) -> int:
 
 
 class Count(NamedTuple):
-    """Parameters with embeddings and head; ``active`` counts only the routed experts that one token uses."""
+    """Parameter counts, with embeddings and head; ``active`` counts only the routed experts that one token uses."""
 
     total: int
     active: int
 
 
 def count_parameters(config: PreTrainedConfig) -> Count:
-    """Count the parameters of transformers' own model of this configuration; tied ones count once.
+    """Count the parameters of transformers' model of this configuration; tied ones count once.
 
     A model type that is registered without a head counts without one.
 
@@ -181,7 +181,7 @@ def parameters_of(model: PreTrainedModel) -> Count:
 
 
 def used_by_a_token(name: str, config: PreTrainedConfig) -> Fraction:
-    """Return the share of a parameter that one token uses: below 1 for a routed expert's."""
+    """Return the share of a parameter that one token uses: below 1 only for routed experts."""
     experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
     routed = experts and ".experts." in name
     return Fraction(config.num_experts_per_tok, experts) if routed else Fraction(1)

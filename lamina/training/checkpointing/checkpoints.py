@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: drafts with checksums, synced, then renamed, and verified when read."""
+"""Checkpoints that are whole or absent: written as drafts, hashed, synced, renamed, and verified when read."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ RUN_STATE = "run_state.json"
 
 
 class Stateful(Protocol):
-    """An object to resume; add another one to ``TrainingRun.states``."""
+    """An object whose state a checkpoint stores; add more of them to ``TrainingRun.states``."""
 
     def state_dict(self) -> Json:
-        """Return its part of the run state, as JSON under its own names."""
+        """Return this object's part of the run state: JSON values under names that no other object uses."""
         ...
 
     def load_state_dict(self, state: RunState) -> None:
@@ -47,7 +47,7 @@ class Stateful(Protocol):
 
 
 def collected(states: Iterable[Stateful]) -> Json:
-    """The parts of all objects, in order."""
+    """Merge the run states of several objects, in order."""
     return {name: value for stateful in states for name, value in stateful.state_dict().items()}
 
 
@@ -62,12 +62,12 @@ class Checkpoints:
         self.folder = folder
 
     def paths(self) -> list[Path]:
-        """Return the checkpoints, whole or not, sorted by step. Raises OSError for a folder that can't be read."""
+        """Return the checkpoints, whole or broken, sorted by step. Raises OSError if the folder can't be read."""
         children = self.folder.iterdir() if self.folder.is_dir() else ()  # glob finds nothing in an unreadable folder
         return sorted((p for p in children if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
 
     def newest(self, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
-        """Return the newest whole checkpoint whose run state is ``allowed``; the log names those that are not whole.
+        """Return the newest whole checkpoint whose run state is ``allowed``; log a warning for each broken one.
 
         The log also names files in that checkpoint that its manifest does not list: they are not read.
         """
@@ -83,7 +83,7 @@ class Checkpoints:
 
     @contextmanager
     def save(self, step: int, processes: Processes) -> Iterator[Path]:
-        """Give a folder to write a checkpoint into; at the end it becomes checkpoint-STEP, or is deleted on an error.
+        """Yield a folder for a new checkpoint; at the end rename it to checkpoint-STEP, or delete it after an error.
 
         Every process writes its part. The checkpoint gets its name only once all files are hashed and synced to disk.
         An error in one process is raised in all.
@@ -114,7 +114,7 @@ class Checkpoints:
             raise
 
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
-        """Keep the last ``keep`` checkpoints up to STEP, which is whole, and none after it: a rollback abandoned those.
+        """Keep the last ``keep`` checkpoints up to STEP, and none after it: a rollback has abandoned those.
 
         The newest one whose run state ``keep_also`` accepts stays, too. So does one that is named after another step:
         it may be the only copy of its content.
@@ -135,7 +135,7 @@ class Checkpoints:
 
 
 class Background:
-    """Finishes one checkpoint at a time in a thread of its own, while training goes on.
+    """Finishes one checkpoint at a time in a separate thread while training continues.
 
     Attributes:
         processes: the run's, with collectives of their own, which don't cross training's.
@@ -147,33 +147,33 @@ class Background:
         self._written: Future[None] | None = None
 
     def begin(self, act: Callable[[], None]) -> None:
-        """Act in the thread; ``wait`` first."""
+        """Run ``act`` in the thread; call ``wait`` first."""
         self._written = self._thread.submit(act)
 
     def look(self) -> None:
-        """Raise the thread's error once it has ended in all processes; all call it between the same steps."""
+        """Raise the thread's error once all processes' threads have ended; all call this after the same step."""
         if self._written is not None and not self._training.anyone(not self._written.done()):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is whole. Raises the thread's error, the same in all processes."""
+        """Wait until the checkpoint is complete. Raises the thread's error, the same one in all processes."""
         written, self._written = self._written, None
         if written is not None:
             written.result()
 
 
 def step_of(path: Path) -> int:
-    """Return the optimizer step that a checkpoint was taken at."""
+    """Return the step in a checkpoint's name."""
     return int(path.name.split("-")[-1])
 
 
 def run_state(path: Path) -> Json:
-    """Read a whole checkpoint's run state: everything but tensors, such as the guard, records and rollbacks."""
+    """Read the run state of a whole checkpoint: all that is not a tensor, such as the guard, records and rollbacks."""
     return read_json(path / RUN_STATE)
 
 
 def listed_state(path: Path) -> Json | None:
-    """Return a checkpoint's run state if that file is intact, even if another file is not; None otherwise."""
+    """Return a checkpoint's run state if its file is intact, even when other files are not; otherwise None."""
     try:
         state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
         return state if state is not None and state["step"] == step_of(path) else None
@@ -193,7 +193,7 @@ def what_is_broken(path: Path) -> str | None:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint; a kill meanwhile leaves no partial one behind."""
+    """Delete a checkpoint; a kill in between leaves nothing that looks like a checkpoint."""
     doomed = path.with_name(f".gone-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(path, doomed)
@@ -216,7 +216,7 @@ def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
 
 
 def _of_its_step(path: Path) -> bool:
-    """Return whether a checkpoint's name has its own step; True if its state can't be read."""
+    """Return whether a checkpoint is named after the step in its run state; True if that can't be read."""
     try:
         return run_state(path)["step"] == step_of(path)
     except (OSError, *NOT_A_MANIFEST):

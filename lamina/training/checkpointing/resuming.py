@@ -1,4 +1,4 @@
-"""The state that a run resumes from: settings, result, checkpoint and rollbacks, each checked to be of the same run."""
+"""The state that a run resumes from: settings, result, checkpoint and rollbacks, checked to belong to the same run."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ ROLLBACKS = "rollbacks.json"
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run computes, as stored in its checkpoints and its folder; the fingerprint is of text and tokenizer."""
+    """The settings, plan and data of a run, as its checkpoints and its folder store them."""
 
     settings: PretrainSettings
     plan: Plan
     fingerprint: str
 
     def state_dict(self) -> Json:
-        """The settings, and digests of the plan and of the text."""
+        """Return the settings, the plan's digest and the fingerprint of text and tokenizer."""
         return {"settings": self.settings.to_dict(), "plan": plan_digest(self.plan), "text": self.fingerprint}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Do nothing: ``refuse_changes`` compared it before the folder was touched."""
+        """Do nothing: ``refuse_changes`` has compared the state before the folder was touched."""
 
     @property
     def text(self) -> dict[str, str]:
@@ -64,7 +64,7 @@ class RunIdentity:
 
 
 def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
-    """Raise UserError if the text has changed since the run in ``folder`` began; ``known``: of ``known_of``."""
+    """Raise UserError if the text has changed since the run in ``folder`` began; ``known`` is from ``known_of``."""
     known = known_of(folder) if known is None else known
     stored = known["text"] if "text" in known else noted(folder / DATA).get("fingerprint")
     if stored is not None and stored != fingerprint:
@@ -76,12 +76,12 @@ def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: s
 
 
 def plan_digest(plan: Plan) -> str:
-    """SHA-256 of a plan's whole content."""
+    """Return the SHA-256 of a plan's whole content."""
     return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def known_of(folder: Path) -> Json:
-    """Return the identity in the newest checkpoint of a run's folder that holds one; empty if none does."""
+    """Return the identity in the newest checkpoint of a run's folder that stores one; empty if none does."""
     for path in reversed(Checkpoints(folder / "checkpoints").paths()):
         state = listed_state(path)
         if state is not None and "settings" in state:
@@ -90,7 +90,7 @@ def known_of(folder: Path) -> Json:
 
 
 def _changed(settings: PretrainSettings, data: Path) -> str:
-    """Name the corpus's files that are newer than the run's last start, in a clause; empty if there are none."""
+    """Return a clause that names the corpus files newer than the run's last start; "" if there are none."""
     if not data.is_file():
         return ""
     newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(data.stat().st_mtime)]
@@ -98,7 +98,7 @@ def _changed(settings: PretrainSettings, data: Path) -> str:
 
 
 def is_good(state: RunState) -> bool:
-    """Whether the loss was not rising when the checkpoint with this run state was taken."""
+    """Return whether the loss was not rising when the checkpoint with this run state was taken."""
     return state["guard"]["above_since"] is None
 
 
@@ -126,14 +126,14 @@ class Rollback:
 
 @dataclass(kw_only=True)
 class Rollbacks:
-    """All rollbacks of a run, stored in its folder so that a killed run resumes with them."""
+    """All rollbacks of a run, kept in its folder so that a killed run resumes with them."""
 
     folder: Path
     done: list[Rollback] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Rollbacks:
-        """Return the rollbacks so far of a folder's run. Raises UserError if their file is damaged."""
+        """Read the rollbacks of the run in a folder. Raises UserError if their file is damaged."""
         path = folder / ROLLBACKS
         try:
             entries = cast("list[Json]", read_json(path))
@@ -150,7 +150,7 @@ class Rollbacks:
         return {"rollbacks": len(self.done)}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Raise UserError if the checkpoint was taken after more rollbacks than rollbacks.json holds."""
+        """Raise UserError if the checkpoint counts more rollbacks than rollbacks.json holds."""
         if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
             raise UserError(
                 f"resume: checkpoint-{state['step']} was taken after {taken_after} rollbacks, "
@@ -171,11 +171,11 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Whether a checkpoint is still valid: not later than a step that the run has since rolled back to."""
+        """Return whether a checkpoint is still valid: not later than a step to which the run has rolled back since."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
-        """Add a rollback to ``step``; it is on disk before anything acts on it.
+        """Add a rollback to ``step`` and write it to disk before anything acts on it.
 
         ``factor``: on the learning rate; ``skip``: steps' worth of data to skip, None for all up to ``diverged_at``.
         """
@@ -201,7 +201,7 @@ class Rollbacks:
 def stored_settings(
     folder: Path, free: Collection[str], settings_type: type[Settings] = PretrainSettings
 ) -> Json | None:
-    """Return the settings of a run: of config.yaml over those of its newest checkpoint; None if it holds neither.
+    """Return a run's settings: those in config.yaml over those in its newest checkpoint; None without either.
 
     Raises UserError if the file is cut short and no checkpoint holds the settings, and if both exist and differ in more
     than the ``free`` settings: somebody edited the file.
@@ -225,7 +225,7 @@ def stored_settings(
 
 
 def result_to_keep(folder: Path) -> Json | None:
-    """Return the result of a run in a folder; None, or of status interrupted, if there is something to resume.
+    """Return the result of the run in a folder; None or an interrupted one if there is something to resume.
 
     Raises UserError if there is, and its records are damaged.
     """
@@ -238,7 +238,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
-    """Return whether a run's model is damaged or, with ``missing``, not there; warn of it."""
+    """Return whether a run's model is damaged or, with ``missing``, absent; log a warning if so."""
     try:
         if (folder / MODEL).is_dir():
             refuse_damaged(folder / MODEL)
@@ -251,7 +251,7 @@ def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
 
 
 def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
-    """Return the checkpoint to resume from; None to begin at step 0, also after a rollback to the beginning.
+    """Return the checkpoint to resume from; None to begin at step 0, also after a rollback to the start.
 
     Raises UserError if there are checkpoints but none is usable: beginning again would lose the run.
     """

@@ -43,7 +43,7 @@ _RESULTS = ("status", "steps", "tokens", "parameters", "eval_loss", "eval_corpus
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """What a model's card says.
+    """The content of a model's card.
 
     Attributes:
         head: the name of the model's head in ``HEADS``.
@@ -109,7 +109,7 @@ class ModelCard:
         return "\n".join(lines) + "\n"
 
     def _results(self) -> dict[str, object]:
-        """Return the run's measures by title, as text, without those that it does not have."""
+        """Return the run's measures as text, by title; measures without a value are left out."""
         shown: dict[str, object] = {}
         for name, (title, form) in (_MEASURES if self.measures is None else self.measures).items():
             value = self.result.get(name)
@@ -126,7 +126,7 @@ _MEASURES = {
 
 
 def _is_on_hub(model: str | None) -> bool:
-    """Return whether a model's name is one of the hub, which refuses a card whose ``base_model`` is a folder."""
+    """Return whether a model's name is on the hub; the hub refuses a card whose ``base_model`` is a folder."""
     try:
         validate_repo_id(model)
     except HFValidationError:
@@ -148,22 +148,22 @@ def _table(name: str, value: str, rows: Mapping[str, object]) -> list[str]:
 
 
 def _named(value: object) -> str:
-    """Return a value with only the last part of each absolute path, without this machine's folders."""
+    """Return a value as text in which each absolute path is cut to its last part, without this machine's folders."""
     return re.sub(r"(?<![^\s=:,;('\"])/[^:,;()'\"]*", lambda path: PurePath(path[0]).name, str(value))
 
 
 def _plain(value: str) -> str:
-    """Escape a text so that Markdown shows its very characters: no HTML, no markup."""
+    """Escape a text so that Markdown shows it literally: no HTML, no markup."""
     return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(" ".join(value.split()), quote=False))
 
 
 def _code(value: object) -> str:
-    """Quote a value as Markdown code, whatever characters it has."""
+    """Quote a value as Markdown code, whatever its characters."""
     return "`" + " ".join(str(value).replace("`", "'").replace("|", "\\|").split()) + "`"
 
 
 def check_repository(name: str) -> None:
-    """Raise UserError for a malformed name, and where no token is stored, before anything is trained."""
+    """Raise UserError for a malformed name or a missing token, before anything is trained."""
     from huggingface_hub import get_token
 
     try:
@@ -177,7 +177,7 @@ def check_repository(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> bool:
-    """Upload a model's folder to a repository, created as private if it is missing; return whether it worked.
+    """Upload a model's folder to a repository, created as private if missing; return whether that worked.
 
     A failure is logged with the command that uploads the folder later: the model itself is on disk.
     """
@@ -197,7 +197,7 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model and its tokenizer or image processor whole or not at all; a sharded model is gathered first."""
+    """Write a model and its tokenizer or image processor, whole or not at all; gather a sharded model first."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""FSDP2: shard a model over the processes; write and read its weights and optimizer states by name."""
+"""FSDP2: shard a model over processes; write and read its weights and optimizer states by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
-    """Shard a model's parameters by FSDP2: each block is a unit, the rest (embedding, final norm, readout) another.
+    """Shard a model's parameters by FSDP2: one unit per block, and one for embedding, final norm and readout.
 
     The optimizer's weights stay in float32. With ``bf16`` the blocks' matrices are gathered in bfloat16 and their
     gradients reduced in float32, which is what autocast computes in one process; norms, learned scales and the stream
@@ -90,14 +90,14 @@ def _share_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def sum_partial(model: nn.Module) -> None:
-    """Add up the gradients of norms inside heads, of which each process has seen its own; call once in a step."""
+    """Sum the gradients of norms inside heads over the processes that share them; call once per step."""
     norms, group = getattr(model, _PARTIAL, ((), None))
     for gradient in [p.grad for norm in norms for p in norm.parameters() if p.grad is not None]:
         torch.distributed.all_reduce(gradient.to_local(), group=group)
 
 
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Return a model's blocks: a Lamina model's, or those that transformers does not split."""
+    """Return a Lamina model's blocks, or the modules that transformers keeps whole in any other model."""
     if isinstance(body := getattr(model, "model", model), LaminaModel):
         return list(body.layers)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
@@ -115,35 +115,35 @@ def _scalars_to_vectors(model: nn.Module) -> None:
 
 
 def _scalars(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters that are scalars in an unsharded model, but vectors in this one."""
+    """Return the names of the parameters that are scalars in an unsharded model and vectors in this one."""
     return getattr(model, _SCALARS, frozenset())
 
 
 def _scalar(vector: torch.Tensor) -> torch.Tensor:
-    """A copy, on every process, of the one element of a sharded tensor."""
+    """Return a copy of a sharded tensor's only element, on every process."""
     return (vector.full_tensor() if isinstance(vector, DTensor) else vector).detach().reshape(())
 
 
 def _set_scalar(vector: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Set the one element of a sharded tensor, in place."""
+    """Set a sharded tensor's only element, in place."""
     local_part(vector).fill_(value.item())  # most processes' part is empty
     return vector
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``shard`` was called on a model."""
+    """Return whether ``shard`` was called on a model."""
     return isinstance(model, FSDPModule)
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard the parameters that a forward pass without a backward pass leaves gathered."""
+    """Reshard parameters that a forward pass without a backward pass has left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict without the second name of a tied weight: the model's own tensors, or copies of scalars.
+    """Return the state dict with each tied weight once: the model's own tensors, and copies of scalars.
 
     Of a model of which ``only_trained`` weights are kept, these.
 
@@ -162,23 +162,23 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def only_trained(model: nn.Module) -> None:
-    """Have checkpoints hold nothing but the weights that are trained: the others are read again, and quantized."""
+    """Make checkpoints of this model store only the trained weights; the frozen ones are loaded from their source."""
     setattr(model, _TRAINED, True)
 
 
 def is_only_trained(model: nn.Module) -> bool:
-    """Whether ``only_trained`` was called on a model."""
+    """Return whether ``only_trained`` was called on a model."""
     return getattr(model, _TRAINED, False)
 
 
 def set_scalars(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Set the sharded scalars of a model to those of ``model_tensors``; does nothing to a model without any."""
+    """Set a model's sharded scalars to the values of ``model_tensors``; do nothing without any."""
     for name in _scalars(model):
         _set_scalar(model.get_parameter(name), tensors[name])
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A sharded model's whole tensors, on the first process's CPU (empty elsewhere); all processes must call it."""
+    """Gather a sharded model's tensors on the first process's CPU, empty elsewhere; all processes must call it."""
     reshard(model)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {name: value.reshape(()) if name in _scalars(model) else value for name, value in state.items()}
@@ -192,7 +192,7 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a tensor, sharded or not, to a whole one; all processes must call it."""
+    """Copy a whole tensor into one that may be sharded; all processes must call it."""
     value = value.reshape(tensor.shape)  # a sharded scalar is a vector
     if isinstance(tensor, DTensor):
         value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
@@ -201,7 +201,7 @@ def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @contextmanager
 def own_class(model: nn.Module) -> Iterator[None]:
-    """Restore the model's own class meanwhile: FSDP2 replaces it by a subclass, which must not be saved."""
+    """Restore the model's original class inside the context: FSDP2 replaces it by a subclass that must not be saved."""
     kind = type(model)
     if isinstance(model, FSDPModule):
         object.__setattr__(model, "__class__", kind.__mro__[kind.__mro__.index(FSDPModule) + 1])
@@ -212,7 +212,7 @@ def own_class(model: nn.Module) -> Iterator[None]:
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return copies on the CPU, of a sharded tensor of this process's part; one copy of a tensor with two names."""
+    """Copy tensors to the CPU, of a sharded tensor this process's part; a tensor with two names is copied once."""
     known: dict[tuple[int, torch.Size], torch.Tensor] = {}
     made: Tensors = {}
     for name, tensor in tensors.items():
@@ -224,7 +224,7 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: ProcessGroup | None = None) -> None:
-    """Write sharded tensors into a folder by torch.distributed.checkpoint, one safetensors file per process.
+    """Write sharded tensors by torch.distributed.checkpoint into a folder, one safetensors file per process.
 
     ``group``: of the processes' collectives, by default training's. Raises the first process's error in all processes;
     OSError if a disk is full.
@@ -237,7 +237,7 @@ def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: Proce
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads the given safetensors files; its base class would read all in the folder."""
+    """A reader of the given safetensors files; its base class would read all files in the folder."""
 
     def __init__(self, files: Sequence[Path]):
         super().__init__(str(files[0].parent) if files else ".")
@@ -245,7 +245,7 @@ class _Reader(HuggingFaceStorageReader):
 
 
 def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alone: bool) -> None:
-    """Fill tensors, whole or sharded, in place from a checkpoint's safetensors files, whole or sharded in any way."""
+    """Fill tensors in place from a checkpoint's safetensors files; either side may be sharded in any way."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process loads alone is intended
         try:
@@ -255,7 +255,7 @@ def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alo
 
 
 def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], folder: Path) -> None:
-    """Raise UserError if a tensor is not in a checkpoint's files, or has another shape there."""
+    """Raise UserError if a tensor is missing in a checkpoint's files or has another shape there."""
     stored = shapes(files)
     for name, tensor in tensors.items():
         if name not in stored:
@@ -274,7 +274,7 @@ def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], Json]:
-    """Return an optimizer's state by parameter name: tensors that can be sharded, and the rest (steps, settings)."""
+    """Return an optimizer's state by parameter name: the tensors that can be sharded, and everything else."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     tensors: dict[str, torch.Tensor] = {}

@@ -38,7 +38,7 @@ def write(
     *,
     copied: bool = False,
 ) -> Callable[[], None]:
-    """Write a checkpoint's small files into ``folder``, each process its own, and return what writes its tensors.
+    """Write a checkpoint's small files, each process its own, and return a function that writes the tensors.
 
     An error in one process is raised in all. With ``copied`` the tensors are copied to the CPU now, and may be written
     by another thread, with processes of its own.
@@ -87,7 +87,7 @@ def write(
 
 
 def _write_rest(trainer: Trainer, folder: Path, rest: Json, state: Json) -> None:
-    """Write what is neither a tensor nor a process's own; ``rest``: of the optimizer."""
+    """Write the files that the first process writes alone; ``rest`` is the optimizer's part without tensors."""
     torch.save(rest, folder / "optimizer.pt")
     schedule: Any = trainer.lr_scheduler
     torch.save(schedule.state_dict(), folder / "scheduler.pt")
@@ -105,7 +105,7 @@ def bare(trainer: Trainer) -> PreTrainedModel:
 
 
 def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None:
-    """Fill the trainer's model. Raises UserError for a checkpoint of another model."""
+    """Load a checkpoint's weights into the trainer's model. Raises UserError for a checkpoint of another model."""
     model = bare(trainer)
     files = _tensor_files(checkpoint, "model") or _tensor_files(checkpoint, ".")
     tensors = sharding.model_tensors(model)
@@ -143,7 +143,7 @@ def scale_learning_rate(trainer: Trainer, factor: float) -> None:
 
 
 def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path, step: int) -> None:
-    """Seed by seed and step if the number of processes has changed; Trainer restores the random state otherwise."""
+    """Seed anew from seed and step if the number of processes changed; otherwise Trainer restores the state."""
     name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == processes.size and (checkpoint / name).is_file():

@@ -23,7 +23,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False) -> None:
-    """Set up ``model`` to train, compiled, replayed as CUDA graphs, or neither; the precision is the Trainer's part."""
+    """Set up ``model`` to train compiled, replayed as CUDA graphs, or neither; Trainer sets the precision."""
     keep_freed_memory()
     if hasattr(model, "linear_loss"):
         model.linear_loss = LinearLoss(compiled=compiled)  # type: ignore[assignment]
@@ -51,7 +51,7 @@ def keep_freed_memory() -> None:
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
-    """Compile every Block of ``model`` in place; returns the number of structural kinds.
+    """Compile every Block of ``model`` in place; return the number of structural kinds.
 
     The parameters keep their names. The first step compiles the graphs for its batch's shape: a batch of another shape
     should run under `parts.uncompiled`.
@@ -79,7 +79,7 @@ def discard(model: nn.Module) -> None:
 
 
 def structure(block: Block) -> tuple:
-    """Return what a block's graph depends on: modules, shapes and settings, but not the values of weights or scales.
+    """Return what decides a block's graph: modules, shapes and settings, but not the values of weights or scales.
 
     Two blocks with equal structures share a graph.
     """

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8 while training, by torchao; their weights keep float32, and their names."""
+"""Linear layers that multiply in float8 while training, by torchao; their weights stay float32 under the same names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CAPABLE = (8, 9)  # the least compute capability that has one
 
 
 def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> None:
-    """Raise UserError if float8 can't be trained in here; ``tokens``: of a process's micro-batch."""
+    """Raise UserError if training in float8 is impossible here; ``tokens`` is the size of a process's micro-batch."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError("precision: 'float8' needs torchao (to install it: pip install 'lamina[quantize]')")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABLE:
@@ -37,7 +37,7 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
 
 
 def to_float8(model: nn.Module, device: str) -> None:
-    """Have the linear layers of a model's blocks multiply in float8, each tensor scaled by its largest magnitude.
+    """Make the linear layers of a model's blocks multiply in float8, each tensor scaled by its largest magnitude.
 
     Left as they are: embedding and readout, routers, experts' joint matrices, and layers with a size that is no
     multiple of 16. On a CPU the products are emulated. Raises UserError if no layer is left.

@@ -24,7 +24,7 @@ Capture: TypeAlias = Callable[[tuple[nn.Module, ...], tuple[tuple[torch.Tensor, 
 
 
 class BlockCall(NamedTuple):
-    """What a block is called with, but for its tensors' values: a graph is good for one."""
+    """The arguments of a block without its tensors' values; one graph serves all equal calls."""
 
     tree: pytree.TreeSpec
     constants: tuple[object, ...]
@@ -32,20 +32,20 @@ class BlockCall(NamedTuple):
 
     @classmethod
     def of(cls, arguments: object) -> tuple[BlockCall, list[torch.Tensor]]:
-        """Return the call with ``arguments``, and their tensors in order."""
+        """Split ``arguments`` into the call and the tensors, in order."""
         leaves, tree = pytree.tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return cls(tree, constants, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)), tensors
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return the arguments with these tensors."""
+        """Return the arguments with these tensors put in."""
         left = iter(tensors)
         leaves = [next(left) if leaf is _TENSOR else leaf for leaf in self.constants]
         return cast(tuple[tuple[object, ...], dict[str, object]], pytree.tree_unflatten(leaves, self.tree))
 
     def samples(self) -> tuple[torch.Tensor, ...]:
-        """Return tensors to capture the call with."""
+        """Make tensors of zeros to capture the call with."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=gradient)
             for shape, dtype, device, gradient in self.tensors
@@ -56,7 +56,7 @@ _TENSOR = object()
 
 
 class _OfTensors(nn.Module):
-    """A block as a function of its call's tensors."""
+    """A block as a function of the tensors in its call."""
 
     def __init__(self, block: Block, call: BlockCall):
         super().__init__()
@@ -68,7 +68,7 @@ class _OfTensors(nn.Module):
 
 
 class Replay:
-    """The graphs of a model's blocks. While they are set up, the blocks' weights must keep their places in memory.
+    """The CUDA graphs of a model's blocks; while they are in use, the blocks' weights must not move in memory.
 
     Args:
         blocks: all of the model's, in the order in which they are called.

@@ -44,7 +44,7 @@ PARAMETERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """One series that left its range.
+    """A series that left its range at a step.
 
     Attributes:
         rule: one of ``ORDER``.
@@ -65,17 +65,17 @@ class Alarm:
 
     @property
     def excess(self) -> float:
-        """Return how many times the usual value; infinite if one of the two is not a positive number."""
+        """The value divided by the usual one; infinite if either is not a positive finite number."""
         return self.value / self.usual if self.usual > 0 and math.isfinite(self.value) else math.inf
 
     @property
     def distance(self) -> float:
-        """Return how far the value is from the usual one, as a logarithm; infinite if it is not a positive number."""
+        """The absolute logarithm of ``excess``; infinite if that is not a positive finite number."""
         return abs(math.log(self.excess)) if 0 < self.excess < math.inf else math.inf
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sorts alarms: oldest first; of one step the one that explains most first.
+        """The sort key: oldest alarm first; within a step, the one that explains most.
 
         Of values that are not finite, the one where they arose: states spread to later layers, gradients to earlier
         ones.
@@ -90,7 +90,7 @@ class Alarm:
 
 @dataclass(kw_only=True)
 class Alarms(Rules):
-    """Reads the rows of one step after the other and tells what leaves; each series alarms once until it is back.
+    """Raises alarms from the rows of each step; a series alarms once until it is back in its range.
 
     A gradient that stands out is told once it has done so more often in a row than its limit, or once another series
     follows it, the loss' included; else the step is a notable batch.
@@ -116,7 +116,7 @@ class Alarms(Rules):
     _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last two, of what must last
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
-        """Return and write the alarms of new rows; ``rate``: the learning rate by which updates are divided."""
+        """Judge new rows, write their alarms and return them; ``rate`` is the learning rate that divides updates."""
         by_step: dict[int, list[Row]] = {}
         for row in rows:
             by_step.setdefault(row[0], []).append(row)
@@ -128,11 +128,11 @@ class Alarms(Rules):
         return self._tell(alarms)
 
     def first(self, rose: float) -> Alarm | None:
-        """Return ``first_before`` of all that has stood out so far."""
+        """Return ``first_before`` of everything that has stood out so far."""
         return first_before([*self.told, *chain(*self._high.values()), *self._single], rose)
 
     def close(self) -> None:
-        """Write what stood out and waits for what follows it: nothing comes any more."""
+        """Decide on whatever still waits for a later alarm, and write it: no more rows will come."""
         self._single += chain(*self._high.values())
         self._high = {}
         self._tell(self._followed(math.inf, begun=math.inf))
@@ -164,7 +164,7 @@ class Alarms(Rules):
         return {"alarms": state}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with the history from a checkpoint, and with what the folder holds up to its step."""
+        """Restore a checkpoint's history, and the alarms in the folder up to its step."""
         seen = {"out": [], "waiting": [], "back": [], **state.get("alarms", {})}
         super().load_state_dict(seen)
         self._out = {(rule, (layer, sub, role, metric)) for rule, layer, sub, role, metric in seen["out"]}
@@ -180,7 +180,7 @@ class Alarms(Rules):
             self._write()
 
     def _followed(self, step: float, begun: float) -> list[Alarm]:
-        """Return what stood out and another series follows, which ``begun`` so; what nothing follows is notable."""
+        """Return waiting alarms that one at ``begun`` confirms, and as notable those that nothing followed in time."""
         told: list[Alarm] = []
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
@@ -200,7 +200,7 @@ class Alarms(Rules):
         return told
 
     def _once(self, found: Found) -> list[Alarm]:
-        """Return the alarm of a series that has left and was not out; a gradient's waits for its next two values."""
+        """Return the alarm of a series that has just left its range; one of gradients must first stay outside."""
         if not (found.left or found.name or self._out):
             return []
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
@@ -256,7 +256,7 @@ _NAMES = {
 
 
 def describe(alarm: Alarm) -> str:
-    """An alarm as a sentence without its end."""
+    """Return an alarm as a sentence without the final period."""
     outside = _OUTSIDE.get(alarm.role, "the model")
     where = outside if alarm.layer < 0 else f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
     name = _NAMES.get(alarm.metric, alarm.metric.replace("_", " "))
@@ -285,7 +285,7 @@ def describe(alarm: Alarm) -> str:
 
 
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
-    """Group alarms by event, first one first: the alarms of an event follow one another within 20 steps.
+    """Group alarms into events, oldest first: an alarm within 20 steps of the one before belongs to its event.
 
     The loss, which shows a problem last, follows within 60.
     """
@@ -298,7 +298,7 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 
 
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
-    """Return the first alarm of the last event before the loss rose: an earlier event belongs to something else.
+    """Return the first alarm of the last event that began before the loss ``rose``.
 
     Of the first event, if the loss did not rise or nothing left before it did.
     """
@@ -308,12 +308,12 @@ def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
 
 
 def says_where(alarm: Alarm) -> bool:
-    """Whether an alarm says where a failure is; updates over the weights do where one stands apart."""
+    """Return whether an alarm locates a failure, by its rule (``PLACED``) or its metric (``PARAMETERS``)."""
     return alarm.rule in PLACED or (alarm.metric in PARAMETERS and alarm.rule != "rewritten")
 
 
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
-    """Return the first alarm that says where a failure is, of those within 20 steps of the first one.
+    """Return the first alarm within 20 steps of ``first`` that locates the failure.
 
     Records show late what gradients and losses show at every step. Without one, the first that has a place.
     """
@@ -323,7 +323,7 @@ def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
 
 
 def read_alarms(folder: Path) -> list[Alarm]:
-    """Read the alarms and the notable batches of a run, oldest first; none if the file is missing.
+    """Read a run's alarms and notable batches, oldest first; empty if the file is missing.
 
     Another version's, or damaged ones, are left out with one warning.
     """

@@ -1,4 +1,4 @@
-"""Expert balance for mixture-of-experts feed-forwards, as in the DeepSeek papers, and the load of every expert.
+"""Expert balance for mixture-of-experts feed-forwards, as in the DeepSeek papers, and the load of each expert.
 
 Bias (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1): after each optimizer step
 
@@ -30,7 +30,7 @@ from lamina.training.setting_groups import Balance
 
 
 def find_routers(model: nn.Module) -> dict[int, Any]:
-    """The router of every layer (0-based) whose feed-forward chooses experts; none in a dense model.
+    """Return the routers by layer (0-based); none for a dense model.
 
     A router is a feed-forward's ``gate`` that has ``num_experts`` and ``top_k`` and returns (logits, weights, chosen
     experts), as in transformers' DeepSeek models and similar ones.
@@ -44,12 +44,12 @@ def find_routers(model: nn.Module) -> dict[int, Any]:
 
 
 def has_bias(router: nn.Module) -> bool:
-    """Whether a router adds a bias to its scores when it chooses experts (DeepSeek-V3's does)."""
+    """Return whether a router adds a bias to its scores when it chooses experts (DeepSeek-V3's does)."""
     return isinstance(getattr(router, "e_score_correction_bias", None), torch.Tensor)
 
 
 def choose(mode: str, routers: dict[int, Any]) -> str:
-    """Return the meaning of ``mode`` for these routers: "none", "bias" or "loss".
+    """Resolve ``mode`` for these routers to "none", "bias" or "loss".
 
     Raises UserError for an unknown mode, and for one that the routers do not support.
     """
@@ -91,7 +91,7 @@ class ExpertBalance(TrainerCallback):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Count the routers' choices in a forward pass, except in evaluations and when activations are recomputed."""
+        """Count the routers' choices in the forward pass inside the context; recomputed activations do not count."""
         self._watching = True
         try:
             yield
@@ -106,7 +106,7 @@ class ExpertBalance(TrainerCallback):
         self._tokens += tokens
 
     def loss(self, sequences: int) -> torch.Tensor | None:
-        """The auxiliary loss of the watched forward pass over ``sequences`` sequences; None if the mode has none."""
+        """Return the auxiliary loss of the watched pass over ``sequences`` sequences; None if the mode has none."""
         losses = []
         for router in self.routers.values():
             if hasattr(router, "seen"):
@@ -139,7 +139,7 @@ class ExpertBalance(TrainerCallback):
             bias += self.rate * torch.sign(count.mean() - count).to(bias)
 
     def rows(self, step: int) -> list[Row]:
-        """The tidy rows of the last step's loads: the share of the step's tokens that chose the expert ``index``.
+        """Return the loads of the last step as tidy rows: each expert's share of the step's tokens.
 
         A layer's loads add up to ``top_k``; if they are balanced, each is top_k / num_experts.
         """
@@ -151,7 +151,7 @@ class ExpertBalance(TrainerCallback):
 
 
 def scores(logits: torch.Tensor, router: nn.Module) -> torch.Tensor:
-    """Each token's scores [tokens, num_experts] as shares of 1: softmax, or sigmoids over their sum (DeepSeek-V3)."""
+    """Return each token's scores [tokens, num_experts] as shares of 1: softmax, or scaled sigmoids (DeepSeek-V3)."""
     logits = logits.float()
     if not has_bias(router):
         return logits.softmax(-1)
@@ -160,7 +160,7 @@ def scores(logits: torch.Tensor, router: nn.Module) -> torch.Tensor:
 
 
 def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> torch.Tensor:
-    """sum_e f_e P_e, averaged over sequences; 1 where both are uniform.
+    """Compute sum_e f_e P_e, averaged over sequences; 1 where both are uniform.
 
     Args:
         shares: scores [sequences * tokens, num_experts] that add up to 1 for each token.
@@ -175,7 +175,7 @@ def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> 
 
 @torch.no_grad()
 def _count(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How often each expert was chosen: [groups, tokens, top_k] -> [groups, experts]; does not wait for the device."""
+    """Count how often each expert was chosen: [groups, tokens, top_k] to [groups, experts], without a device sync."""
     flat = chosen.flatten(1)
     counts = torch.zeros(flat.shape[0], num_experts, device=flat.device)
     return counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))

@@ -1,4 +1,4 @@
-"""The divergence guard, which names the step and the layer that left first, and the rule that skips outlier steps."""
+"""The divergence guard, which names the step and the layer that left its range first, and the rule for outliers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOISES, _CALM = 3.0, 64  # standard deviations of the noise, and the number of 
 
 
 class Diverged(Exception):
-    """Ends the training loop; ``reason`` is for result.json."""
+    """Raised to end the training loop; result.json records ``reason``."""
 
     def __init__(self, step: int, reason: str):
         super().__init__(reason)
@@ -29,7 +29,7 @@ class Diverged(Exception):
 
 @dataclass(kw_only=True)
 class DivergenceGuard:
-    """Watches losses and gradient norms, and says what left first where they end a run.
+    """Watches losses and gradient norms; the reason it gives names the series that left its range first.
 
     A run has diverged when a loss or gradient is not finite, or when its loss stays for ``patience`` steps above its
     best by more than ``margin`` nats and more than 3 standard deviations of its noise. A loss is the median of those
@@ -74,10 +74,10 @@ class DivergenceGuard:
         self.above_since, self.best, self._recent = None, math.inf, []
 
     def see_steps(self, rows: Iterable[Row]) -> None:
-        """Read the loss and the gradient norm of every step since the last record; here only ``see_loss`` decides."""
+        """Read loss and gradient norm of each step since the last record; ignored here, for subclasses."""
 
     def see_gradient(self, step: int, norm: float, first: int | None = None) -> None:
-        """Check the total gradient norm before clipping; ``first``: the step from which on it was not finite.
+        """Check the total gradient norm before clipping; ``first`` is the first step with a norm that is not finite.
 
         Raises Diverged.
         """
@@ -96,11 +96,11 @@ class DivergenceGuard:
         self._calm = deque(seen.get("calm", []), maxlen=_CALM)
 
     def outcome(self, status: Status) -> Json:
-        """Return the guard's columns of result.json for a run that ended with ``status``: none here."""
+        """Return the guard's columns of result.json for a run that ended with ``status``; none here."""
         return {}
 
     def first_to_leave(self) -> str:
-        """Name the series that left first, and its step, in a clause."""
+        """Return a clause that names the series that left its range first, and the step."""
         if (first := self.alarms.first(math.inf if self.above_since is None else self.above_since)) is None:
             return "no layer's recorded statistics left before it"
         if first.layer < 0:
@@ -113,14 +113,14 @@ MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]
 
 
 def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGuard:
-    """The guard of a run that is meant to reach its last step."""
+    """Make the guard of a run that is meant to reach its last step."""
     del unigram_entropy
     return DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
 
 
 @dataclass(kw_only=True)
 class OutlierRule:
-    """Whether a step's loss or gradient norm is an outlier, as in OLMo-core's SkipStepOptimizer.
+    """Decides whether a step's loss or gradient norm is an outlier, as in OLMo-core's SkipStepOptimizer.
 
     It is one if it is not finite, or more than ``sigmas`` standard deviations above the mean of the last ``window``
     steps' values, of at least half a window. A skipped step's values enter the window, as in OLMo-core, so that a new
@@ -132,7 +132,7 @@ class OutlierRule:
     _seen: dict[str, deque[float]] = field(default_factory=dict)
 
     def see(self, name: str, value: float) -> bool:
-        """Note a value of this step; returns whether it is an outlier."""
+        """Add a value of this step to the window; return whether it is an outlier."""
         seen = self._seen.setdefault(name, deque(maxlen=self.window))
         if not math.isfinite(value):
             return True
@@ -181,7 +181,7 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
 
 
 def _means(points: list[Point], steps: int) -> list[Point]:
-    """The mean losses of the last two fifths of the run; a difference within their noise counts as 0."""
+    """Return the mean losses of the last two fifths of the run; a difference within their noise becomes 0."""
     last = [p for p in points if p[0] > (1 - WINDOW) * steps]
     before = [p for p in points if (1 - 2 * WINDOW) * steps < p[0] <= (1 - WINDOW) * steps]
     if not last or not before:

@@ -43,7 +43,7 @@ Optimizers: TypeAlias = Sequence[torch.optim.Optimizer]
 
 
 def owned_parameters(model: nn.Module) -> Owned:
-    """Return the parameters of a Lamina model with their owners. Raises UserError for any other model."""
+    """List a Lamina model's parameters with their owners. Raises UserError for any other model."""
     body_of(model, "layer monitor")
     return [
         ((w.layer, w.sublayer, "all") if w.layer >= 0 else (-1, "block", w.sublayer), w.parameter)
@@ -52,7 +52,7 @@ def owned_parameters(model: nn.Module) -> Owned:
 
 
 def found_parameters(model: nn.Module, structure: Structure | None) -> Owned:
-    """Return the parameters of any model with their owners; the model owns all of them if no layers were found.
+    """List any model's parameters with their owners; without a structure the model owns them all.
 
     Parameters that several layers share (ALBERT) count in the first of them; tied ones in the embedding. Those of
     another stack of layers (a decoder behind the encoder) are neither embedding nor readout, but "other".
@@ -80,7 +80,7 @@ def found_parameters(model: nn.Module, structure: Structure | None) -> Owned:
 
 
 def _share(tensor: torch.Tensor) -> float:
-    """Return the weight of this process' part in a sum over all processes: shards count once, copies share one."""
+    """Return the weight of this process's part in a sum over processes: 1 for a shard, 1 / n for each of n copies."""
     if not is_initialized():
         return 1.0
     world = get_world_size()
@@ -93,7 +93,7 @@ def _share(tensor: torch.Tensor) -> float:
 
 
 def clip(model: nn.Module, limit: float) -> torch.Tensor:
-    """Clip a sharded model's gradients, and return their norm before; torch's own takes one mesh of processes."""
+    """Clip a sharded model's gradients and return their norm before; torch's function takes only one device mesh."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     parts = [local_part(gradient) for gradient in gradients]
     squares = torch.stack([part.norm() ** 2 * _share(g) for part, g in zip(parts, gradients, strict=True)]).sum()
@@ -105,7 +105,7 @@ def clip(model: nn.Module, limit: float) -> torch.Tensor:
 
 
 class GradientNorms:
-    """The gradient's L2 norm by sub-layer and block, and of the embedding and the readout.
+    """The gradient's L2 norm by sub-layer and block, of the embedding, and of the readout.
 
     Sharded parameters' (FSDP2) squared local parts are summed over the processes, so the norms are those of one.
 
@@ -132,11 +132,11 @@ class GradientNorms:
         self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def squares(self) -> torch.Tensor:
-        """The squared norm of each group in float64, without waiting for the device; call before clipping."""
+        """Compute each group's squared norm in float64, without a device sync; call before clipping."""
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
-        """This process' share of each group's sum of |x|**power, for one tensor like each parameter; None is zeros."""
+        """Sum |x|**power by group over this process's part of ``tensors``, one per parameter; None counts as zeros."""
         present = [index for index, tensor in enumerate(tensors) if tensor is not None]
         parts = [local_part(tensor) for tensor in tensors if tensor is not None]
         if not parts:
@@ -150,7 +150,7 @@ class GradientNorms:
         return self.summed(powers, present)
 
     def summed(self, parts: torch.Tensor, present: list[int] | None = None) -> torch.Tensor:
-        """This process' share of each group's sum of a number of each parameter, or of those ``present``."""
+        """Sum one number per parameter by group, weighted by this process's share; ``present`` selects parameters."""
         key = tuple(range(len(self.groups)) if present is None else present)
         if key not in self._sent:  # sending them waits for the device
             groups = torch.tensor([self.groups[index] for index in key], device=parts.device)
@@ -161,19 +161,19 @@ class GradientNorms:
         return sums.index_add_(0, groups, parts * shares)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum the processes' shares in place; without sharding, every process has the whole already."""
+        """Sum the processes' shares in place; without sharding each process has the whole already."""
         if self.sharded:
             torch.distributed.all_reduce(sums)
         return sums
 
     def trained(self) -> set[Owner]:
-        """Return the owners of ``rows`` that have a parameter which requires a gradient now."""
+        """Return the owners that now have a parameter that requires a gradient."""
         groups = {group for group, p in zip(self.groups, self.parameters, strict=True) if p.requires_grad}
         owners = {self.keys[group] for group in groups}
         return owners | {(layer, "block", "all") for layer, _, _ in owners if layer >= 0}
 
     def totals(self, sums: Sequence[float]) -> Iterator[tuple[Owner, float]]:
-        """Each group's sum, then each whole block's."""
+        """Yield each group's sum, then each whole block's."""
         blocks: dict[int, float] = {}
         for (layer, sublayer, role), value in zip(self.keys, sums, strict=True):
             yield (layer, sublayer, role), value
@@ -183,17 +183,17 @@ class GradientNorms:
             yield (layer, "block", "all"), total
 
     def rows(self, step: int, squares: torch.Tensor) -> list[Row]:
-        """The tidy rows of one step's ``squares()``."""
+        """Return one step's ``squares()`` as tidy rows."""
         return [(step, *owner, 0, "gradient_norm", total**0.5) for owner, total in self.totals(squares.tolist())]
 
 
 def reading_waits(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's value is there only after the device has done all that it was told."""
+    """Return whether reading a tensor's value waits for the device to finish its queue."""
     return tensor.device.type != "cpu"
 
 
 class FirstFailure:
-    """The first step whose gradient norm is not finite, and its ``squares()``, kept on the device until they are read.
+    """The first step whose gradient norm is not finite, and its ``squares()``, kept on the device until read.
 
     On a GPU a run reads its norms where it records. By then every weight may be NaN, and no layer stands out.
     """
@@ -203,7 +203,7 @@ class FirstFailure:
         self._squares = torch.zeros(0)
 
     def see(self, step: int, norm: torch.Tensor, squares: torch.Tensor) -> None:
-        """Note a step's norm [] and squares [groups], without waiting for the device."""
+        """Record a step's norm [] and squares [groups], without a device sync."""
         failed = ~torch.isfinite(norm)
         if self._step is None:
             self._step, self._squares = failed * step, squares
@@ -217,25 +217,25 @@ class FirstFailure:
 
 
 def _in_pieces(x: torch.Tensor, power: int) -> torch.Tensor:
-    """The sum of |x|**power in float64, from norms of pieces."""
+    """Sum |x|**power in float64 from the norms of short pieces."""
     whole = x.numel() // _PIECE * _PIECE
     pieces = torch.linalg.vector_norm(x[:whole].view(-1, _PIECE), power, dim=1).double()
     return pieces.pow(power).sum() + torch.linalg.vector_norm(x[whole:], power).double().pow(power)
 
 
 def is_recorded(step: int, args: Arguments) -> bool:
-    """Whether a step's measurements are recorded: at the first step and at every ``logging_steps``-th."""
+    """Return whether a step is recorded: the first one and every ``logging_steps``-th."""
     return step == 1 or step % max(1, int(args.logging_steps)) == 0
 
 
 def largest_rate(optimizers: Optimizers) -> float | None:
-    """Return the largest learning rate of the optimizers' groups; None without one (Adafactor's own step)."""
+    """Return the largest learning rate of all groups; None if no group has one (Adafactor's own step)."""
     rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     return max((float(rate) for rate in rates if rate is not None), default=None)
 
 
 class Samples:
-    """Compares a fixed sample of weights and optimizers' moments at the end of a step with that before the next one.
+    """Finds what else than the optimizers changes a fixed sample of weights and moments between two steps.
 
     Nothing else than the optimizers changes them in most trainings, so that no limit needs fitting. Metrics:
     ``written_ratio``, the norm of what was changed there since the last record, over the weights';
@@ -262,7 +262,7 @@ class Samples:
         self._begun = False
 
     def before_step(self, optimizers: Optimizers) -> None:
-        """Compare with the end of the last step."""
+        """Compare the sample with the end of the last step."""
         self._begun = True
         if self._last is None:
             self.resumed &= not any(len(optimizer.state) for optimizer in optimizers)
@@ -274,7 +274,7 @@ class Samples:
             self._drift = now - self._last if self._drift is None else self._drift + (now - self._last)
 
     def after_step(self, optimizers: Optimizers) -> None:
-        """Keep what the optimizers have left, if they took the step."""
+        """Keep the sample as the optimizers leave it, if they took the step."""
         if not self._begun:
             return
         moments = {(place, key): value for place, key, value in self._moments(optimizers)}
@@ -295,7 +295,7 @@ class Samples:
                     yield place, key, local_part(value)
 
     def _take(self, moments: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor | None:
-        """Return the sample of weights and moments, zeros for lost ones; None if some are on another device now."""
+        """Read the sample, with zeros for lost moments; None if the tensors are on several devices."""
         weights = [local_part(parameter) for parameter in self.groups.parameters]
         kept = [moments[key] if key in moments else torch.zeros_like(weights[key[0]]) for key in self._keys]
         tensors = [*weights, *kept]
@@ -307,7 +307,7 @@ class Samples:
         return torch.cat(self._views).float()
 
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
-        """The tidy rows since the last record: none where nothing but the optimizers wrote. ``recorded``: this is one.
+        """Return the changes since the last record as tidy rows, none where only the optimizers wrote.
 
         Where the weights are sharded, all processes call it.
         """
@@ -334,7 +334,7 @@ class Samples:
 
 
 def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a view of ``size`` elements, or of all; none of a tensor that is not contiguous."""
+    """Return a view of ``size`` evenly spread elements, or of all; empty for a tensor that is not contiguous."""
     if not tensor.is_contiguous():
         return tensor.new_empty(0)
     stride = max(1, tensor.numel() // size)
@@ -343,7 +343,7 @@ def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class UpdateRatios(TrainerCallback):
-    """Measures each optimizer step of the sub-layers and blocks, of the embedding and of the readout, where recorded.
+    """Measures recorded optimizer steps by sub-layer and block, and of embedding and readout.
 
     w are the weights before the optimizer's step and w' those after it, so that the update is all that the step does:
     clipping, the learning rate and weight decay included. Metrics: ``update_norm`` |w' - w|, ``weight_norm`` |w|,
@@ -374,18 +374,16 @@ class UpdateRatios(TrainerCallback):
         self._sums: dict[str, torch.Tensor] = {}  # by metric: of each group, before the root is taken
 
     def on_pre_optimizer_step(self, args: Arguments, state: State, control: object, **kwargs: Output) -> None:
-        """Trainer calls this right before the optimizer's step."""
         self._sums = {}
         optimizers = [kwargs["optimizer"]] if kwargs.get("optimizer") is not None else []
         self.before_step(optimizers, recorded=is_recorded(state.global_step + 1, args))
 
     def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: Output) -> None:
-        """Trainer calls this right after it."""
         self.after_step([kwargs["optimizer"]] if kwargs.get("optimizer") is not None else [])
 
     @torch.no_grad()
     def before_step(self, optimizers: Optimizers = (), *, recorded: bool = True) -> None:
-        """Keep the weights, if the step is ``recorded``."""
+        """Keep a copy of the weights if the step is ``recorded``."""
         self.samples.before_step(optimizers)
         if not recorded:
             return
@@ -394,7 +392,7 @@ class UpdateRatios(TrainerCallback):
 
     @torch.no_grad()
     def after_step(self, optimizers: Optimizers = ()) -> None:
-        """Measure, if the weights were kept before the step."""
+        """Measure the step if the weights were kept before it."""
         self.samples.after_step(optimizers)
         if not self._before:
             return
@@ -432,7 +430,7 @@ class UpdateRatios(TrainerCallback):
         return ratios
 
     def rows(self, step: int) -> list[Row]:
-        """The tidy rows of the recorded step, once; none of an update that was skipped (by a loss scaler).
+        """Return the recorded step's measures as tidy rows, once; none if a loss scaler skipped the update.
 
         Weights that are all zero (a bias before its first step) have no ratio.
         """
@@ -453,7 +451,7 @@ class UpdateRatios(TrainerCallback):
 
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:
-    """Mean and largest magnitude of every norm's gain of a Lamina model, and of every learned scale."""
+    """Measure mean and largest magnitude of each gain and learned scale of a Lamina model."""
     reshard(model)
     base = body_of(model, "layer monitor")
     roles = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", *SCALES, "gate")
@@ -468,7 +466,7 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
 
 
 def gains_of(structure: Structure) -> list[Gain]:
-    """Every norm's learned gain, and the rows of embedding and readout, of a model whose layers were found."""
+    """List the learned gains of a followed model's norms, and the tables of its embedding and readout."""
     gains: list[Gain] = []
     counts: Counter[Owner] = Counter()
     for layer, sublayer, norm in structure.norms():
@@ -482,7 +480,7 @@ def gains_of(structure: Structure) -> list[Gain]:
 
 
 def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
-    """Return the weights [rows, width] of the embedding, and of the readout unless it is tied: those of most rows."""
+    """Return the largest weight [rows, width] of the embedding, and of the readout unless the two are tied."""
     found: dict[str, nn.Parameter] = {}
     kinds = {"embedding": nn.Embedding, "readout": nn.Linear}
     for role, module in (("embedding", structure.embedding), ("readout", structure.head), *structure.outside):
@@ -508,7 +506,7 @@ def _offset(norm: nn.Module) -> float:
 
 
 def rows_of_gains(gains: Iterable[Gain], step: int) -> list[Row]:
-    """The tidy rows of norms' gains, and of the norms of a table's rows: their mean and their largest magnitude."""
+    """Return mean and largest magnitude as tidy rows: of each gain, and of the norms of each table's rows."""
     keys, names, sums, magnitudes, mesh = [], [], [], [], None
     for *key, offset, parameter in gains:
         keys.append(key)

@@ -1,4 +1,4 @@
-"""The measurements and records of a Lamina run while it trains, and its reaction to Ctrl-C."""
+"""A Lamina run's measurements and records while it trains, and its reaction to Ctrl-C."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses 
 
 
 class MonitoredTrainer(_Trainer):
-    """A mixin for Trainer and TRL's trainers: per-layer gradient norms before clipping, checked by the guard.
+    """A mixin for Trainer and TRL's trainers: the guard checks per-layer gradient norms before clipping.
 
     Trainer's own hook before the optimizer step runs after clipping, hence the two overridden methods.
     """
@@ -93,18 +93,18 @@ class MonitoredTrainer(_Trainer):
         return squares
 
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16 training, if there is one."""
+        """Return the loss scaler of fp16 training; None without one."""
         return getattr(self.accelerator, "scaler", None)
 
     def count_overflow(self) -> None:
-        """Count the step, and end it in the series, if the loss scaler skipped it because of an overflow."""
+        """End the step in the series, and count it as an overflow if the loss scaler skipped it."""
         skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)
         self.overflows += skipped
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
         self.series.end_step(self.state.global_step, skipped=skipped)
 
     def failed_loss(self, loss: torch.Tensor) -> float | None:
-        """Add a micro-batch's loss to the series; return its mean over the processes if it is not finite, else None.
+        """Add a micro-batch's loss to the series; return its mean over processes if that is not finite, else None.
 
         Where reading it waits for the device, it is read at recorded steps. fp16's scaler skips such a step.
         """
@@ -148,10 +148,10 @@ class MonitoredTrainer(_Trainer):
         return norm
 
     def continue_records(self) -> None:
-        """Restore, when training begins, what the resumed trainer had collected since its last record."""
+        """Restore, when training begins, what a resumed trainer had collected since its last record."""
 
     def bare_model(self) -> LaminaForCausalLM:
-        """The model without the wrappers of accelerate and DDP; accelerate searches all of its modules for them."""
+        """Return the model without wrappers of accelerate and DDP; cached, since unwrapping visits all modules."""
         assert self.model is not None
         if self._wrapped is not self.model:
             self._wrapped, self._bare = self.model, self.accelerator.unwrap_model(self.model)
@@ -169,7 +169,7 @@ def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
 
 @dataclass(kw_only=True, eq=False)
 class RunRecorder(TrainerCallback):
-    """Writes metrics.jsonl, layers/ and alarms.jsonl, shows progress, feeds the guard, and ends a run on Ctrl-C.
+    """Writes metrics.jsonl, layers/ and alarms.jsonl, shows progress, feeds the guard, and stops at Ctrl-C.
 
     Attributes:
         realized: each corpus's share of a mix by a step.
@@ -267,14 +267,14 @@ class RunRecorder(TrainerCallback):
         return self.trainer.evaluation
 
     def has_evaluated(self, step: int) -> bool:
-        """Whether the last evaluation took place after this step."""
+        """Return whether the last evaluation took place after this step."""
         return self.evaluation.step == step
 
     def tokens_at(self, step: int) -> int:
         return step * self.tokens_per_step
 
     def measured(self, logs: Json) -> Json:
-        """Return further columns of a training record, from the trainer's ``logs``: none here."""
+        """Return further columns of a training record, from Trainer's ``logs``; none here."""
         return {}
 
     def mix(self, step: int) -> dict[str, PartShare] | None:
@@ -292,11 +292,11 @@ class RunRecorder(TrainerCallback):
         self.metrics.write(record)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
-        """Return the columns of an evaluation's record, from its ``metrics`` and its loss."""
+        """Return the columns of an evaluation's record."""
         return {"eval_loss": loss, **self.derived(loss)}
 
     def state_dict(self) -> Json:
-        """Step and loss of the last evaluation, the best loss, and what the writers have synced to disk."""
+        """Return the last evaluation, the best loss, and the writers' state, after a sync to disk."""
         self._take_series()
         self.layers.flush()
         self.metrics.sync()
@@ -307,7 +307,7 @@ class RunRecorder(TrainerCallback):
         return {"evaluations": evaluations, **second, **scores, **self.alarms.state_dict(), **self.layers.parts()}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with a checkpoint's evaluations, unless metrics.jsonl has a later one."""
+        """Restore a checkpoint's evaluations, unless metrics.jsonl holds a later one."""
         self.metrics.load_state_dict(state)
         self.layers.load_state_dict(state)
         self.alarms.load_state_dict(state)
@@ -327,7 +327,7 @@ class RunRecorder(TrainerCallback):
         self._take_series()
 
     def _take_series(self) -> None:
-        """Record each step's loss and gradient norm since the last call; all processes call it at the same step."""
+        """Record loss and gradient norm of each step since the last call; all processes call it at the same step."""
         rows = self.trainer.series.rows()
         self.layers.add(rows)
         self.alarms.see(rows)
@@ -335,7 +335,7 @@ class RunRecorder(TrainerCallback):
         self.guard.see_steps(rows)
 
     def record_divergence(self, diverged: Diverged) -> None:
-        """Record the measurements of the step that ended the run, for the diagnosis."""
+        """Record the measures of the step that ended the run; the diagnosis reads them."""
         self.trainer.series.end_step(diverged.step)  # the step that diverged was not ended
         self._take_series()
         self.layers.add(self.trainer.layer_rows)
@@ -343,7 +343,7 @@ class RunRecorder(TrainerCallback):
         self.metrics.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
     def close(self) -> None:
-        """Write the collected rows and close the progress bar; may be called twice."""
+        """Write the collected rows and close the progress bar; safe to call twice."""
         try:
             self.layers.flush()
             self.alarms.close()

@@ -1,4 +1,4 @@
-"""The rules behind the alarms: what each series of a run is compared with, and by how much it may differ.
+"""The rules behind the alarms: what each series of a run is compared with, and how far it may differ.
 
 Each is a pure function of the rows so far, so that records can be judged again. The limits stand in
 ``limits.json``, with the runs that they were fitted on (benchmarks/alarms.py).
@@ -88,7 +88,7 @@ _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose update
 
 
 class Found(NamedTuple):
-    """A judgment: the rule, the row, what it is compared with, and whether it has left.
+    """A judgment: the rule, the row, the usual value, and whether the series has left its range.
 
     ``name`` and ``score`` are of the fitted limit, if the rule has one: it has left where the score is above it; a
     gradient that rises, where it was so for more steps in a row than the limit.
@@ -114,20 +114,20 @@ def limits() -> Mapping[str, float]:
 
 
 def noise_of(losses: Sequence[float]) -> float:
-    """Return the standard deviation of losses around their course, from their differences; 0 for too few."""
+    """Estimate the standard deviation of losses around their trend from their differences; 0 for too few."""
     moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
     return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
 
 
 def series_of(row: Row) -> Series:
-    """Return a row's series; several norms of one role, as of queries and keys, are a series each."""
+    """Return the series of a row; norms that share a role, as of queries and keys, are separate series."""
     _, layer, sublayer, role, index, metric, _ = row
     return layer, sublayer, f"{role} {index + 1}" if index else role, metric
 
 
 @dataclass(kw_only=True)
 class Rules:
-    """Judges the rows of one step after the other.
+    """Judges a run's rows, one step after another.
 
     Attributes:
         half: whether the model computes in float16, whose largest number is 65504.
@@ -146,7 +146,7 @@ class Rules:
     _skipped: int = 0  # steps in a row that a loss scaler left out
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
-        """Judge the rows of a step; ``rate``: the learning rate by which updates are divided."""
+        """Judge the rows of a step; ``rate`` is the learning rate that divides updates."""
         rows = [*rows, *_experts_used(step, rows)]
         for row in rows:
             if row[5] not in JUDGED or row[5] == "expert_load":
@@ -172,7 +172,7 @@ class Rules:
         return Found(rule, row, usual, left=score > self.limits[name], name=name, score=score)
 
     def _hard(self, row: Row) -> Iterator[Found]:
-        """Judge by limits on the value itself."""
+        """Judge a value by a limit on the value itself."""
         if row[5] == "attention_logit":
             limit = LOGIT * math.exp(self.limits["logit/attention_logit"])
             yield self._fitted("logit", row, limit, math.log(max(row[6], 1e-30) / LOGIT))
@@ -182,7 +182,7 @@ class Rules:
             yield Found("apart", row, 1.0, left=row[6] > HIGHER)
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
-        """Judge a value by its series' past: its median, and for records the course of the last two."""
+        """Judge a value by the median of its series' past, and a record also by the trend of the last two."""
         step, _, sublayer, _, _, metric, value = row
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
@@ -201,7 +201,7 @@ class Rules:
         self._seen[series_of(row)] = last, step
 
     def _calm(self, sublayer: str, metric: str, past: Past) -> float:
-        """Return the value below which a rise is none.
+        """Return the value below which a rise does not count.
 
         For gradients and moments it is the model's usual one: a sub-layer or an embedding with a small part of it can
         go up tenfold in healthy training, for a step or for good, and changes nothing of the model's.
@@ -216,7 +216,7 @@ class Rules:
         return math.hypot(*parts)
 
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge sub-layers by the same ones of other layers.
+        """Judge sub-layers by those of the same kind in other layers.
 
         Of gradients and updates, the first layer's are of their own kind in most models. At the start of a training, a
         gradient far below both neighbors' is one of weights that are too small. What lies outside is compared with the
@@ -245,7 +245,7 @@ class Rules:
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
 
     def _low(self, members: Sequence[Row]) -> Iterator[Found]:
-        """Judge gradients by those of the layers on both sides; the last layer's by the two below it."""
+        """Judge gradients by those of both neighboring layers; the last layer's by the two layers before it."""
         for place in range(1, len(members)):
             beside = (place - 1, place + 1) if place + 1 < len(members) else (place - 2, place - 1)
             usual, row = min(members[at][6] for at in beside), members[place]
@@ -253,7 +253,7 @@ class Rules:
                 yield self._fitted("low", row, usual, math.log(usual / row[6]))
 
     def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge what a record's updates do to the weights."""
+        """Judge a record's updates by their effect on the weights."""
         places: dict[Place, dict[str, Row]] = {}
         for row in rows if any(row[5] in _UPDATES for row in rows) else ():
             inside = row[1] >= 0 and row[2] != "block"
@@ -277,7 +277,7 @@ class Rules:
                 self._weights[place] = (step, weights[6], 0.0 if update is None else update[6])
 
     def _written(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge what something else than the optimizer did to weights and moments.
+        """Judge changes to weights and moments that no optimizer made.
 
         What is so from the first record on is the loop's own way. Many parts at once may be averaged with others': then
         it must be more than their own updates could have done.
@@ -301,7 +301,7 @@ class Rules:
                 recent.append(written[6])
 
     def _batch(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge how often a batch has come again, and labels that no longer are the batch's tokens."""
+        """Judge how often a batch repeats, and whether labels have stopped being the batch's tokens."""
         again = next((row[6] for row in rows if row[5] == "batch_repeats"), 0.0)
         for row in rows:
             if row[5] == "label_match":
@@ -339,7 +339,7 @@ class Rules:
         losses.append(value)
 
     def _scaler(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Count the steps in a row that have a loss and no gradient: a loss scaler left them out."""
+        """Count consecutive steps with a loss but no gradient: a loss scaler skipped them."""
         loss = next((row for row in rows if row[5] == LOSS), None)
         if any(row[5] == NORM for row in rows):
             self._skipped = 0
@@ -375,7 +375,7 @@ class Rules:
 
 
 def _groups(rows: Iterable[Row], metric: str) -> list[list[Row]]:
-    """The finite rows of a metric by kind of sub-layer."""
+    """Group a metric's finite rows by kind of sub-layer."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row[5] == metric and row[1] >= 0 and row[2] != "block" and row[3] == "all" and math.isfinite(row[6]):
@@ -384,7 +384,7 @@ def _groups(rows: Iterable[Row], metric: str) -> list[list[Row]]:
 
 
 def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
-    """How many experts each layer uses: the exponential of the entropy of their loads."""
+    """Return as rows how many experts each layer uses: the exponential of the entropy of their loads."""
     loads: dict[tuple[int, str], list[float]] = {}
     for row in rows:
         if row[5] == "expert_load" and math.isfinite(row[6]):
@@ -398,7 +398,7 @@ def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
 
 
 def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float) -> tuple[float, float]:
-    """Return what a value is compared with, and the logarithm of how many times it is that far; 0 within the noise.
+    """Return the usual value, and the logarithm of a value's ratio to it; 0 within the noise.
 
     ``gaps``: how many times as long as between the last two values it is since the last one. The course goes on as
     between these, if that is nearer. At 0, of what is measured at every step, it goes on from half to half while its

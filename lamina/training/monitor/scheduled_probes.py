@@ -1,4 +1,4 @@
-"""Probes on a model while it trains: on a few held-out blocks, without any effect on the training."""
+"""Probes that measure a model during training on a few held-out blocks, without affecting the training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REFUSED = "not measured: "
 
 
 class ScheduledProbes(TrainerCallback):
-    """Runs probes before the first step, at every ``every``-th step and at the last; RUN/probes/NAME/part-STEP.parquet.
+    """Runs probes before the first step, every ``every`` steps and at the last; writes probes/NAME/part-STEP.parquet.
 
     A probe that does not apply to the model, or that fails at a step, leaves a note in probes/NAME/notes.jsonl; neither
     ends the run. In a run of several processes, the first one probes; a model whose weights are sharded is not probed.
@@ -51,11 +51,11 @@ class ScheduledProbes(TrainerCallback):
         self._noted: set[tuple[str, str]] = set()
 
     def state_dict(self) -> Json:
-        """Nothing: each part's name says its step."""
+        """Return nothing: each part's name states its step."""
         return {}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume: drop measurements after the checkpoint."""
+        """Drop measurements later than the checkpoint."""
         if "step" in state:
             forget(self.folder, after=state["step"])
 
@@ -103,7 +103,7 @@ class ScheduledProbes(TrainerCallback):
         )
 
     def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame | None, list[str]]]:
-        """Run all probes in one pass; if one of them fails, run each in its own pass, so that only that one is lost."""
+        """Run all probes in one pass; if one fails, run each in a separate pass, so that only that one is lost."""
         results: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
 
         def done(probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
@@ -143,14 +143,14 @@ class ScheduledProbes(TrainerCallback):
 
 
 def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
-    """Write one step's rows under a temporary name, then move them into place."""
+    """Write one step's rows as a part, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]]
     write_parquet(folder / f"part-{step:08d}.parquet", rows)
 
 
 def forget(folder: Path, *, after: int) -> None:
-    """Drop the measurements after the step from which a run resumes."""
+    """Drop the measurements later than the step from which a run resumes."""
     for path in folder.glob("*/part-*.parquet"):
         number = path.stem.removeprefix("part-")
         if number.isdecimal() and int(number) > after:

@@ -1,4 +1,4 @@
-"""Measures of a forward pass by sub-layer: the stream, attention's largest logits, the experts' loads."""
+"""Measures of a forward pass by sub-layer: the stream, the largest attention logits, the experts' loads."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _QUERIES = 512  # whose logits are held at a time
 
 
 def state_statistics(x: torch.Tensor) -> torch.Tensor:
-    """Variance, mean, mean |x| and largest |x| over all elements of a state [batch, tokens, hidden_size]."""
+    """Return variance, mean, mean |x| and largest |x| over all elements of a state [batch, tokens, hidden_size]."""
     x = x.detach().float()
     magnitude = x.abs().flatten(0, -2)
     return torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), magnitude.max()])
 
 
 def largest_magnitudes(x: torch.Tensor, count: int = TOP) -> torch.Tensor:
-    """The ``count`` largest |x| of a state [batch, tokens, hidden_size] (all, if it has fewer), largest first.
+    """Return the ``count`` largest |x| (or all) of a state [batch, tokens, hidden_size], in descending order.
 
     NaN counts as the largest. Does not wait for the device.
     """
@@ -53,7 +53,7 @@ def largest_magnitudes(x: torch.Tensor, count: int = TOP) -> torch.Tensor:
 
 
 def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
-    """The statistics of x^0 and of the stream after every sub-layer, for one batch, and the largest |x| of all.
+    """Measure x^0 and the stream after every sub-layer on one batch, and the largest |x| of all of them.
 
     ``inputs`` are the arguments of a Lamina model, or only its main input: token ids [batch, tokens] or pixel values
     [batch, channels, height, width]. Runs the model in evaluation mode without gradients, uncompiled and, unless it is
@@ -78,7 +78,7 @@ def stream_rows(
     inputs: torch.Tensor | Mapping[str, torch.Tensor],
     step: int,
 ) -> list[Row]:
-    """The rows of ``hidden_state_rows`` at any ``points`` of a model, whose ``base`` is run."""
+    """Return the rows of ``hidden_state_rows`` at any ``points`` of a model, by a pass through ``base``."""
     meter = ForwardMeter(points, top=TOP)
     with torch.no_grad(), evaluating(model), uncompiled(base), meter.measuring(base):
         named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
@@ -91,7 +91,7 @@ def stream_rows(
 
 @dataclass
 class PassNumbers:
-    """What a process saw of one forward pass, as numbers.
+    """What one process measured in a forward pass, as numbers.
 
     Attributes:
         states: by spot the number of elements and their ``state_statistics``.
@@ -109,7 +109,7 @@ class PassNumbers:
 
 
 class ForwardMeter:
-    """Measures one forward pass; what it keeps is a few numbers for each sub-layer, on the device, until ``take``.
+    """Measures one forward pass; a few numbers per sub-layer stay on the device until ``take``.
 
     Args:
         points: where the stream is measured; several streams where a point would collapse them.
@@ -135,7 +135,7 @@ class ForwardMeter:
 
     @contextmanager
     def measuring(self, root: nn.Module) -> Iterator[None]:
-        """Measure the forward pass that runs in the context."""
+        """Measure the forward pass inside the context."""
         self._states, self._streams, self._largest, self._logits, self._loads = {}, {}, [], {}, {}
         with ExitStack() as stack:
             stack.enter_context(watch(self.points, self._see, root=root))
@@ -169,7 +169,7 @@ class ForwardMeter:
             self._loads[layer] = counts / self._tokens[layer]
 
     def missing(self) -> list[str]:
-        """List what the pass did not show although it should be measured, a line each for the user."""
+        """List, a line each for the user, what the last pass should have shown and did not."""
         if self.points and not self._states:
             return ["the stream is not recorded: no forward pass of the model was seen (a compiled function hides it)"]
         layers = () if self.structure is None else self.structure.layers
@@ -179,7 +179,7 @@ class ForwardMeter:
         return []
 
     def take(self) -> PassNumbers:
-        """Return what the pass has shown, once; waits for the device."""
+        """Return the last pass's measures and forget them; waits for the device."""
         seen = PassNumbers()
         if self._states:
             values = torch.stack(list(self._states.values())).tolist()
@@ -196,7 +196,7 @@ class ForwardMeter:
 
 
 def rows_of(step: int, parts: Sequence[PassNumbers]) -> list[Row]:
-    """Return the tidy rows of the whole batch from the processes' parts of it."""
+    """Combine the processes' parts of a batch into tidy rows."""
     rows: list[Row] = []
     for (layer, sublayer, index), seen in _by_key(part.states for part in parts).items():
         named = zip(STATE_METRICS, _pooled(seen), strict=True)
@@ -227,7 +227,7 @@ def _by_key(parts: Iterable[Mapping[Key, Value]]) -> dict[Key, list[Value]]:
 
 
 def _pooled(parts: Sequence[tuple[int, list[float]]]) -> list[float]:
-    """``state_statistics`` of several tensors together, from each one's elements and statistics."""
+    """Combine several tensors' ``state_statistics``, given each one's number of elements."""
     if len(parts) == 1:
         return parts[0][1]
     total = sum(count for count, _ in parts)
@@ -238,13 +238,13 @@ def _pooled(parts: Sequence[tuple[int, list[float]]]) -> list[float]:
 
 
 def in_half(device: str) -> bool:
-    """Return whether autocast runs operations on a type of device ("cuda") in float16 here."""
+    """Return whether autocast runs operations in float16 on this type of device ("cuda")."""
     available = torch.amp.is_autocast_available(device)
     return available and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 
 
 def stream_points(structure: Structure) -> dict[Spot, Point]:
-    """Return x^0, the stream after every sub-layer, and after each layer that does not end with a feed-forward."""
+    """Locate x^0, the stream after every sub-layer, and that after each layer without a final feed-forward."""
     points: dict[Spot, Point] = {(-1, "block", 0): structure.layers[0].input}
     for site in structure.layers:
         seen: Counter[str] = Counter()
@@ -263,7 +263,7 @@ def _operations(
     see_logits: Callable[[int, torch.Tensor], None],
     see_choice: Callable[[int, torch.Tensor, int], None],
 ) -> Iterator[None]:
-    """Watch softmaxes over keys, fused attention and the choice of experts in each layer, as operations."""
+    """Watch attention softmaxes, fused attention and the choice of experts in each layer, as torch functions."""
 
     class Watch(TorchFunctionMode):
         def __torch_function__(
@@ -288,7 +288,7 @@ def _operations(
 
 @contextmanager
 def _inner_calls(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """See the softmax, or the fused attention, inside nn.MultiheadAttention, which skips the usual mode."""
+    """Watch the softmax or fused attention inside nn.MultiheadAttention, which hides it from TorchFunctionMode."""
     fused, softmax = functional.scaled_dot_product_attention, functional.softmax
 
     def seen_fused(*args: Output, **kwargs: Output) -> torch.Tensor:
@@ -314,7 +314,7 @@ def largest_logit(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The largest logit of a fused attention, after scale and bias, over the keys that a query may see.
+    """Compute the largest logit of a fused attention, after scale and bias, over the visible keys.
 
     Args as those of ``scaled_dot_product_attention``: query [batch, heads, queries, width]. In float32.
     """

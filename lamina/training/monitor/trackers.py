@@ -1,4 +1,4 @@
-"""The numbers by layer in TensorBoard, W&B and trackio, arranged in sections."""
+"""The numbers by layer in TensorBoard, W&B and trackio, grouped into sections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP = "train/global_step"  # what Trainer's own callbacks draw against
 
 
 def series_of(row: Row) -> str:
-    """The name of a row's series: SECTION/LAYER.SUBLAYER.ROLE.
+    """Return the name of a row's series: SECTION/LAYER.SUBLAYER.ROLE.
 
     A section is a metric of eight layers, "gradient_norm.layers_000-007", or of what is outside the layers: trackers
     put all that is before the slash under one heading.
@@ -38,7 +38,7 @@ def series_of(row: Row) -> str:
 
 
 def installed(report_to: str) -> list[str]:
-    """Name the trackers of the setting. Raises UserError for one that is not installed."""
+    """Return the trackers that the setting names. Raises UserError for one that is not installed."""
     names = [name for name in entries(report_to) if name != "none"]
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -47,7 +47,7 @@ def installed(report_to: str) -> list[str]:
 
 
 class Trackers:
-    """Logs rows into TensorBoard, W&B and trackio, from the first row on.
+    """Logs rows to TensorBoard, W&B and trackio, from the first row on.
 
     W&B and trackio: into the run that is open, as Trainer's callbacks leave one, else into one of its own, named like
     the folder, in the project of WANDB_PROJECT (default: lamina).
@@ -63,7 +63,7 @@ class Trackers:
         self._own: list[Library] = []
 
     def writer(self) -> Library:
-        """TensorBoard's writer into FOLDER/tensorboard; None if TensorBoard is not one of the trackers."""
+        """Return TensorBoard's writer into FOLDER/tensorboard; None if TensorBoard is not one of the trackers."""
         if self._writer is None and "tensorboard" in self.names:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -71,7 +71,7 @@ class Trackers:
         return self._writer
 
     def log(self, step: int, rows: Iterable[Row]) -> None:
-        """Log one step's rows. Of the largest magnitudes of a state, the first and the last."""
+        """Log one step's rows; of a state's largest magnitudes, only the first and the last."""
         if not self.names:
             return
         shown = [row for row in rows if row[0] == step and (row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1))]
@@ -83,7 +83,7 @@ class Trackers:
             library.log({**values, STEP: step})
 
     def alarm(self, step: int, text: str) -> None:
-        """Send an alarm: as an alert of W&B's or trackio's, and as a text of TensorBoard's."""
+        """Send an alarm: an alert in W&B and trackio, a text in TensorBoard."""
         if (writer := self.writer()) is not None:
             writer.add_text("alarms", text, step)
         for library in self._libraries():
@@ -115,6 +115,6 @@ class Trackers:
 
 
 def tensorboard(trackers: Trackers | None) -> list[TrainerCallback]:
-    """Return Trainer's own callback for TensorBoard, with a writer that also has the layers' numbers."""
+    """Return Trainer's callback for TensorBoard with this run's writer, which also gets the numbers by layer."""
     writer = None if trackers is None else trackers.writer()
     return [] if writer is None else [TensorBoardCallback(writer)]

@@ -1,4 +1,4 @@
-"""Hooks of the monitor on a model, on gradient clipping and on optimizers, and what they read.
+"""The monitor's hooks on a model, on gradient clipping and on optimizers, and what they read.
 
 A model's layers are found from the arguments of its first training step, without leaving a trace.
 """
@@ -58,7 +58,7 @@ _FLAGS = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH
 
 @dataclass(frozen=True, kw_only=True)
 class Followed:
-    """A model's layers, or why they could not be followed.
+    """A model's layers, or the reason why they could not be followed.
 
     Attributes:
         structure: None where no layers were found.
@@ -71,7 +71,7 @@ class Followed:
     notes: list[str] = field(default_factory=list)
 
     def rows(self, model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
-        """The tidy rows of the stream, for a batch of its own, and of the norms' gains; as of a Lamina model."""
+        """Measure the stream on ``inputs``, and the norms' gains, as tidy rows."""
         if self.structure is None:
             return []
         points = stream_points(self.structure) if self.whole else {}
@@ -79,7 +79,7 @@ class Followed:
 
 
 def bare(model: nn.Module) -> tuple[nn.Module, str | None]:
-    """Take a model out of its wrappers (DDP, DataParallel, DeepSpeed, torch.compile); name the one that compiles it."""
+    """Unwrap a model (DDP, DataParallel, DeepSpeed, torch.compile); also name the wrapper that compiles it, if any."""
     compiled = None
     while True:
         if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
@@ -91,12 +91,12 @@ def bare(model: nn.Module) -> tuple[nn.Module, str | None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a part of the model is compiled, so that hooks inside it are not called."""
+    """Return whether a part of the model is compiled, so that hooks inside it do not run."""
     return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
 
 
 def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Inputs:
-    """The tensors among a call's arguments, by the names of the forward pass' parameters."""
+    """Return the tensors among a call's arguments, by the names in the forward method's signature."""
     named = dict(kwargs)
     with contextlib.suppress(TypeError, ValueError):
         signature = inspect.signature(model.forward)
@@ -107,7 +107,7 @@ def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) ->
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Inputs]:
-    """Return the module whose forward names the arguments, and these by name; a wrapper may only pass on ``*args``.
+    """Find the module whose forward names the arguments, and return it with them: wrappers may only take ``*args``.
 
     Only a module that holds all of the wrapper's parameters is looked into.
     """
@@ -121,7 +121,7 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
 
 
 def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Followed:
-    """Find a model's layers with a small part of a batch; never raises, since training goes on in any case.
+    """Find a model's layers with a small part of a batch; never raises, since training continues in any case.
 
     The passes run in evaluation mode and leave gradients and random generators as they were. Compiled parts run
     uncompiled: their hooks are called, and nothing is compiled for a small pass. The user's own hooks are called, too.
@@ -180,7 +180,7 @@ def _is_tokens(value: torch.Tensor) -> bool:
 
 
 def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What tells a batch from another [1 + 3], and how many labels are the token there, the next one, and there are."""
+    """Return a number that identifies the batch, and counts of labels: equal to their token, to the next, all; [4]."""
     tokens = next(filter(_is_tokens, inputs.values()), next(iter(inputs.values()), torch.empty(0))).detach()
     some = tokens.flatten()[:: max(1, tokens.numel() // _MARKED)].double()
     mark = (some * torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()).sum()
@@ -193,14 +193,14 @@ def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
-    """The tokens of a batch, or its items if it has none."""
+    """Return the number of tokens in a batch, or of items if it has no tokens."""
     tokens = [value.numel() for value in inputs.values() if _is_tokens(value)]
     return [*tokens, *(len(value) if value.ndim else 0 for value in inputs.values()), 0][0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """The result of a step.
+    """The outcome of a step.
 
     Attributes:
         loss: what the model returned, or a trainer; None where neither did.
@@ -218,7 +218,7 @@ class Taken:
 
 
 def stepping(optimizer: object) -> torch.optim.Optimizer:
-    """Return the torch optimizer in accelerate's wrapper or DeepSpeed's. Raises UserError for anything else."""
+    """Unwrap the torch optimizer inside accelerate's or DeepSpeed's. Raises UserError for anything else."""
     inner: Output = optimizer
     while not type(inner).__module__.startswith("torch.") and isinstance(
         getattr(inner, "optimizer", None), torch.optim.Optimizer
@@ -265,7 +265,7 @@ _PATCHED = ExitStack()  # while there are listeners
 
 @contextmanager
 def listening(listener: Instruments) -> Iterator[None]:
-    """Tell ``listener`` before torch computes gradients and before it clips them; both are torch's own.
+    """Notify ``listener`` before torch computes gradients and before it clips them, by patches of torch's functions.
 
     Several may listen, and leave in any order; torch's functions are its own again once the last has left.
     """
@@ -342,7 +342,7 @@ Judge = Callable[[torch.Tensor], bool]
 
 
 class Instruments:
-    """Hooks on the model's forward pass, on gradient clipping and on the optimizers' steps.
+    """Hooks on a model's forward pass, on gradient clipping and on its optimizers' steps.
 
     A step's squared gradient norms by sub-layer stay on the device until ``gradient_rows``, the other measurements of
     a step that is ``due`` until ``rows``. Nothing waits for the device before.
@@ -394,7 +394,7 @@ class Instruments:
 
     @contextmanager
     def attached(self, judge: Judge | None, found: Callable[[], None], untold: Callable[[], None]) -> Iterator[None]:
-        """Attach for the time of the context.
+        """Attach the hooks inside the context.
 
         Args:
             judge: tells from the gradient norm whether the step is skipped; None: none is.
@@ -443,7 +443,7 @@ class Instruments:
             self.losses.append(loss.detach())
 
     def _follow(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Look for the layers once, and record the totals from now on in any case."""
+        """Look for the layers, once; totals are recorded from now on in any case."""
         self._looking = True
         self.followed = followed = follow(module, dict(inputs), layers=self.settings.layers)
         self._looking = False
@@ -461,7 +461,7 @@ class Instruments:
         self._found()
 
     def differentiates(self, loss: torch.Tensor) -> None:
-        """Keep what a loop differentiates: the loss, where neither the model nor the user says it.
+        """Keep the loss that a loop differentiates; it counts where neither model nor user gives one.
 
         What comes after the optimizer's step is another model's.
         """
@@ -472,16 +472,16 @@ class Instruments:
             self._differentiated.append((whole if scaled is loss and whole is not None else loss).detach())
 
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Keep what a GradScaler scales, until the loop differentiates it."""
+        """Keep a loss and its scaled value until the loop differentiates the latter."""
         self._scaled = loss, scaled
 
     def tries(self, optimizer: object) -> None:
-        """Note that a loss scaler has taken a step, or left it out: then the optimizer is not called."""
+        """Note that a loss scaler has taken or skipped an optimizer's step."""
         if any(optimizer is own for own in self.optimizers):
             self._ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
-        """Measure gradients before torch clips them to a norm, or by value (None), if this model's are among them."""
+        """Measure gradients before torch clips them, by norm or by value (``limit`` None), if any is this model's."""
         own = {id(parameter) for parameter in self.model.parameters()}
         if any(id(parameter) in own for parameter in parameters):
             self._clipped_at = limit
@@ -507,7 +507,7 @@ class Instruments:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
     ) -> tuple[tuple, Kwargs] | None:
-        """Before any optimizer's step: look at the gradients now, or once the step's closure has computed them."""
+        """Look at the gradients before an optimizer's step, or once its closure has computed them."""
         if not self._began:
             self._rate = largest_rate(self.optimizers)
         return after_closure(args, kwargs, partial(self._with_gradients, optimizer))
@@ -539,16 +539,16 @@ class Instruments:
 
     @property
     def ended(self) -> bool:
-        """Return whether an optimizer has taken the step that nobody has ended, or a loss scaler has left it out."""
+        """Whether an optimizer or a loss scaler has finished a step that nobody has ended yet."""
         return bool(self._ended)
 
     @property
     def accumulates(self) -> bool:
-        """Return whether only a micro-batch of a step has ended. A step that a loss scaler skips has ended."""
+        """Whether only a micro-batch of a step has ended; a step that a loss scaler skips counts as ended."""
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
-        """Return the loss of the step so far: the sum of its shares, or the mean of the micro-batches' losses.
+        """Return the loss of the step so far: the sum of its shares, or the mean over its micro-batches.
 
         What the loop differentiated are shares.
         """
@@ -576,7 +576,7 @@ class Instruments:
         return taken
 
     def gradient_rows(self) -> list[Row]:
-        """The tidy rows of the steps since the last call, without frozen sub-layers'; one wait for the device.
+        """Return the gradients of the steps since the last call as tidy rows, without frozen sub-layers.
 
         A step that was left out because its gradient was infinite (by a GradScaler) has none.
         """
@@ -598,7 +598,7 @@ class Instruments:
         return rows
 
     def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
-        """How many steps in a row had this batch before, once there were others; how many labels are its tokens."""
+        """Count earlier steps in a row with this batch, once others were seen; and labels that are its tokens."""
         self._varied |= mark != self._mark and math.isfinite(self._mark)
         self._repeats, self._mark = self._repeats + 1 if mark == self._mark else 0, mark
         shares = (same / labels, following / labels) if labels > 0 else ()
@@ -607,11 +607,11 @@ class Instruments:
         return rows + (again if self._repeats and self._varied else [])
 
     def written_rows(self, step: int) -> list[Row]:
-        """The tidy rows of what something else than the optimizers wrote, at a step that is not due."""
+        """Return what no optimizer has written, as tidy rows, at a step that is not due."""
         return [] if self._updates is None else self._updates.samples.rows(step, recorded=False)
 
     def rows(self, step: int, processes: Processes) -> list[Row]:
-        """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights.
+        """Return a due step's stream, gains, updates, moments and weights as tidy rows.
 
         All processes call it: the stream's rows are of all their micro-batches.
         """
@@ -628,7 +628,7 @@ class Instruments:
         return rows
 
     def about(self) -> Json:
-        """Describe the model for watched.json."""
+        """Return the content of watched.json that describes the model."""
         followed = self.followed
         assert followed is not None
         structure = followed.structure

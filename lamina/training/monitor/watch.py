@@ -1,4 +1,4 @@
-"""The monitor of other people's training, and its folder: `lamina.watch` for a loop, `LayerMonitor` for a Trainer."""
+"""The monitor for other training code, and its folder: `lamina.watch` for a loop, `LayerMonitor` for a Trainer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OnAlarm: TypeAlias = Callable[[Alarm], object]
 
 
 class WatchedRecords:
-    """metrics.jsonl, layers/, alarms.jsonl, watched.json and result.json of one run.
+    """The records of a watched run: metrics.jsonl, layers/, alarms.jsonl, watched.json and result.json.
 
     Args:
         resume: whether to continue the folder's records after ``step``; "auto": if there are any.
@@ -86,12 +86,12 @@ class WatchedRecords:
         self.last_loss: float | None = None
 
     def write(self, record: Json) -> None:
-        """Write a line of metrics.jsonl."""
+        """Append a record to metrics.jsonl."""
         self.metrics.write(record)
         self.last_loss = record.get("loss", self.last_loss)
 
     def close(self, result: Json) -> None:
-        """Write what was collected and result.json, and leave the folder."""
+        """Write the collected rows and result.json, and release the folder."""
         try:
             self.layers.flush()
             self.metrics.sync()
@@ -105,7 +105,7 @@ class WatchedRecords:
 
 
 class Monitor:
-    """Measures a training run, step by step, and writes its records; made by ``lamina.watch`` or ``LayerMonitor``.
+    """Measures a training run step by step and writes its records; made by ``lamina.watch`` or ``LayerMonitor``.
 
     Args:
         instruments: on the model and its optimizers.
@@ -146,24 +146,24 @@ class Monitor:
 
     @property
     def is_due(self) -> bool:
-        """Whether the step that comes next is recorded."""
+        """Whether the next step is recorded."""
         return self.step == 0 or (self.step + 1) % self.settings.every == 0
 
     @property
     def tokens(self) -> int:
-        """The tokens of all steps so far and of all processes, those of an earlier session included."""
+        """The tokens of all steps and processes so far, including an earlier session's."""
         before = 0 if self.records is None else self.records.metrics.tokens_before
         return before + self.instruments.tokens * self.processes.size
 
     def begin(self) -> None:
-        """Attach to model and optimizers."""
+        """Attach to the model and its optimizers."""
         self._open = True
         judge = None if self.outliers is None else self._is_outlier
         self._held.enter_context(self.instruments.attached(judge, self._describe, self._end_untold))
         self.instruments.due, self.instruments.resumed = self.is_due, self.step > 0
 
     def _describe(self) -> None:
-        """Write watched.json if it has changed since the layers were looked for, and log what is not recorded."""
+        """Write watched.json if it has changed, and log new notes on what is not recorded."""
         if (followed := self.instruments.followed) is None:
             return
         if followed.structure is not None:
@@ -179,7 +179,7 @@ class Monitor:
             write_json(self.records.folder / WATCHED, {"record": VERSION, **about})
 
     def _is_outlier(self, norm: torch.Tensor) -> bool:
-        """Return whether to skip the coming step; waits for the device."""
+        """Return whether to skip the next optimizer step; waits for the device."""
         assert self.outliers is not None
         skips = self.outliers.see(NORM, float(norm))
         if (loss := self.instruments.step_loss()) is not None:
@@ -189,7 +189,7 @@ class Monitor:
         return skips
 
     def end_step(self, loss: torch.Tensor | float | None = None) -> None:
-        """End a step, after the optimizer's, or a micro-batch of accelerate's ``accumulate``.
+        """End a step after the optimizer's, or a micro-batch of accelerate's ``accumulate``.
 
         Raises Diverged where the run should stop, and UserError for a loss that is not one number.
         """
@@ -202,7 +202,7 @@ class Monitor:
             self._end()
 
     def _end_untold(self) -> None:
-        """End a step of a loop that never says where its steps end. Raises Diverged."""
+        """End a step of a loop that never calls ``monitor.step``. Raises Diverged."""
         if self._open and not self._told and self.instruments.ended:
             self._end()
 
@@ -224,7 +224,7 @@ class Monitor:
             self.instruments.due = self.is_due
 
     def _look(self, due: bool, rate: float | None) -> None:
-        """Read what the steps since the last time have shown; record, if it is due. Raises Diverged.
+        """Read and judge the steps since the last call, and record this one if it is due. Raises Diverged.
 
         ``rate``: the learning rate of the step that has ended.
         """
@@ -253,7 +253,7 @@ class Monitor:
                 self.guard.see_gradient(step, value)
 
     def _see(self, rows: Sequence[Row], rate: float | None = None) -> None:
-        """Judge new rows; tell the log, the trackers and the user of an event that begins, with its first alarm."""
+        """Judge new rows; report an event's first alarm to the log, the trackers and the user."""
         told = self.alarms.see(rows, rate)
         if self.records is None or not self.alarms.news:
             return
@@ -263,7 +263,7 @@ class Monitor:
             self.on_alarm(told[0])
 
     def _series_rows(self) -> list[Row]:
-        """Loss and gradient norm of the steps since the last call; a step that a loss scaler left out has no norm."""
+        """Return each new step's loss and gradient norm; a step that a loss scaler skipped has no norm."""
         scaled = self.instruments.scales_losses
         return [row for row in self.series.rows() if not scaled or row[5] != NORM or math.isfinite(row[6])]
 
@@ -285,7 +285,7 @@ class Monitor:
             self.records.trackers.log(self.step, rows)
 
     def _act(self, diverged: Diverged) -> None:
-        """React to a divergence as the settings say. Raises Diverged if the run should stop."""
+        """Handle a divergence as the settings say. Raises Diverged if the run should stop."""
         if self.processes.first:
             logger.warning("lamina.watch: diverged: %s", diverged)
         if self.records is not None:
@@ -296,7 +296,7 @@ class Monitor:
         self.guard.accept()
 
     def close(self, status: Status, reason: str = "") -> None:
-        """Detach, and write what was collected; may be called twice."""
+        """Detach, and write the collected rows; safe to call twice."""
         if not self._open:
             return
         # The others may have left, or a loop may have ended the processes' group before the process ends.
@@ -322,7 +322,7 @@ class Monitor:
 
 
 def _number(loss: object) -> torch.Tensor:
-    """Return a step's loss as a scalar; nothing waits for the device."""
+    """Return a step's loss as a scalar tensor, without a device sync."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss.detach().reshape(()).float()
     if isinstance(loss, numbers.Real):
@@ -335,7 +335,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class Watch:
-    """The context of ``lamina.watch``.
+    """The context manager that ``lamina.watch`` returns.
 
     Attributes:
         monitor: while the context is open; None where the records cannot be continued (``open_monitor``).
@@ -351,7 +351,7 @@ class Watch:
         return self
 
     def start(self) -> Self:
-        """Open the context until the process ends, for a loop that one line is added to."""
+        """Open the context until the process ends; for a loop to which only one line is added."""
         atexit.register(self._at_exit)
         return self.__enter__()
 
@@ -490,7 +490,7 @@ def open_monitor(
 
 
 class WatchCallback:
-    """What the callbacks of two libraries' trainers share: arguments as of ``lamina.watch``, and a monitor."""
+    """The shared base of the callbacks for Trainer and Lightning: the arguments of ``lamina.watch``, and a monitor."""
 
     def __init__(self, output: str, *, overwrite: bool = False, on_alarm: OnAlarm | None = None, **settings: object):
         super().__init__()
@@ -504,7 +504,7 @@ class WatchCallback:
         return None if self.monitor is None else self.monitor.diverged
 
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
-        """Begin the monitor after ``step`` steps, those of a checkpoint: then it continues the records."""
+        """Begin the monitor after ``step`` steps; after those of a checkpoint it continues the records."""
         resume: Resume = "auto" if step else False
         modes: Json = {"resume": resume, "overwrite": self.overwrite and not step, "on_alarm": self.on_alarm}
         self.monitor = open_monitor(model, optimizers, self.settings, step=step, **modes)
@@ -576,7 +576,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         self._end(Status.FINISHED if state.global_step >= state.max_steps else Status.INTERRUPTED)
 
     def _take_losses(self, trainer: Trainer | None) -> None:
-        """Record what a trainer's ``training_step`` returns: a micro-batch's share of the loss that is trained."""
+        """Record what a trainer's ``training_step`` returns: a micro-batch's share of the trained loss."""
         assert self.monitor is not None
         if trainer is None:
             return  # not Trainer's loop: the model's outputs say it
@@ -608,7 +608,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
 
 
 def _calling_trainer() -> Trainer | None:
-    """Return the Trainer that sent the event, since an event's arguments do not hold it."""
+    """Find the Trainer that sent the event on the call stack, since the event's arguments do not include it."""
     callers = (info.frame.f_locals.get("self") for info in inspect.stack(0))
     return next((caller for caller in callers if isinstance(caller, Trainer)), None)
 

@@ -1,4 +1,4 @@
-"""The records of a run: rows of layers/, every step's numbers, metrics.jsonl, and what was watched.
+"""A run's records: rows of layers/, the numbers of every step, metrics.jsonl, and watched.json.
 
 Loads neither torch nor transformers: the pages read watched.json here.
 """
@@ -43,7 +43,7 @@ LOSS, NORM = "step_loss", "step_gradient_norm"
 
 @dataclass(frozen=True, kw_only=True)
 class LastEvaluation:
-    """What the last evaluation measured.
+    """The results of the last evaluation.
 
     Attributes:
         step: after which it took place; -1: there was none yet.
@@ -60,7 +60,7 @@ class LastEvaluation:
     tasks: Mapping[str, float] | None = None
 
     def apart(self) -> Json:
-        """What was measured on a second text and on tasks, as records name it; empty without them."""
+        """Return the results on a second text and on tasks, by their names in records; empty without them."""
         second = {} if self.second is None else {"eval_corpus_loss": self.second}
         return second if self.tasks is None else {**second, "tasks": dict(self.tasks)}
 
@@ -69,7 +69,7 @@ _CHUNK = 1000  # steps whose values are concatenated, so that rare records keep 
 
 
 class StepSeries:
-    """The loss (mean over micro-batches and processes) and the gradient norm before clipping of each step.
+    """Each step's loss (the mean over micro-batches and processes), and its gradient norm before clipping.
 
     Nothing waits for the device before ``rows``, which all processes call at the same step.
     """
@@ -95,7 +95,7 @@ class StepSeries:
         self._norm = torch.as_tensor(norm).detach()
 
     def end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End the step; one that the loss scaler ``skipped`` has no norm."""
+        """End the step; one that a loss scaler ``skipped`` has no norm."""
         import torch
 
         for name, value in ((LOSS, self._loss), (NORM, None if skipped else self._norm)):
@@ -107,7 +107,7 @@ class StepSeries:
         self._loss = self._norm = None
 
     def rows(self) -> list[Row]:
-        """The tidy rows of the steps since the last call."""
+        """Return the steps since the last call as tidy rows."""
         import torch
 
         rows: list[Row] = []
@@ -124,7 +124,7 @@ class StepSeries:
 
 
 def spike_columns(folder: Path) -> Json:
-    """Return spike counts and scores, and surges, of a run's steps by the names of ``SPIKES``, from its layers/.
+    """Count spikes and surges of a run's losses and gradients, from its layers/; by the names of ``SPIKES``.
 
     Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge; surges for an empty one.
     """
@@ -147,12 +147,12 @@ LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value"
 
 
 def layer_parts(folder: Path) -> list[Path]:
-    """Return the parts of a run's layers/, in their order: Parquet, or .npz where pyarrow was not installed."""
+    """Return the parts of a run's layers/ in order: Parquet, or .npz where pyarrow was not installed."""
     return sorted(part for part in (folder / "layers").glob("part-*") if part.suffix in (".parquet", ".npz"))
 
 
 def read_part(part: Path, metrics: Sequence[str] | None = None) -> dict[str, list[Any]]:
-    """Return a part's columns, of some metrics or of all. Raises OSError, ValueError, KeyError."""
+    """Read a part's columns, for some metrics or for all. Raises OSError, ValueError, KeyError."""
     if part.suffix == ".npz":
         import numpy as np
 
@@ -170,7 +170,7 @@ def read_part(part: Path, metrics: Sequence[str] | None = None) -> dict[str, lis
 
 
 def read_rows(folder: Path, metrics: Sequence[str] | None = None) -> list[Row]:
-    """Read a run's rows by layer, of some metrics or of all; a part that is not readable is left out, with a warning.
+    """Read a run's rows by layer, for some metrics or for all; an unreadable part is left out with a warning.
 
     Raises UserError for parts in Parquet without pyarrow.
     """
@@ -204,7 +204,7 @@ class MetricsWriter:
         self._unsynced = 0
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume: drop records later than the checkpoint."""
+        """Drop records later than the checkpoint."""
         logged_step = int(state.get("logged_step", 0))
         if "step" not in state or not (self.path.exists() or logged_step):
             return
@@ -232,7 +232,7 @@ class MetricsWriter:
 
 
 def _evaluations(records: list[Json]) -> tuple[LastEvaluation, float]:
-    """The last evaluation that records hold, and the best loss."""
+    """Return the last evaluation in the records, and the best loss."""
     evaluated = [record for record in records if "eval_loss" in record]
     best = min((record["eval_loss"] for record in evaluated if record["eval_loss"] is not None), default=math.inf)
     last: Json = evaluated[-1] if evaluated else {"step": -1, "eval_loss": math.inf}
@@ -254,7 +254,7 @@ def keep_abandoned(folder: Path, step: int, number: int) -> None:
 
 
 class NoWriter:
-    """Replaces the writers in every process but the first."""
+    """Stands in for the writers in every process but the first."""
 
     best_eval = math.inf
     evaluation = LastEvaluation()
@@ -296,11 +296,11 @@ class LayersWriter:
         return 1 + max(map(_number, layer_parts(self.folder.parent)), default=-1)
 
     def parts(self) -> Json:
-        """Return the part of a checkpoint that says how many parts are on disk."""
+        """Return the number of parts on disk, for a checkpoint."""
         return {"layer_parts": self.next}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume: drop rows later than the checkpoint."""
+        """Drop rows later than the checkpoint."""
         if "step" not in state:
             return
         for part in layer_parts(self.folder.parent):
@@ -353,7 +353,7 @@ OnDivergence = Literal["note", "stop"]
 
 
 class WatchSettings(Settings):
-    """What ``lamina.watch`` and ``lamina.LayerMonitor`` take."""
+    """The settings of ``lamina.watch`` and ``lamina.LayerMonitor``."""
 
     output: str = setting("runs/watched", "folder of the records and the page", path)
     every: int = setting(20, "steps between two records; losses and gradients are kept for every step", at_least(1))

@@ -1,1 +1,1 @@
-"""The objectives: one file each, found by the head that the backbone takes."""
+"""The objectives, one file each, found by the heads that a backbone allows."""

@@ -109,14 +109,14 @@ class ImageClassification(Objective):
         }
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return whether the class is the most likely one, and whether it is among the five most likely."""
+        """Return whether the class has the highest score, and whether it is among the five highest."""
         best = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
         right = (best == labels[:, None]).float()
         return {"accuracy": right[:, 0], "top5_accuracy": right.sum(-1)}
 
 
 def augmentation_of(settings: PretrainSettings, size: int) -> Augmentation:
-    """The augmentation of a run's settings, for images of this side."""
+    """Make a run's augmentation for images of this side length, in pixels."""
     return Augmentation(
         size=size,
         crop_scale=settings.crop_scale,

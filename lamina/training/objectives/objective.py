@@ -1,4 +1,4 @@
-"""The objective of a run: the model's prediction, and everything that follows from it."""
+"""The objective of a run: what the model predicts, and everything that follows from that."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Collate: TypeAlias = Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]
 
 
 class Objective(ABC):
-    """What a model is trained to predict. An objective is found by its head: a backbone says which heads it takes.
+    """What a model is trained to predict; a backbone's heads decide which objectives fit it.
 
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
@@ -53,11 +53,11 @@ class Objective(ABC):
                 )
 
     def uses(self, name: str) -> bool:
-        """Whether a setting has an effect."""
+        """Return whether a setting has an effect with this objective."""
         return name in self.own or (name not in all_own() and name not in self.without)
 
     def refuse_for(self, command: str, head: str, backbone: str) -> None:
-        """Raise UserError if a command that measures models with another head is asked for this one."""
+        """Raise UserError unless this objective has the only ``head`` that a command measures."""
         if self.head != head:
             raise UserError(
                 f"backbone: {backbone!r} is trained on {self.head}, and lamina {command} measures {head} alone "
@@ -66,31 +66,31 @@ class Objective(ABC):
 
     @abstractmethod
     def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
-        """Give a backbone's configuration room for the items of these settings. Raises UserError."""
+        """Adjust a backbone's configuration to the size of these settings' items. Raises UserError."""
 
     @abstractmethod
     def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:
-        """The number of tokens of one item, as the stream has them."""
+        """Return the number of tokens that one item has in the stream."""
 
     @abstractmethod
     def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
-        """Read the data and its processor; ``bar``: show progress. Raises UserError."""
+        """Read the data and their processor; ``bar`` shows progress. Raises UserError."""
 
     @abstractmethod
     def complete(
         self, config: PreTrainedConfig, splits: Splits, processor: Processor, from_model: str | None
     ) -> PreTrainedConfig:
-        """Copy a backbone's configuration, with the vocabulary or the classes of the data.
+        """Copy a backbone's configuration and set the vocabulary or the classes of the data.
 
         ``from_model``: the checkpoint that the run continues, whose sizes stay. Raises UserError if they do not fit.
         """
 
     def collate(self, settings: PretrainSettings, splits: Splits) -> Collate | None:
-        """Return the function that makes a batch of a training step's items; None for transformers' default."""
+        """Return the function that joins training items to a batch; None for transformers' default."""
         return None
 
     def collate_eval(self) -> Collate | None:
-        """Return the function that makes a batch of held-out items; None for transformers' default."""
+        """Return the function that joins held-out items to a batch; None for transformers' default."""
         return None
 
     @abstractmethod
@@ -99,10 +99,10 @@ class Objective(ABC):
 
     @abstractmethod
     def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
-        """Return facts about the data for the model's card."""
+        """Return facts about the data for the model's card, by title."""
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return further measures of each held-out item, [batch] each, by column; empty if the loss is all."""
+        """Return further measures of each held-out item, [batch] each, by column; empty if there are none."""
         return {}
 
     @property
@@ -117,7 +117,7 @@ _registry: Registry[Objective] = Registry(
 
 
 def objective(cls: type[Objective]) -> type[Objective]:
-    """Register an objective by its head. A decorator."""
+    """Register an objective by its head; a class decorator."""
     _registry.add(cls.head, cls(), cls.__module__)
     return cls
 
@@ -127,12 +127,12 @@ def objectives() -> list[Objective]:
 
 
 def all_own() -> frozenset[str]:
-    """The settings that belong to single objectives."""
+    """Return the settings that only some objectives use."""
     return frozenset().union(*(each.own for each in objectives()))
 
 
 def objective_of(config: PreTrainedConfig, requested: str = "auto", backbone: str | None = None) -> Objective:
-    """The objective for a backbone: the requested one, or for "auto" the first that its heads allow.
+    """Return a backbone's objective: the requested one, or for "auto" the first that its heads allow.
 
     ``backbone``: its name, for the message. Raises UserError for an objective that does not fit it.
     """

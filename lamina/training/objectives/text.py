@@ -1,4 +1,4 @@
-"""The common part of the objectives of text: blocks of tokens and a tokenizer."""
+"""The objectives on text: their shared blocks of tokens and tokenizer, causal and masked prediction."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class TextObjective(Objective):
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the padding, whose embedding is not trained; None if it also ends documents."""
+    """Return the padding's id, whose embedding is not trained; None if the same token ends documents."""
     padding = tokenizer.pad_token_id
     return padding if isinstance(padding, int) and padding != tokenizer.eos_token_id else None
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
-    """Copy a configuration with this vocabulary size; a run with ``from_model`` keeps the checkpoint's.
+    """Copy a configuration with this vocabulary size; with ``from_model``, keep the checkpoint's size.
 
     Raises UserError for more tokens than the checkpoint ``from_model`` has.
     """
@@ -78,7 +78,7 @@ def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str |
 
 
 def read_text(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrainedTokenizerBase]:
-    """The blocks of a run's corpus, and of its second one, and their tokenizer; ``bar``: show progress."""
+    """Read the blocks of a run's corpus and second corpus, and the tokenizer; ``bar`` shows progress."""
     read: Json = {
         "corpus": settings.corpus,
         "tokenizer_spec": settings.tokenizer,
@@ -101,7 +101,7 @@ def read_text(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrained
 
 @contextmanager
 def about_eval_corpus() -> Iterator[None]:
-    """Name the setting ``eval_corpus`` in errors about the corpus that is read here."""
+    """Make errors about the corpus read inside the context name the setting ``eval_corpus``."""
     try:
         yield
     except UserError as error:
@@ -121,7 +121,7 @@ class CausalLM(TextObjective):
 
 @objective
 class MaskedLM(TextObjective):
-    """Predict the tokens of a text that are masked, from all others."""
+    """Predict the masked tokens of a text from all others."""
 
     head = "masked_lm"
     own = frozenset({"mask_ratio"})
@@ -151,7 +151,7 @@ class MaskedLM(TextObjective):
         return {"perplexity": perplexity(loss)}  # of the masked tokens: not of the text, so no bits per byte
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The share of a block's masked tokens that are predicted right."""
+        """Return the share of each block's masked tokens that are predicted correctly."""
         chosen = labels != -100
         right = (logits.argmax(-1) == labels) & chosen
         return {"accuracy": right.sum(-1) / chosen.sum(-1)}

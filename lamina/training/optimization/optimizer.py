@@ -29,7 +29,7 @@ from lamina.training.settings import RunSettings
 
 
 def scaling_of(settings: RunSettings) -> Scaling | None:
-    """The schemes of the settings; None without one."""
+    """Return the scaling schemes of the settings; None without any."""
     if settings.width_scaling == settings.depth_scaling == "none":
         return None
     return Scaling(
@@ -44,7 +44,7 @@ def scaling_of(settings: RunSettings) -> Scaling | None:
 
 
 def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "adamw") -> dict[str, StepFactors]:
-    """Each parameter's factors, by name. Raises UserError as ``scaled_weights`` does."""
+    """Return each parameter's factors by name. Raises UserError as ``scaled_weights`` does."""
     scaled = {each.weight.name: each for each in scaled_weights(model, scaling)}
     if optimizer == "adamw":
         return {name: each.factors for name, each in scaled.items()}
@@ -53,7 +53,7 @@ def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "ada
 
 
 def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
-    """The factors of a matrix that Muon updates; those of AdamW for one outside the blocks.
+    """Return the factors of a matrix that Muon updates; outside the blocks, those of AdamW.
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) asks of an update the norm sqrt(out/in).
     Muon's is rate * 0.2 * sqrt(max(out, in)), whatever the input, so all alignments have the same factor:
@@ -73,7 +73,7 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """PyTorch's Muon for groups with ``muon``, and its AdamW for the others, as one optimizer with one state.
+    """PyTorch's Muon for groups with ``muon`` and its AdamW for the rest, as one optimizer with one state.
 
     Muon's update has the root mean square of AdamW's (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both take the same
     rate and decay.
@@ -92,13 +92,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Give both parts this optimizer's own groups and state."""
+        """Make both parts use this optimizer's groups and state."""
         for part, muon in zip(self._parts, (True, False), strict=True):
             part.param_groups = [group for group in self.param_groups if bool(group.get("muon")) == muon]
             part.state = self.state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on with a stored state."""
         super().load_state_dict(state_dict)
         self._share()
 
@@ -127,7 +126,7 @@ def parameter_groups(
     weight_decay: float,
     epsilon: float = 1e-8,
 ) -> list[Json]:
-    """The optimizer's groups, with and without decay; those whose rate's factor is nearest to 1 come first.
+    """Group the parameters by learning rate and decay; groups whose rate factor is nearest to 1 come first.
 
     Gains, biases and learned scales do not decay. ``epsilon`` is Adam's, in the groups that have a factor on it.
     """
@@ -148,7 +147,7 @@ def parameter_groups(
 
 
 def check_optimizer(arguments: TrainingArguments) -> None:
-    """Raise UserError for an optimizer other than Adam: the exponents are Adam's."""
+    """Raise UserError for an optimizer other than Adam, whose exponents the schemes state."""
     name = str(getattr(arguments.optim, "value", arguments.optim))
     if "adam" not in name:
         raise UserError(
@@ -158,7 +157,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
-    """Return the share of the peak rate by steps done, for ``wsd``; None for ``cosine``, which is Trainer's own."""
+    """Return the ``wsd`` schedule as a function from steps done to the share of the peak rate; None for ``cosine``."""
     if settings.schedule == "cosine":
         return None
     return partial(
@@ -172,7 +171,7 @@ def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
 
 
 def planned_shares(settings: RunSettings) -> Callable[[int], float]:
-    """The share of the peak rate by steps done, for Trainer's schedule and for Lamina's own."""
+    """Return the schedule as a function from steps done to the share of the peak rate, also for ``cosine``."""
     schedule = schedule_of(settings)
     if schedule is not None:
         return schedule
@@ -184,13 +183,12 @@ def planned_shares(settings: RunSettings) -> Callable[[int], float]:
 
 
 def with_shorter_warmup(shares: Callable[[int], float], done: int, *, warmup: int, planned_warmup: int) -> float:
-    """Return the share of the peak rate after ``done`` steps if the warm-up is shorter than planned."""
+    """Return the share of the peak rate after ``done`` steps with a shorter warm-up than planned."""
     return done / warmup if done < warmup else shares(done - warmup + planned_warmup)
 
 
 def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: float, shape: str) -> float:
-    """Return the share of the peak rate after ``done`` steps: up from 0, level, down to ``low`` over the last
-    ``decay``.
+    """Return the share of the peak rate after ``done`` steps: linear warm-up, constant, then a decay to ``low``.
 
     With u, the completed share of the decay, the rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or
     (1 + cos(pi u)) / 2 (cosine), scaled to end at ``low``. MiniCPM (arXiv 2404.06395) named the schedule; 1-sqrt is
@@ -233,17 +231,17 @@ class WeightAverage(TrainerCallback):
         self.averaged.update_parameters(self.trained)
 
     def _follow(self) -> None:
-        """Move to the device of the trained model, which Trainer moves after the copy, also without a step."""
+        """Move the average to the trained model's device: Trainer moves that model after the copy was made."""
         device = next(self.trained.parameters()).device
         if next(self.averaged.parameters()).device != device:
             torch.nn.Module.to(self.averaged, device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the average's weights, and the number of steps that it is over, for a checkpoint."""
+        """Return the averaged weights and the number of averaged steps, for a checkpoint."""
         return {**dict(self.model.named_parameters()), _STEPS: self.averaged.n_averaged}
 
     def read(self, folder: Path) -> None:
-        """Go on with a checkpoint's average. Raises UserError for a checkpoint without one."""
+        """Restore a checkpoint's average. Raises UserError for a checkpoint without one."""
         if not (folder / AVERAGE).is_file():
             raise UserError(f"ema_decay: {str(folder)!r} holds no averaged weights (allowed: 0)")
         stored = load_file(folder / AVERAGE)

@@ -1,4 +1,4 @@
-"""The blocks that each step trains on: one endless order, the same for any number of processes, with skips."""
+"""The order of the training blocks: endless, the same for any number of processes, with skips."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is a
 
 
 class TrainOrder(Sampler[list[int]]):
-    """The indices of every micro-batch of a run, for one of its processes.
+    """The indices of one process's micro-batches, for a whole run.
 
     The corpus's blocks are reshuffled after each pass, and step ``s`` (from 1) takes the next ``gradient_accumulation
     * batch_size`` of them, across the end of a pass if needed. The ``batch_size`` blocks of a micro-batch are split
@@ -66,15 +66,15 @@ class TrainOrder(Sampler[list[int]]):
                 yield self.micro_batch(step, micro_batch)[self.share]
 
     def data_step(self, step: int) -> int:
-        """The position of a step's data in the order, in steps from 1."""
+        """Return the position of a step's data in the order, in steps from 1."""
         return step + ahead(self.skips, step)
 
     def start(self, step: int) -> int:
-        """The position of a step's first block in the order, from 0."""
+        """Return the position of a step's first block in the order, from 0."""
         return (self.data_step(step) - 1) * self.gradient_accumulation * self.batch_size
 
     def spans(self, steps: int) -> list[tuple[int, int]]:
-        """The spans of the order, in blocks from 0, that the first ``steps`` steps train on."""
+        """Return the spans of the order, in blocks from 0, that the first ``steps`` steps train on."""
         spans, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
         later = [after for after, _ in self.skips[1:]]
         valid = [skip for i, skip in enumerate(self.skips) if all(skip[0] < after for after in later[i:])]
@@ -86,7 +86,7 @@ class TrainOrder(Sampler[list[int]]):
         return spans
 
     def micro_batch(self, step: int, micro_batch: int) -> list[int]:
-        """The indices of one micro-batch of all processes."""
+        """Return the indices of a micro-batch, for all processes together."""
         start = self.start(step) + micro_batch * self.batch_size
         end, indices = start + self.batch_size, []
         if not self.shuffled:
@@ -98,7 +98,7 @@ class TrainOrder(Sampler[list[int]]):
         return indices
 
     def turn(self, turn: int) -> torch.Tensor:
-        """The order of one pass over the blocks, from 0; with ``lengths``, the shuffled micro-batches of stretches."""
+        """Return the order of one pass over the blocks, counted from 0; with ``lengths``, sorted in stretches."""
         if self.lengths is None:
             return shuffled(self.blocks, self.seed + turn)
         if self._by_length[0] != turn:
@@ -119,7 +119,7 @@ class TrainOrder(Sampler[list[int]]):
 
 
 def ahead(skips: Sequence[Skip], step: int) -> int:
-    """Return how many steps' worth of data are skipped before a step's data."""
+    """Return how many steps' worth of data the order has skipped before a step's data."""
     return next((skipped for after, skipped in reversed(skips) if step > after), 0)
 
 
@@ -132,7 +132,7 @@ def order_of(
     rank: int = 0,
     size: int = 1,
 ) -> TrainOrder:
-    """Return the order in which a run of these settings trains on ``items``, which the run's objective has drawn."""
+    """Make the training order of these settings over ``items``."""
     return TrainOrder(
         len(items),
         steps=settings.steps,
