@@ -11,9 +11,7 @@ from types import ModuleType
 
 
 class _Configurations(dict):
-    """A copy of transformers' table of registered configurations that imports Lamina's models once somebody asks for
-    "lamina".
-    """
+    """A copy of transformers' table of configurations that imports Lamina's models when asked for "lamina"."""
 
     def __contains__(self, key: object) -> bool:
         if key == "lamina" and not super().__contains__(key):

@@ -16,7 +16,7 @@ class UserError(ValueError):
     """
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that IPython shows in place of a traceback."""
+        """Return the lines that IPython shows in place of a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -46,13 +46,13 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def nearest_file(name: str, files: Iterable[str]) -> str:
-    """Give the same hint for a missing file; names are compared without the suffix, which many share."""
+    """Return the hint for a misspelled file name; suffixes, which many files share, do not count."""
     whole = {file.partition(".")[0]: file for file in files}
     return did_you_mean(whole.get(nearest_name(name.partition(".")[0], whole) or ""))
 
 
 def did_you_mean(name: str | None) -> str:
-    """The hint with a name; empty without one."""
+    """Return the hint with a name; empty without one."""
     return f"; did you mean {name!r}?" if name else ""
 
 
@@ -74,9 +74,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
-    """Return which memory ran out (Python's, or torch's on the CPU or a GPU) if that caused the exception, or else
-    None.
-    """
+    """Return which memory ran out (Python's, or torch's on CPU or GPU) and caused the exception; None if none did."""
     while error is not None:
         text = f"{type(error).__name__}: {error}"
         if "CUDA out of memory" in text or "MPS backend out of memory" in text:
@@ -95,12 +93,12 @@ def mark_reported(error: BaseException) -> None:
 
 
 def is_reported(error: BaseException) -> bool:
-    """Whether another process reports it."""
+    """Return whether another process reports the exception."""
     return bool(getattr(error, "already_reported", False))
 
 
 def one_line(error: object) -> str:
-    """An error as one line that is safe to print: control characters escaped, cut at 300 characters."""
+    """Return an error as one line that is safe to print: control characters escaped, cut at 300 characters."""
     text = " ".join(str(error).split())
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     name = type(error).__name__ if isinstance(error, BaseException) else ""

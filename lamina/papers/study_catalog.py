@@ -66,9 +66,9 @@ def catalog_folder() -> Path:
 
 
 def records_folder() -> Path:
-    """Return the folder of their records: the repository's, or the one that lamina[papers] installs.
+    """Return the folder of the catalog's records: the repository's, or the one that lamina[papers] installs.
 
-    It does not exist without either: then nothing is recorded.
+    Without either it does not exist, and nothing is recorded.
     """
     spec = find_spec(_RECORDS)
     installed = list(spec.submodule_search_locations or ()) if spec else []
@@ -119,7 +119,7 @@ class Tuning:
     settings: Json = field(default_factory=dict)
 
     def sweep(self, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        """The tuning seeds of a study with these seeds."""
+        """Return the tuning seeds of a study with these seeds."""
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
@@ -160,7 +160,7 @@ class Stage:
         return JOBS[self.job]
 
     def trial(self, seed: int) -> Settings:
-        """The settings of a trial, without its inputs. Raises UserError that names the setting."""
+        """Return the settings of a trial, without its inputs. Raises UserError that names the setting."""
         settings = dict(self.settings)
         for name in self.record.files:
             if str(settings.get(name, "")).startswith("./"):
@@ -259,7 +259,7 @@ class StudyDefinition:
         return self.file.with_suffix(".py")
 
     def scale(self, name: str) -> Scale:
-        """A scale by its name. Raises UserError for one that the study does not have."""
+        """Return a scale by its name. Raises UserError for one that the study does not have."""
         if name not in self.scales:
             raise unknown(f"scale of {self.name}", name, self.scales)
         return self.scales[name]
@@ -474,7 +474,7 @@ def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> No
 
 
 def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
-    """Raise UserError for an entry of ``also`` whose two labels are not two of one axis."""
+    """Raise UserError for an entry of ``also`` that is not two different labels of one axis."""
     every = {name: labels for labels in reversed([*axes.values()]) for name in labels}
     for label, other in tuning.also.items():
         entries.among("label", [label], every, "learning_rate: also")

@@ -1,4 +1,4 @@
-"""A plan as a picture (SVG), as a gallery of pictures and as equations for a terminal: all drawn from the plan itself.
+"""Drawings of a plan: a picture (SVG), a gallery of pictures, and equations for a terminal.
 
 The vertical line is the stream, bottom to top, and each module stands on a branch to its right: a norm on the line
 normalizes the stream, a norm on the branch does not. Several streams are as many lines; a small square is a state that
@@ -42,7 +42,7 @@ def title_of(plan: Plan) -> str:
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
-    """Return the kinds of layer; where there are many (a scale that differs by layer), those of one wiring together."""
+    """Group the layers by kind, or by wiring if there are more than four kinds (a scale that differs by layer)."""
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
         return [([layer], indices) for layer, indices in kinds]
@@ -104,7 +104,7 @@ def embedding_scale(plan: Plan) -> str:
 
 
 def weight_notes(layers: list[Layer]) -> list[str]:
-    """Return what the plan asks of the initial weights: it does not show in the forward pass."""
+    """Return notes on the initial weights that the plan asks for, which the forward pass does not show."""
     subs = sublayers(layers)
     gain, gate = scale_label([s.weight_gain for s in subs], "no"), scale_label([s.gate_gain for s in subs], "no")
     notes = [f"initial value and output weights ×{gain}"] if gain else []
@@ -120,7 +120,7 @@ def head_norms(plan: Plan) -> list[str]:
 
 
 def plan_notes(plan: Plan) -> list[str]:
-    """Return what the drawing does not show: norms inside the attention, several streams, earlier states."""
+    """Return notes on what the drawing does not show: norms inside the attention, several streams, earlier states."""
     notes, first = head_norms(plan), plan.layers[0].attention
     if first.streams:
         norms = f", norms: {', '.join(first.streams.norms)}" if first.streams.norms else ""
@@ -289,7 +289,7 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
 
 
 def _reading(sub: Sublayer, split: int, block_input: int) -> str:
-    """Draw what a branch reads, up to its turn: the stream, the block's input, or states of the memory."""
+    """Draw the line to a branch from what it reads: the stream, the block's input, or remembered states."""
     x, end = _STREAM, _BRANCH - 9
     if sub.read == "block_input":
         bypass = f"M{x} {block_input}H{_BYPASS + 9}q-9 0 -9 -9V{split + 9}q0 -9 9 -9H{end}"
@@ -300,7 +300,7 @@ def _reading(sub: Sublayer, split: int, block_input: int) -> str:
 
 
 def _skip_label(subs: list[Sublayer]) -> str:
-    """Return the skip's factor: its scale, or what the coupling makes of the branch's factor b."""
+    """Return the skip's factor as text: its scale, or its formula in the branch's factor b if the two are coupled."""
     coupled = {"lerp": "(1 - b)", "variance": "√(1 - b²)"}
     return coupled.get(subs[0].coupling) or scale_label([s.skip_scale for s in subs], subs[0].skip_scale_learned)
 
@@ -324,7 +324,7 @@ def text(plan: Plan) -> str:
 
 
 def equations(layers: list[Layer]) -> tuple[str, str]:
-    """Return what layers of one wiring compute: ``("y  = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y ) )")``.
+    """Return the equations of layers of one wiring: ``("y  = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y ) )")``.
 
     ``[64 learned] x`` is a learned scale that starts at 64, ``LN[no gain]`` a norm without a learned gain.
     """
@@ -388,14 +388,14 @@ def _line(x1: float, y1: float, x2: float, y2: float, arrow: bool = False) -> st
 
 
 def _stream(n: int, x: float, y1: float, y2: float, arrow: bool = False) -> str:
-    """Draw the stream: as many lines as streams, all within the circle of a sum."""
+    """Draw one line per stream, all within the circle of a sum."""
     beside = [x + (i - (n - 1) / 2) * min(4, 14 / n) for i in range(n)]
     lines = "".join(_line(at, y1, at, y2) for at in (beside if n > 1 else [x]))
     return lines + (_arrowhead(x, y2, "up") if arrow else "")
 
 
 def _slots(count: int, x: float, y: float) -> str:
-    """Draw states of the memory, at most three of them, the first around (x, y)."""
+    """Draw remembered states as squares, at most three, the first one around (x, y)."""
     style = f'width="8" height="8" rx="1.5" fill="{_END[0]}" stroke="{_END[1]}" stroke-width="1.2"'
     return "".join(f'<rect x="{x - 4 + 10 * i:g}" y="{y - 4:g}" {style}/>' for i in range(min(count, 3)))
 

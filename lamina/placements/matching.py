@@ -1,4 +1,4 @@
-"""Which registered placement computes a measured wiring. Plans are compared; nothing asks for a name."""
+"""The search for the registered placement that computes a measured wiring. It compares plans, never names."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Match:
 
     Attributes:
         placement: with its options, as ``resolve`` reads it.
-        differences: in what the wiring differs from it, a phrase each; empty where it is the same.
-        others: further placements that are the same.
+        differences: a phrase for each difference of the wiring from it; empty for an exact match.
+        others: further placements that match exactly.
     """
 
     placement: str
@@ -49,12 +49,12 @@ def norm_fact(norm: Norm | None) -> str:
 
 
 def learned_fact(shape: str) -> str:
-    """Return what stands for the value of a scale that training changes: its shape."""
+    """Return the fact of a learned scale: its shape, in place of its value."""
     return f"a learned {shape}"
 
 
 def layer_facts(layer: Layer) -> dict[str, object]:
-    """Return what a layer of a plan computes, by field."""
+    """Return a layer's facts by field: ``{"attention.pre_norm": "norm", ...}``."""
     found: dict[str, object] = {"order": SEQUENTIAL}
     for part in SUBLAYERS:
         sublayer: Sublayer = getattr(layer, part)
@@ -72,17 +72,17 @@ def layer_facts(layer: Layer) -> dict[str, object]:
 
 
 def end_facts(plan: Plan) -> dict[str, object]:
-    """Return what a plan computes before, behind and inside its layers, by field."""
+    """Return the facts outside a plan's layers by field: the embedding, the final norm, the norms on q, k and v."""
     values = {name: getattr(plan, name) for name in _ENDS}
     return {name: norm_fact(v) if v is None or isinstance(v, Norm) else v for name, v in values.items()}
 
 
 def match(layers: Sequence[Facts], ends: Facts) -> Match:
-    """Return the registered placement nearest to measured facts; an exact one with the fewest options first.
+    """Return the registered placement nearest to measured facts; of exact matches, the one with the fewest options.
 
     Args:
-        layers: the facts of each layer. A field that a plan has and the facts have not is taken for its default.
-        ends: the facts around the layers; those that could not be measured are left out.
+        layers: the facts of each layer; a missing field counts as the default.
+        ends: the facts around the layers, without those that could not be measured.
     """
     best: tuple[float, Match] | None = None
     exact: list[tuple[tuple[int, int], str]] = []
@@ -106,7 +106,7 @@ def match(layers: Sequence[Facts], ends: Facts) -> Match:
 
 
 def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
-    """Every registered placement, then each with a wiring or one option changed where that can help."""
+    """Yield each registered placement and, if its plan is wrong, its variants with a wiring or one changed option."""
     for name in names():
         plan = resolved(name, len(layers))
         if plan is None:
@@ -128,7 +128,7 @@ def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
 
 
 def _values(kind: object, layers: Sequence[Facts], *, scales: bool) -> list[object]:
-    """Return the values of an option that are worth a try: all words, and numbers that were measured."""
+    """Return the values of an option to try: every word that it allows, and measured numbers."""
     alternatives = get_args(kind) if get_origin(kind) is not Literal and get_args(kind) else (kind,)
     found: list[object] = []
     for one in alternatives:
@@ -147,7 +147,7 @@ def _values(kind: object, layers: Sequence[Facts], *, scales: bool) -> list[obje
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Keep what placements remark on their options to themselves: nobody chose these."""
+    """Silence the placements' warnings about options, which nobody chose."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -157,7 +157,7 @@ def _silenced() -> Iterator[None]:
 
 
 def resolved(name: str, num_layers: int, **options: object) -> Plan | None:
-    """Return the plan; None where the placement does not take the options."""
+    """Return a placement's plan; None if the placement refuses the options."""
     try:
         with _silenced():
             return resolve(name, num_layers, **options)
@@ -180,7 +180,7 @@ _DEFAULT = layer_facts(Layer())
 
 
 def _wrong_fields(layers: Sequence[Facts], plan: Plan) -> dict[str, list[int]]:
-    """Return the layers in which a fact is not the plan's, by field."""
+    """Return by field the layers whose measured fact differs from the plan's."""
     wrong: dict[str, list[int]] = {}
     for index, (facts, layer) in enumerate(zip(layers, plan.layers, strict=True)):
         expected = layer_facts(layer)
@@ -209,7 +209,7 @@ def _shown(value: object) -> str:
 
 
 def _with_ends(spec: str, plan: Plan, ends: Facts) -> tuple[str, list[str]]:
-    """Return the spec with the options that the ends need, and what no option gives."""
+    """Add to a spec the options that give the measured ends; also returns the differences that no option removes."""
     expected = end_facts(plan)
     options, differences = [], []
     for field, value in ends.items():

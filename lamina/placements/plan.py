@@ -64,7 +64,7 @@ def _tuple(field_name: str, value: object) -> tuple[Any, ...]:
 
 
 def _typed(record: object, **kinds: type | UnionType) -> None:
-    """Raise UserError for a field of a record whose value is of another type."""
+    """Raise UserError for a field whose value is not of its type in ``kinds``."""
     words = {bool: "true or false", str: "a text", Mapping: "a mapping", NoneType: "none"}
     for name, kind in kinds.items():
         if not isinstance(value := getattr(record, name), kind):
@@ -103,7 +103,7 @@ class Norm:
 
 
 def _as_norm(field_name: str, value: object) -> Norm | None:
-    """Return a norm as the user may write it: True or a kind's name for one, False or None for none, or a Norm."""
+    """Return the norm that a value stands for: True or a kind's name for one, False or None for none, or a Norm."""
     if value is None or isinstance(value, Norm):
         return value
     if isinstance(value, bool):
@@ -116,7 +116,7 @@ def _as_norm(field_name: str, value: object) -> Norm | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """What a sub-layer does with n streams S [batch, tokens, n, width]: it reads one, mixes them, and writes to each.
+    """The use of n streams S [batch, tokens, n, width] by a sub-layer: it reads one, mixes all, and writes to each.
 
         h = sum_j read_j S_j        S'_i = C( skip_scale * sum_j mix_ji s_j + write_i * branch )
 
@@ -162,7 +162,7 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What takes the stream x's place in a layer: ``stream`` * x + the sum of ``states``, as (index, where it starts).
+    """The sum that replaces the stream x in a layer: ``stream`` * x + ``states``, pairs of index and initial weight.
 
     State 0 is x^0, state l the output of the l-th block. ``learned``: "scalar" for each weight, or a "vector".
     ``dynamic``: scalars move with the stream, by two projections of it, with ``hidden`` channels between them (0: as
@@ -179,7 +179,7 @@ class Sources:
     hidden: int = 0
 
     def __post_init__(self) -> None:
-        """Raise UserError for weights that are no numbers, or that cannot move."""
+        """Raise UserError for states or weights that are invalid, or options that contradict each other."""
         states = tuple(_tuple("states", state) for state in _tuple("states", self.states))
         if any(len(state) != 2 or type(state[0]) is not int for state in states):
             raise UserError(f"states: {self.states!r} (allowed: pairs of a state's index and its weight at the start)")
@@ -293,7 +293,7 @@ class Layer:
         return replace(self, attention=change(self.attention), feed_forward=change(self.feed_forward))
 
     def __post_init__(self) -> None:
-        """Raise UserError where the attention's skip asks for the block's input, which the stream is already."""
+        """Raise UserError for a field of another type, or an attention wired to the block's input, its own stream."""
         _typed(self, attention=Sublayer, feed_forward=Sublayer, sources=Sources | None, boundary=bool)
         for name, value in (("skip", self.attention.skip), ("read", self.attention.read)):
             if value != "stream" and (name == "skip" or value == "block_input"):
@@ -352,7 +352,7 @@ class Plan:
         self._check_state()
 
     def _check_state(self) -> None:
-        """Raise UserError where the sub-layers do not agree on what the blocks pass on."""
+        """Raise UserError for sub-layers that disagree on the streams or states that blocks pass on."""
         halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
         counts = {len(half.streams.read) if half.streams else 1 for half in halves}
         counts.add(len(self.readout.read) if self.readout else 1)
@@ -382,7 +382,7 @@ class Plan:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the blocks pass on earlier states beside the stream."""
+        """Whether the blocks pass on earlier states besides the stream."""
         layers = any(layer.sources is not None or layer.boundary for layer in self.layers)
         return layers or self.final_sources is not None
 
@@ -414,7 +414,7 @@ class Plan:
 
 
 def _plain(record: Norm | Streams | Sources | Sublayer | Layer | Plan) -> Json:
-    """Return a record's fields, nested records and tuples of them as dicts and lists."""
+    """Return a record as a dict, with nested records as dicts and tuples as lists."""
 
     def plain(value: object) -> object:
         if isinstance(value, tuple):
@@ -445,7 +445,7 @@ def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
 
 
 def _convert(hint: Any, value: object, field_name: str) -> object:
-    """Return a field's value: mappings become the record that the field's type asks for, of a tuple one by one."""
+    """Convert a field's value: a mapping, or each mapping of a list, becomes the record that the field's type names."""
     record = next((a for a in (hint, *get_args(hint)) if a in (Norm, Streams, Sources, Sublayer, Layer)), None)
     if record is None or (record is Norm and not isinstance(value, Mapping)):
         return value  # a norm is also written as true, false or its kind

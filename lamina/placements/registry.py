@@ -22,7 +22,7 @@ from lamina.placements.plan import OWN_KINDS, HeadNorm, NormKind, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One keyword of a placement: its type (a class, a Literal or a union of them), its default and what it does."""
+    """One keyword of a placement: its type (a class, a Literal or a union of them), its default and its help text."""
 
     name: str
     type: object
@@ -38,7 +38,7 @@ class Option:
         return " | ".join(names).replace("NoneType", "None")
 
     def check(self, placement: str, value: object) -> None:
-        """Raise UserError that names the option where it does not take the value."""
+        """Raise UserError for a value that the option does not allow."""
         if not any(_fits(value, kind) for kind in _alternatives(self.type)):
             raise UserError(f"placement {placement!r}: option {self.name!r} is {value!r} (allowed: {self.type_name})")
 
@@ -93,7 +93,7 @@ def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
 
 
 def as_written(option: str, value: object) -> object:
-    """Return the value that was written: YAML reads a bare ``off`` as false."""
+    """Undo YAML's reading of a bare ``off`` as false, for the options that allow ``off``."""
     return "off" if value is False and option in ("qk_norm", "v_norm") else value
 
 
@@ -141,7 +141,7 @@ OTHER_NAMES: dict[str, str] = {"spannorm": "fusenorm", "olmo3": "olmo2"}  # unde
 
 
 def get(name: str) -> Placement:
-    """Return the placement by one of its names. Raises UserError that suggests the nearest."""
+    """Return a placement by any of its names. Raises UserError that suggests the nearest name."""
     return PLACEMENTS.get(OTHER_NAMES.get(name, name), other_names=OTHER_NAMES)
 
 

@@ -86,7 +86,7 @@ def _load_yaml(path: Path) -> Placement:
 
 
 def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the file's texts that describe the placement, by field, and its equations. Raises UserError."""
+    """Read a file's descriptive texts, by field, and its equations. Raises UserError."""
     for key in data if "layers" not in data else ():  # Plan.from_dict checks those of a full plan
         if key not in _FIELDS:
             raise unknown("field", key, _FIELDS)
@@ -106,7 +106,7 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def from_rules(data: Mapping[str, object], num_layers: int) -> dict[str, object]:
-    """Return the fields of a plan (as ``Plan.from_dict`` reads them, without its name) that a file's rules give."""
+    """Apply a file's rules; returns a plan's fields as ``Plan.from_dict`` reads them, without the name."""
     layers: list[dict[str, dict[str, object]]] = [{s: {} for s in SUBLAYERS} for _ in range(num_layers)]
     rules = data.get("rules")
     if not isinstance(rules, list) or not rules:
@@ -200,7 +200,7 @@ AT_THE_ENDS = (
 
 
 def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
-    """Split ``"name(option=value, ...)"`` into the name, or the placement that a file holds, and the options."""
+    """Split ``"name(option=value, ...)"`` into the name, or the placement in a file of that name, and the options."""
     target, options = specs.parse(spec, "placement")
     path = Path(target)
     return (load(path) if path.suffix in SUFFIXES else target), options
@@ -263,7 +263,7 @@ def _check_options(scheme: Placement, options: Mapping[str, object]) -> None:
 
 
 def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
-    """Return the plan changed by the options that every placement takes; their values are checked already."""
+    """Apply the options that every placement takes to a plan. Their values are already checked."""
     changes = {key: options[key] for key in ("embedding_scale", "qk_norm", "v_norm") if key in options}
     for key in ("final_norm", "embedding_norm"):
         if key in options and options[key] != (getattr(plan, key) is not None):
@@ -315,7 +315,7 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
 
 
 def _on_the_stream(plan: Plan) -> Iterator[str]:
-    """Say where a plan does more to the stream than add branches to it."""
+    """Yield each place at which a plan does more to the stream than add branches."""
     records: list[tuple[str, Plan | Layer | Sublayer, tuple[str, ...]]] = [("the plan", plan, AT_THE_ENDS)]
     for index, layer in enumerate(plan.layers, start=1):
         records.append((f"block {index}", layer, SUBLAYERS))
@@ -328,7 +328,7 @@ def _on_the_stream(plan: Plan) -> Iterator[str]:
 
 
 def _like_others(plan: Plan) -> Norm:
-    """Return a norm of the kind that the plan has elsewhere."""
+    """Return a norm of the same kind as the plan's first one; the default kind for a plan without norms."""
     norms = [norm for x in plan.layers for sub in (x.attention, x.feed_forward) for norm in sub.norms.values()]
     norms += [norm for norm in (plan.final_norm, plan.embedding_norm) if norm is not None]
     return Norm(kind=norms[0].kind, groups=norms[0].groups) if norms else Norm()

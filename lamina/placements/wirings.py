@@ -1,4 +1,4 @@
-"""What a placement's residual may carry beside its norms: the option ``wiring`` of every placement.
+"""Wirings: what a placement's residual carries besides the stream, by the option ``wiring`` of every placement.
 
 A wiring changes a plan whose sub-layers are placed already. Each is a function of the plan, and some of ``size``: the
 number of streams, or the layers of a block of depth (None: the wiring's own default).
@@ -47,12 +47,12 @@ Make = TypeVar("Make", bound=Callable[..., Plan])
 
 
 def named_wiring(name: str) -> PlanWiring:
-    """Return the wiring of this name, or the one that a user's Python file of this name registers (it runs as code)."""
+    """Return a wiring by its name, or the one that a user's Python file registers. The file runs as code."""
     return WIRINGS.from_file(Path(name)) if name.endswith(".py") else WIRINGS.get(name)
 
 
 def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
-    """Register a function (plan, size) -> plan, or (plan) -> plan where no size matters, as the wiring ``name``."""
+    """Register a function (plan, size) -> plan, or (plan) -> plan without a size, as the wiring ``name``."""
 
     def register(make: Make) -> Make:
         WIRINGS.add(name, PlanWiring(make=make, equation=equation, source=source), make.__module__)
@@ -62,7 +62,7 @@ def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
 
 
 def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) -> Plan:
-    """Return the plan with streams in every sub-layer, ``one`` of each by its index (0 for the first attention)."""
+    """Return the plan with streams: ``one`` gives a sub-layer's by its index, 0 for the first attention."""
     layers = [
         replace(
             layer,
@@ -79,7 +79,7 @@ def _count(size: int | None) -> int:
 
 
 def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
-    """Half of what sub-layer l reads first is stream l mod n: read and written alike, all would stay one stream."""
+    """Add streams with sigmoid weights; sub-layer l first reads stream l mod n most, or all would stay alike."""
     n = _count(size)
 
     def one(index: int) -> Streams:
@@ -91,13 +91,13 @@ def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
 
 @wiring("identity_hc", equation="h = r S, S' = S + w b", source="HY-V4; transformers' hy_v4")
 def identity_hc(plan: Plan, size: int | None) -> Plan:
-    """Streams that are read and written by sigmoids of all of them, and never mixed."""
+    """Add streams that are read and written by sigmoids of all streams, and never mixed."""
     return _sigmoid(plan, size)
 
 
 @wiring("mhc", equation="h = r S, S' = M S + w b, M doubly stochastic", source="mHC (arXiv 2512.24880); deepseek_v4")
 def mhc(plan: Plan, size: int | None) -> Plan:
-    """Hyper-Connections whose mixing keeps the streams' sum: Sinkhorn's iterations, in float32."""
+    """Add Hyper-Connections whose mixing keeps the streams' sum, by Sinkhorn's iterations in float32."""
     return _sigmoid(plan, size, mix="sinkhorn")
 
 
@@ -113,26 +113,26 @@ def _hyper(plan: Plan, size: int | None, dynamic: bool) -> Plan:
 
 @wiring("hc", equation="h = r S, S' = M S + w b, all learned", source="Hyper-Connections (arXiv 2409.19606) Sec 2.1")
 def hc(plan: Plan, size: int | None) -> Plan:
-    """Static Hyper-Connections: sub-layer l reads stream l mod n at first, and writes to all."""
+    """Add static Hyper-Connections: sub-layer l reads stream l mod n at first, and writes to all."""
     return _hyper(plan, size, dynamic=False)
 
 
 @wiring("dynamic_hc", equation="hc, plus a tanh of each normed stream", source="arXiv 2409.19606 Sec 2.2, Algorithm 2")
 def dynamic_hc(plan: Plan, size: int | None) -> Plan:
-    """Dynamic Hyper-Connections: the weights move with the streams."""
+    """Add dynamic Hyper-Connections, whose weights depend on the streams."""
     return _hyper(plan, size, dynamic=True)
 
 
 @wiring("gated_residual", equation="h = mean_j g_j * LN S_j, S' = S + w b", source="Qwen4; transformers' qwen4_exp")
 def gated_residual(plan: Plan, size: int | None) -> Plan:
-    """Each channel of each normed stream is read by a share of its own, of low rank."""
+    """Add streams whose normed channels are each read through a gate of low rank."""
     n = _count(size)
     one = Streams(weights="gate", read=(1.0,) * n, write=(1.0,) * n, rank=16)
     return with_streams(plan, lambda index: one, replace(one, write=()))
 
 
 def _check_sums(plan: Plan, reason: str, *, post_norms: bool) -> None:
-    """Raise UserError unless every sub-layer adds to the unscaled stream, and has a post-norm, or none."""
+    """Raise UserError unless every sub-layer adds to the unscaled stream, all with a post-norm or all without."""
     for half in (half for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
         plain = (half.skip, half.skip_scale, half.skip_scale_learned) == ("stream", 1.0, "no")
         if not plain or (half.post_norm is not None) != post_norms:
@@ -141,7 +141,7 @@ def _check_sums(plan: Plan, reason: str, *, post_norms: bool) -> None:
 
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
 def residual(plan: Plan) -> Plan:
-    """A second stream beside a Post-LN's that no norm touches before the end."""
+    """Add to a Post-LN a second stream that no norm touches before the end."""
     _check_sums(plan, "its second stream is the plain sum beside normed ones", post_norms=True)
     if plan.options.get("final_norm") is False:
         raise UserError("final_norm: False leaves its second stream without the norm at the end (allowed: true)")
@@ -156,7 +156,7 @@ def residual(plan: Plan) -> Plan:
     source="SiameseNorm (arXiv 2602.08064)",
 )
 def siamese(plan: Plan) -> Plan:
-    """SiameseNorm: a normed stream p and a plain one u share the branches; l = 1 .. N, the block."""
+    """Add SiameseNorm's streams: a normed one p and a plain one u share the branches; l = 1 .. N is the block."""
     _check_sums(plan, "its second stream is a plain sum", post_norms=False)
 
     def one(index: int) -> Streams:
@@ -173,13 +173,13 @@ def _with_sources(plan: Plan, of: Callable[[int], Sources | None], last: Sources
 
 @wiring("x0", equation="x <- a x + b x_0 before each block", source="modded-nanogpt; nanochat's lambdas")
 def x0(plan: Plan) -> Plan:
-    """The embedding comes back in every block; a = 1 and b = 0 at the start."""
+    """Add the embedding to the stream before every block; a = 1 and b = 0 at the start."""
     return _with_sources(plan, lambda index: Sources(states=((0, 0.0),)))
 
 
 @wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
 def denseformer(plan: Plan) -> Plan:
-    """A weighted average of all states before; the last one has 1 at the start, the others 0."""
+    """Replace the stream by a weighted sum of all states so far, at first the last one alone."""
     return _with_sources(plan, _all_before, _all_before(plan.num_layers))
 
 
@@ -190,13 +190,13 @@ def _all_before(index: int, dynamic: bool = False) -> Sources | None:
 
 @wiring("dynamic_dense", equation="x_l <- sum_i a_li(x_l) x_i after each block", source="arXiv 2502.12170 Eq 5, 6")
 def dynamic_dense(plan: Plan) -> Plan:
-    """DenseFormer's average with weights that move with the stream: a + W_2 GELU(W_1 RMS(x)), W_2 = 0 at the start."""
+    """Let DenseFormer's weights depend on the stream: a + W_2 GELU(W_1 RMS(x)), with W_2 = 0 at the start."""
     return _with_sources(plan, lambda index: _all_before(index, dynamic=True), _all_before(plan.num_layers, True))
 
 
 @wiring("mudd", equation="dynamic_dense, one each for q, k, v and x", source="MUDDFormer (arXiv 2502.12170) Eq 7, 8")
 def mudd(plan: Plan, size: int | None) -> Plan:
-    """Multiway dynamic dense connections: queries, keys, values and the stream read averages of their own.
+    """Add multiway dynamic dense connections: queries, keys, values and the stream each read their own average.
 
     As in its code, q, k and v have norms of their own, and W_1 is four times as wide after the last block. ``size``
     rounds W_1's width up to the next multiple of it, which the code does with 64 ("round64"). That the paper's
@@ -215,21 +215,21 @@ def mudd(plan: Plan, size: int | None) -> Plan:
 
 @wiring("unet", equation="x <- x + w x_(N-l) in the second half", source="modded-nanogpt's U-net skips")
 def unet(plan: Plan) -> Plan:
-    """The outputs of the first half come back in the second, the last first."""
+    """Add the first half's outputs to the inputs of the second half, the last one first."""
     n = plan.num_layers
     return _with_sources(plan, lambda index: Sources(states=((n - index, 1.0),)) if 2 * index >= n and index else None)
 
 
 @wiring("parallel", equation="y = x + A(x), x' = y + F(x)", source="GPT-J, PaLM; transformers' gpt_neox")
 def parallel(plan: Plan) -> Plan:
-    """Attention and feed-forward read the same stream, each by its own norm."""
+    """Let attention and feed-forward read the same stream, each through its own norm."""
     layers = (replace(one, feed_forward=replace(one.feed_forward, read="block_input")) for one in plan.layers)
     return replace(plan, layers=tuple(layers))
 
 
 @wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
 def attn_res(plan: Plan, size: int | None) -> Plan:
-    """Each sub-layer attends to the sums of the blocks before and of its own so far; 8 blocks unless size says."""
+    """Let each sub-layer attend to the sums of earlier blocks of layers and of its own so far; 8 blocks by default."""
     layers_of_block = math.ceil(plan.num_layers / 8) if size is None else size
 
     def wired(index: int, layer: Layer) -> Layer:

@@ -113,7 +113,7 @@ class AngularDistance(DirectionsProbe):
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:
-    """For each block size the row of its smallest distance, as metric ``best_start``; NaN distances are ignored."""
+    """Return per block size a row ``best_start``: the start of its smallest distance. NaN distances are ignored."""
     rows = []
     for size, group in frame.groupby("size"):
         known = group.dropna(subset="value")
@@ -133,7 +133,7 @@ def scaled_rows(distances: Frame) -> pd.DataFrame:
 
 
 def _early_or_deep(turns: np.ndarray) -> list[str]:
-    """Return which half's layers turn the stream less, by the median: the first and last are often far off."""
+    """Say which half's layers turn the stream less, by the median, since the first and last are often far off."""
     if len(turns) < 4 or not np.isfinite(turns).all():
         return []
     half = len(turns) // 2

@@ -53,7 +53,7 @@ class Attention(Probe):
     over_steps = ("entropy_share", "max_logit", "first_token_share")
 
     def __init__(self, sequences: int | None = None):
-        """``sequences``: how many to measure (0: all; by default all of your own text, 16 of a corpus).
+        """Set how many ``sequences`` to measure (0: all; by default all of your own text, 16 of a corpus).
 
         Raises UserError unless it is a whole number from 0.
         """
@@ -161,7 +161,7 @@ class Attention(Probe):
 def of_heads(
     logits: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """METRICS of each sequence and head, [sequences, heads, metrics], and each head's largest logit.
+    """Return METRICS of each sequence and head, [sequences, heads, metrics], and each head's largest logit.
 
     ``logits``, ``weights``: [sequences, heads, queries, keys]; ``mask``: [sequences, tokens] of 0 and 1, or None.
     """
@@ -190,7 +190,7 @@ def of_heads(
 
 
 def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return [batch, heads, queries, keys]; None if it is no attention over a batch's tokens (a router's choice)."""
+    """Reshape to [batch, heads, queries, keys]; None for what is no attention over a batch's tokens (a router's)."""
     if logits.ndim == 4 and len(logits) == batch:
         return logits, weights
     if len(logits) % batch:

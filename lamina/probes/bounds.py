@@ -88,8 +88,7 @@ def identity_sides(block: LayerCall, tolerance: float) -> Sides:
 
 
 def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
-    """Return both sides of Eq 19: the block's Jacobian, and the bound as the paper approximates it and by the chain
-    rule.
+    """Return both sides of Eq 19: the block's Jacobian, and the paper's approximate bound and the chain rule's bound.
 
     For blocks wired as FuseNorm's: a norm on both sums, the feed-forward's skip carrying the block's input. The gains,
     which the paper takes for 1, are put in. role fusenorm_eq_19: sigma are means over tokens, and the feed-forward's
@@ -154,7 +153,7 @@ def post_norm(block: LayerCall, index: int) -> NormSite | None:
 
 
 def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
-    """||W_2 W_1||_2 of a feed-forward's weights, without the product; W_1 is the up-projection, not the gate's."""
+    """Return ||W_2 W_1||_2 of a feed-forward's weights, with W_1 the up-projection, not the gate's."""
     down = _matrix(feed_forward.down[1])
     module = _up_projection(block, feed_forward)
     up = _matrix(module)
@@ -166,7 +165,7 @@ def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
 
 
 def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
-    """Return the one of two projections whose output does not go into the nonlinearity."""
+    """Return the up-projection: of two, the one whose output does not go into the nonlinearity."""
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]
@@ -197,9 +196,9 @@ def _factor(point: Point) -> float | torch.Tensor:
 
 @probe
 class Bounds(ShortProbe):
-    """The papers' statements on this model: one row per side and one of their ratio (metric left, right, ratio; role =
-    the statement). Means over ``sequences`` texts of ``tokens`` tokens (0: all; by default all of your own text, 1 text
-    of 32 tokens of a corpus), with their standard error.
+    """The papers' statements on this model: one row for each side and for their ratio (metric left, right, ratio; role
+    = the statement). Means over ``sequences`` texts of ``tokens`` tokens (0: all; by default all of your own text, 1
+    text of 32 tokens of a corpus), with their standard error.
 
     Roles at the last layer, sublayer feed_forward (Peri-LN Prop 3.1; the equations are for one entry of the gradient
     and a toy whose logits are the layer's output; here the whole matrix' gradient of the model's own loss is, see
@@ -316,7 +315,7 @@ class Bounds(ShortProbe):
                     self._rows.append((-1, "model", role, 0, metric, value, spread))
 
     def _add(self, sides: Sides) -> None:
-        """Three rows: the means over sequences of both sides and of their ratio."""
+        """Add three rows: the means over sequences of both sides and of their ratio."""
         for metric, values in (("left", sides.left), ("right", sides.right), ("ratio", sides.left / sides.right)):
             self._rows.append((sides.layer, sides.sublayer, sides.role, 0, metric, *mean_and_error(values)))
 
@@ -329,7 +328,7 @@ class Bounds(ShortProbe):
             yield from chart(part, title, "side", caption, color="side", log_y=True)
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Return one line per statement: the sides, or how the ratio lies over the layers."""
+        """Yield one line per statement: its sides, or the range of their ratio over the layers."""
         indexed = frame.set_index(["role", "metric", "layer", "sublayer"])
         values, errors = indexed.value, indexed.standard_error
         layers = frame[frame.role == "fusenorm_eq_9"].layer.max() + 1
@@ -377,7 +376,7 @@ class LastLayer:
 
     @classmethod
     def of(cls, context: Context) -> LastLayer:
-        """Raises UserError where the last layer has no dense feed-forward."""
+        """Find the last layer's feed-forward and norms. Raises UserError if it has no dense feed-forward."""
         site = context.structure.layers[-1]
         for sublayer in reversed(site.sublayers):
             if sublayer.feed_forward is not None:

@@ -1,4 +1,4 @@
-"""How much of each branch reaches each later layer, on the skips and norms alone."""
+"""How much of each branch reaches each later layer through skips and norms alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOTHING = 1e-6
 
 @probe
 class DepthMixing(ShortProbe):
-    """The depth-mixing matrix: by how much what each branch adds is stretched on its way to each later layer.
+    """The depth-mixing matrix: how far each branch's output is stretched on its way to each later layer.
 
     Attention Residuals (arXiv 2603.15031) Sec 6.2, where M holds the weights of the branches' outputs in a layer's
     input; with a norm on the way the weight is a matrix, and M its stretch. Every branch's output is made a leaf of the
@@ -105,7 +105,7 @@ class DepthMixing(ShortProbe):
             yield f"The branches of sub-layers {ranges(nowhere)} reach it through later branches alone."
 
     def _measure(self, context: Context, inputs: dict[str, torch.Tensor]) -> dict[tuple[int, int], float]:
-        """Return the stretch by (state, sub-layer), and by (state, -1) that to the last state."""
+        """Return the stretch from sub-layer to state by (state, sub-layer), and to the last state by (state, -1)."""
         leaves: dict[int, torch.Tensor] = {}
         states: dict[int, torch.Tensor] = {}
         points: dict[tuple[str, int], Point] = {("state", i): point for i, point in context.structure.states().items()}

@@ -23,7 +23,7 @@ METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
 
 @probe
 class Gains(Probe):
-    """The gain vectors of every norm, and the learned scales of the layers, as they are in the weights.
+    """The gain vectors of every norm, and the learned scales of the layers, read from the weights.
 
     Column ``role``: the norm's place (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm), or the
     name of a scale's parameter: one value or one per channel that is neither a norm's nor a bias (Lamina's skip_scale
@@ -86,7 +86,7 @@ class Gains(Probe):
 
 
 def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]]:
-    """(layer, sublayer, role, path, values) of every norm with a gain and every learned scale."""
+    """Yield (layer, sublayer, role, path, values) of every norm with a gain and every learned scale."""
     structure = context.structure
     norms = list(structure.norms())
     modules = {id(norm.module) for _, _, norm in norms}

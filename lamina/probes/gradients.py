@@ -58,7 +58,7 @@ class Gradients(Probe):
     over_steps = ("gradient_norm", "gradient_variance")
 
     def __init__(self, sequences: int | None = None):
-        """``sequences``: how many the loss is averaged over (0: all; by default all of your own text, 16 of a corpus).
+        """Set the number of ``sequences`` of the loss (0: all; by default all of your own text, 16 of a corpus).
 
         Raises UserError unless it is a whole number from 0.
         """
@@ -185,7 +185,7 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Fill the parameters' gradients with the mean loss's, and return the factor that is left out.
+    """Fill the parameters' gradients with the mean loss's; returns the factor that they still lack.
 
     The factor is 1 where every sequence has as many predicted tokens as the first.
     """
@@ -224,7 +224,7 @@ def _along_depth(label: str, norms: Frame) -> list[str]:
 
 
 def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
-    """(layer, sublayer, role) of every parameter of ``model`` by its name, each parameter once.
+    """Return (layer, sublayer, role) of every parameter of ``model`` by its name, each parameter once.
 
     Layer -1 and sublayer "model" are outside the layers; sublayer "block" is in a layer but in none of its sub-layers.
     A role is read off the table of weights' names (query, ..., feed_forward_out; a bias as ``query_bias``), is the
@@ -249,7 +249,7 @@ def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
 
 
 def shared_layers(structure: Structure) -> list[int]:
-    """Return the layers whose module is another layer's, too, with the first of each."""
+    """Return the layers that share their module with another layer, in ascending order."""
     first: dict[int, int] = {}
     shared: set[int] = set()
     for site in structure.layers:
@@ -260,7 +260,7 @@ def shared_layers(structure: Structure) -> list[int]:
 
 
 def _owners(structure: Structure) -> dict[int, tuple[Place, str]]:
-    """Return by module its place (without a role if the path tells it) and its path inside the sub-layer."""
+    """Return each module's place (without a role if the path tells it) and its path inside the sub-layer."""
     owners: dict[int, tuple[Place, str]] = {}
 
     def own(root: nn.Module, place: Place, prefix: str = "") -> None:

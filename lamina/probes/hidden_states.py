@@ -73,7 +73,7 @@ class HiddenStates(Probe):
     over_steps = ("variance", "abs_mean", "abs_max")
 
     def __init__(self, top: int = 3):
-        """``top``: how many of each sequence's largest magnitudes are averaged.
+        """Set how many (``top``) of each sequence's largest magnitudes are averaged.
 
         Raises UserError unless ``top`` is a whole number from 1 to 100.
         """
@@ -235,7 +235,7 @@ class HiddenStates(Probe):
 
 
 def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Add streams [sequences, tokens, n, width]: the mean cosine of two of them, and each one's mean square.
+    """Add to a ratio the ``stream_figures`` of streams [sequences, tokens, n, width].
 
     Does nothing for a single stream [sequences, tokens, width].
     """
@@ -247,7 +247,7 @@ def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) 
 
 
 def r_squared(values: Sequence[float]) -> float:
-    """R^2 of the least-squares line through values at 0, 1, 2, ...; NaN for fewer than three, or all equal."""
+    """Return R^2 of the least-squares line through values at 0, 1, 2, ...; NaN for fewer than three, or all equal."""
     y = np.asarray(values, dtype=np.float64)
     if len(y) < 3 or not np.isfinite(y).all() or np.ptp(y) == 0:
         return math.nan
@@ -429,7 +429,7 @@ class StateTotals(Totals):
     def add_values(
         self, tokens: TokenStates, moments: Moments, magnitude: torch.Tensor, input_ids: torch.Tensor | None
     ) -> None:
-        """Before ``add`` of the same batch. Leaves ``magnitude`` out of order."""
+        """Add one batch's magnitudes; call it before ``add``. Leaves ``magnitude`` out of order."""
         assert moments.abs_max is not None
         peaks = moments.abs_max if tokens.valid is None else moments.abs_max.masked_fill(~tokens.valid, 0.0)
         self.largest.add(largest(tokens.x, peaks, self.top))
@@ -450,7 +450,7 @@ class StateTotals(Totals):
         self.massive.add(counts[real])
 
     def _extend_band(self, x: torch.Tensor, peaks: torch.Tensor) -> None:
-        """Keep the largest |x| so far, which lie in the tokens with the largest peaks."""
+        """Keep the 100 largest |x| so far, found in the tokens with the largest peaks."""
         least = float(self.band[-1]) if len(self.band) == BAND else -1.0
         flat = peaks.flatten()
         rows = (flat > least).nonzero().flatten()
@@ -489,14 +489,14 @@ class StateTotals(Totals):
 
 
 def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: int, token: int) -> int | None:
-    """Return the token's id, where the state's tokens are those of the input."""
+    """Return a token's id; None if the state's tokens are not those of the input."""
     if input_ids is None or input_ids.shape != peaks.shape:
         return None
     return int(input_ids[sequence, token])
 
 
 def growth(variance: Frame, linear: float, exponential: float) -> str:
-    """Return how the variance changes with depth; ``variance`` is a series by state, the others R^2."""
+    """Say how the variance changes with depth, from its values by state and the R^2 of a line and an exponential."""
     last = variance.index[-1]
     if not np.isfinite(variance).all():
         return f"The hidden states are not finite from state {variance.index[~np.isfinite(variance)][0]} on."
@@ -515,7 +515,7 @@ def growth(variance: Frame, linear: float, exponential: float) -> str:
 
 
 def headroom(peak: Frame) -> str:
-    """Return the largest |x|, a row of the frame, and FP16's limit."""
+    """Compare the largest |x|, a row of the frame, with FP16's limit, in a sentence."""
     token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
     text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
     text += f"{peak['position']}{token}: "
@@ -528,7 +528,7 @@ def headroom(peak: Frame) -> str:
 
 
 def massive(states: Frame) -> str:
-    """Return where the states' rows have massive activations."""
+    """Say where the states have massive activations."""
     activations = states[states["metric"] == "massive_activation"]
     ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
     if activations.empty:

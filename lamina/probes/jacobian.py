@@ -136,7 +136,7 @@ class JacobianProbe(ShortProbe):
         return pd.DataFrame(rows, columns=COLUMNS)
 
     def _measure(self, context: Context, inputs: dict[str, torch.Tensor], label: str) -> None:
-        """The values of some sequences at once."""
+        """Measure some sequences at once."""
         self._added.clear()
         with eager_attention(context.model), frozen(context.model):
             blocks = record_layer_calls(context, inputs)
@@ -175,7 +175,7 @@ class JacobianProbe(ShortProbe):
                 self._search(-1, "model", "jacobian", search)
 
     def _block(self, block: LayerCall, *, path: bool) -> dict[str, torch.Tensor]:
-        """Return the norms of a block by role, [sequences]; with ``path`` that of the residual path, too."""
+        """Measure a block's norms by role, [sequences]; ``path`` adds that of the residual path."""
         layer, x = block.site.index, block.stream
         jacobian = Jacobian(block, x)
         norms = {}
@@ -215,7 +215,7 @@ class JacobianProbe(ShortProbe):
         return 10 ** factor.log10().flatten(1).mean(1)
 
     def _add(self, layer: int, sublayer: str, role: str, metric: str, values: torch.Tensor, index: int = 0) -> None:
-        """Values of a row, one per sequence."""
+        """Add a row's values, one per sequence."""
         place = (layer, sublayer, role, index, metric)
         self._values.setdefault((*place, self._added[place]), []).append(values)
         self._added[place] += 1  # a layer may have several feed-forwards
@@ -288,7 +288,7 @@ class JacobianProbe(ShortProbe):
 
 
 def _of_stream(block: LayerCall, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a stream after a block as a function of the same stream before it; the others stay."""
+    """Return a block as a function from one stream to the same stream after it; the other streams are fixed."""
 
     def function(z: torch.Tensor) -> torch.Tensor:
         streams = [z if i == index else x for i, x in enumerate(block.stream.unbind(-2))]
@@ -298,14 +298,14 @@ def _of_stream(block: LayerCall, index: int) -> Callable[[torch.Tensor], torch.T
 
 
 def _power(exponent: float) -> str:
-    """10 to an exponent, which may be 0 but not -0."""
+    """Format 10 to an exponent, which may be 0 but not -0."""
     return f"10^{round(exponent, 2) + 0.0:.2f}"
 
 
 def log10_total_norm(
     blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
 ) -> tuple[torch.Tensor, SpectralNorm]:
-    """log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and how the search for it ended.
+    """Return log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and how its search ended.
 
     Keeps every block's graph of one short input, as a training step would. A thousand blocks can shrink a vector below
     the smallest float, so each is divided by what it did to a random one, and the logarithms are added.

@@ -231,7 +231,7 @@ class LayerDrop(Probe):
         return self.task.measure(context)
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
-        """Return one line over the layers per metric, and per meaning where the meanings differ."""
+        """Draw each metric over the layers, with one line per meaning where these differ."""
         for metric, group in _harm(frame).groupby("metric", sort=False):
             several, size = _differ(group), int(group["size"].iloc[0])
             yield from chart(
@@ -292,7 +292,7 @@ def _which(layer: float, size: int) -> str:
 
 
 def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
-    """Return the layers whose harm is below 1 % of the whole model's value, or within the noise."""
+    """Name the layers whose harm is below 1 % of the whole model's value, or within the noise."""
     errors = group["standard_error"].replace(math.inf, math.nan)  # of one sequence it is unknown
     border = (2 * errors.fillna(0.0)).clip(lower=0.01 * abs(whole))
     harmless = group[group["value"] < border]
@@ -325,25 +325,25 @@ def _agreement(frame: Frame, harm: Frame) -> list[str]:
 
 
 def mean_loss(losses: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Mean loss over sequences of one length, with its standard error (inf for fewer than two)."""
+    """Return the mean loss over sequences of one length, and its standard error (inf for fewer than two)."""
     values = np.asarray(losses)
     return float(values.mean()), _error(values)
 
 
 def loss_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of other - whole over the same sequences, and its error; what is hard for both cancels."""
+    """Return the mean of other - whole over the same sequences, and its error, without what is hard for both."""
     return mean_loss(np.asarray(other) - np.asarray(whole))
 
 
 def perplexity(losses: Sequence[float]) -> tuple[float, float]:
-    """exp(mean loss), its error to first order."""
+    """Return exp(mean loss), and its error to first order."""
     value, error = mean_loss(losses)
     estimate = _exp(value)
     return estimate, estimate * error
 
 
 def perplexity_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """exp(mean of other) - exp(mean of whole), its error to first order with the two's covariance."""
+    """Return exp(mean of other) - exp(mean of whole), and its error to first order with their covariance."""
     a, b = np.asarray(whole), np.asarray(other)
     first, second = _exp(a.mean()), _exp(b.mean())
     return second - first, _error(second * (b - b.mean()) - first * (a - a.mean()))
@@ -359,11 +359,11 @@ def _error(values: np.ndarray) -> float:
 
 
 class _Unchanged(Exception):
-    """The layers without their branches return their input, so the pass can stop."""
+    """Raised if layers without their branches return their input, so that the pass can stop."""
 
 
 class PassesWithoutLayers(ExitStack):
-    """Forward passes of one batch without blocks of layers, by their starts in ascending order; used as a context.
+    """Forward passes of one batch without some layers, as a context; starts must come in ascending order.
 
     Only one state is held. A pass for the start l computes the layers after the omitted ones; those before them
     pass the stored x^l through. That costs half of running the whole model each time. If a model changes the
@@ -399,7 +399,7 @@ class PassesWithoutLayers(ExitStack):
             self._last = torch.zeros(0)
 
     def without(self, start: int, size: int) -> torch.Tensor:
-        """Return the result without the layers ``start`` ... ``start + size - 1``; starts go up by one from 0."""
+        """Return the result without the layers ``start`` ... ``start + size - 1``; starts ascend by one from 0."""
         if not self.chained:
             return self._hooked(start, size, REMOVE)
         assert start in (0, self._start + 1)
@@ -482,7 +482,7 @@ class PassesWithoutLayers(ExitStack):
 
 
 class HarnessTask:
-    """One task. Raises UserError if lm-eval is not installed or has no such task, or if the task would run code."""
+    """A task of lm-eval. Raises UserError if lm-eval is not installed, has no such task, or the task would run code."""
 
     def __init__(self, name: str, *, include_path: str | None = None, metric: str = "acc", limit: int | None = None):
         if include_path is not None and not Path(include_path).is_dir():
@@ -498,7 +498,7 @@ class HarnessTask:
             raise UserError(f"task: {str(error).removeprefix('tasks: ')}") from None
 
     def measure(self, context: Context) -> tuple[float, float]:
-        """Return the metric's value and standard error (NaN without one) for the model in its present state."""
+        """Return the metric's value and standard error (NaN without one) for the model as it is now."""
         if context.tokenizer is None:
             raise UserError(f"task: {self.name!r} is text, and the checkpoint has no tokenizer (allowed: --tokenizer)")
         assert isinstance(context.model, PreTrainedModel)
@@ -543,7 +543,7 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
 
 
 def _contributions(site: LayerSite) -> dict[int, Point]:
-    """Return the points of what a layer's sub-layers add. Raises UserError if the sub-layers were not found."""
+    """Return the points of a layer's contributions. Raises UserError if its sub-layers were not found."""
     if not site.sublayers:
         raise UserError(
             f"meaning: 'branch' needs the sub-layers of layer {site.index}, which were not found (allowed: remove)"

@@ -32,7 +32,7 @@ _TRIED = 8  # tokens on which the tail is compared with the model itself
 
 @probe
 class LogitLens(Probe):
-    """The predictions from each state x^l: it replaces the last one in all that the model runs after its layers.
+    """The predictions from each state x^l, put in place of the last state in all that runs after the layers.
 
     That is W_U FinalNorm(x^l) in a model with a final norm and W_U x^l in one without; a head that transforms first
     (BERT's), a scale or a soft-cap of the logits is part of it. State l is the stream before layer l; state N gives the
@@ -56,8 +56,8 @@ class LogitLens(Probe):
     needs = frozenset({"tokens"})
 
     def __init__(self, tokens: int | None = None):
-        """``tokens``: about how many predicted tokens to measure, in whole sequences (0: all; by default all of your
-        own text, 1,024 of a corpus).
+        """Set about how many predicted ``tokens`` to measure, in whole sequences (0: all; by default all of your own
+        text, 1,024 of a corpus).
 
         Raises UserError unless it is a whole number from 0.
         """
@@ -117,7 +117,7 @@ class LogitLens(Probe):
         return pd.DataFrame(rows, columns=COLUMNS)
 
     def _sequence(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """Sums [states, metrics] over one sequence's predicted tokens, and their number."""
+        """Sum METRICS over one sequence's predicted tokens, [states, metrics]; also returns their number."""
         ids = inputs["input_ids"]
         mask = inputs.get("attention_mask", torch.ones_like(ids))[0].bool()
         if self._causal:
@@ -185,8 +185,7 @@ class LogitLens(Probe):
 
 
 def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return METRICS summed over tokens; ``logits``, ``final`` (the model's own): [tokens, vocabulary], ``targets``:
-    [tokens].
+    """Sum METRICS over tokens; ``logits`` and the model's own, ``final``: [tokens, vocabulary]; ``targets``: [tokens].
 
     KL is sum_v p (f - f_l) - logZ + logZ_l, from differences of logits: exactly 0 where they are the same.
     """
@@ -206,7 +205,7 @@ class Tail:
     """
 
     def __init__(self, context: Context, ids: torch.Tensor):
-        """Checks itself on a few tokens, ``ids`` [1, tokens].
+        """Check the tail on a few tokens, ``ids`` [1, tokens].
 
         Raises UserError where the model's own last state does not give the model's own logits.
         """
@@ -236,13 +235,13 @@ class Tail:
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits [tokens, vocabulary], float32, of states [tokens, channels] (within ``instead_of_the_layers``)."""
+        """Return logits [tokens, vocabulary], float32, of states [tokens, channels] (in ``instead_of_the_layers``)."""
         self._states = states.unsqueeze(0)
         return logits_of(forward(self.model, {"input_ids": self._ids[:, : len(states)]}))[0].float()
 
     @contextmanager
     def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:
-        """``ids`` [1, tokens]: any that the model takes, as many as there will be states at a time."""
+        """Replace the layers by given states; ``ids`` [1, tokens]: any tokens, as many as the states of a call."""
         self._ids = ids
 
         def stub(form: Output, *args: object, **kwargs: object) -> Output:

@@ -35,7 +35,7 @@ FORMATS = (*_FLOATS, "int8_tensor", "int8_token")
 
 
 def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tensor:
-    """Return the tensor [..., tokens, channels] in a format and back, float32; overflows come back as inf.
+    """Convert a tensor [..., tokens, channels] to a format and back to float32; overflows come back as inf.
 
     fp16, bf16: cast, round to nearest even. fp8_e4m3 (OCP e4m3fn, largest 448, no inf), fp8_e5m2 (largest 57344): with
     ``scaled`` multiplied first so that the tensor's largest |x| is the format's largest, else cast as it is, and values
@@ -91,8 +91,8 @@ class LowPrecision(Probe):
     def __init__(
         self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True, sequences: int | None = None
     ):
-        """``fp8_scaling``: scale each tensor to FP8's largest value, or cast as it is. ``loss``: measure the loss, too.
-        ``sequences``: how many are measured, in whole batches (0: all; by default all of your own text, 4 of a corpus).
+        """Set ``fp8_scaling`` ("tensor": to FP8's largest value; "none": cast directly), whether to measure the
+        ``loss``, and how many ``sequences``, in whole batches (0: all; by default all of your own text, 4 of a corpus).
 
         Raises UserError for any other value.
         """
@@ -228,7 +228,7 @@ class LowPrecision(Probe):
 
 
 def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """L2 norms of a sequence and of each of its tokens, [sequences, 1 + tokens]; NaN for padding."""
+    """Return the L2 norms of a sequence and of each of its tokens, [sequences, 1 + tokens]; NaN for padding."""
     each = torch.linalg.vector_norm(x, 2, -1).double()
     whole = each.square().sum(1, keepdim=True).sqrt()
     return torch.cat([whole, each if valid is None else each.where(valid, math.nan)], dim=1)
@@ -255,7 +255,7 @@ def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], sca
 
 
 def _loss(context: Context, batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Return the mean over the predicted tokens of all batches."""
+    """Return the mean loss over the predicted tokens of all batches."""
     total = predicted = 0.0
     for batch in batches:
         losses = context.token_losses(context.on_device(batch))

@@ -169,7 +169,7 @@ class Spectra(Probe):
         return frame.assign(sequences=ranks * sequences, tokens=ranks * self._tokens)
 
     def measured(self, context: Context) -> None:
-        """None: the weights' rows are of no text."""
+        """Leave the columns to ``finish``, since the weights' rows are of no text."""
 
     def _rank_rows(self, context: Context) -> list[Row]:
         self._reduce()
@@ -273,9 +273,7 @@ def embedding_rows(context: Context) -> list[Row]:
 
 
 def condition_rows(site: LayerSite) -> list[Row]:
-    """Return s_max / s_min of each projection of a layer's dense feed-forwards, with gate and up apart if one matrix
-    has both.
-    """
+    """Return s_max / s_min of each projection of a layer's dense feed-forwards; a stacked gate and up count apart."""
     rows: list[Row] = []
     for feed_forward in (sublayer.feed_forward for sublayer in site.sublayers if sublayer.feed_forward is not None):
         for path, module in (*feed_forward.up, feed_forward.down):
@@ -330,7 +328,7 @@ class Covariance:
         return (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
 
     def eigenvalues(self) -> torch.Tensor:
-        """Descending, clamped at 1e-12, float64 on the CPU."""
+        """Return the eigenvalues, descending, clamped at 1e-12, float64 on the CPU."""
         return torch.linalg.eigvalsh(self.matrix()).flip(0).clamp(min=FLOOR).cpu()
 
 
@@ -341,19 +339,18 @@ def hard_rank(eigenvalues: torch.Tensor) -> float:
 
 
 def soft_rank(eigenvalues: torch.Tensor) -> float:
-    """Shannon's rank exp(-sum p ln p), p = l / sum l, over the number of eigenvalues D: from 1 / D to 1."""
+    """Return Shannon's rank exp(-sum p ln p), p = l / sum l, over the number of eigenvalues D: from 1 / D to 1."""
     shares = eigenvalues.double() / eigenvalues.double().sum()
     return float(torch.exp(-torch.special.xlogy(shares, shares).sum()) / len(shares))
 
 
 def effective_dimension_ratio(hard: float, soft: float) -> float:
-    """200 h s / (h + s), a hundred times the harmonic mean of both ranks: our definition, the paper's isn't known."""
+    """Return 200 h s / (h + s), 100 times both ranks' harmonic mean (our definition; the paper's is not known)."""
     return 200 * hard * soft / (hard + soft)
 
 
 def early_enrichment(eigenvalues: torch.Tensor) -> float:
-    """Return EEE = 2 / D sum_k (C_k - k / D), C_k the share of the k largest: 0 if all are equal, 1 - 1 / D for one
-    alone.
+    """Return EEE = 2 / D sum_k (C_k - k / D), C_k the share of the k largest: 0 if all are equal, at most 1 - 1 / D.
 
     Our definition of the spectral concentration, after Marbut et al. 2023; the paper's isn't known.
     """
@@ -364,7 +361,7 @@ def early_enrichment(eigenvalues: torch.Tensor) -> float:
 
 
 def spectral_utilisation(eigenvalues: torch.Tensor) -> dict[str, float]:
-    """hard_rank, soft_rank, edr and eee of a covariance's eigenvalues."""
+    """Return hard_rank, soft_rank, edr and eee of a covariance's eigenvalues."""
     hard, soft = hard_rank(eigenvalues), soft_rank(eigenvalues)
     edr = effective_dimension_ratio(hard, soft)
     return {"hard_rank": hard, "soft_rank": soft, "edr": edr, "eee": early_enrichment(eigenvalues)}
@@ -386,7 +383,7 @@ def condition_number(weight: torch.Tensor) -> float:
 
 
 def row_covariance_eigenvalues(weight: torch.Tensor, rows: int = 8192) -> torch.Tensor:
-    """Eigenvalues of the covariance of a matrix' rows, centered, divisor n - 1: descending, float64; by chunks."""
+    """Return the eigenvalues of the rows' centered covariance (divisor n - 1), descending, float64; by chunks."""
     covariance = Covariance()
     for chunk in weight.detach().split(rows):
         covariance.add(chunk.double())

@@ -1,4 +1,4 @@
-"""Figures and pages from the records of runs and studies. Loads neither torch nor transformers, and what draws late."""
+"""Figures and pages from the records of runs and studies. Loads neither torch nor transformers, and plotly late."""
 
 from __future__ import annotations
 

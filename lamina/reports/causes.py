@@ -33,7 +33,7 @@ _AROUND = (16, 5)  # losses before the first alarm, and from it on
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that a run may already have: its ``setting`` is ``made``, or above 0 and at most this number."""
+    """A change that a run may have: its ``setting`` equals ``made`` or, for a number, lies above 0 and up to it."""
 
     text: str
     setting: str = ""
@@ -250,7 +250,7 @@ CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Signs:
-    """What a run's records say of its cause.
+    """The signs of a cause in a run's records.
 
     Attributes:
         alarms: oldest first; of one step the one that explains most first.
@@ -267,12 +267,12 @@ class Signs:
 
     @property
     def first(self) -> Alarm | None:
-        """Return the alarm that explains most (``first_before``)."""
+        """The alarm that explains most (``first_before``)."""
         return first_before(self.alarms, self.rose)
 
     @property
     def place(self) -> Alarm | None:
-        """Return the alarm that says where it is (``place_of``)."""
+        """The alarm that says where the fault is (``place_of``)."""
         return None if self.first is None else place_of(self.alarms, self.first)
 
 
@@ -297,7 +297,7 @@ def _kind(alarm: Alarm) -> str:
 
 
 def signature(signs: Signs) -> dict[str, str]:
-    """Return the signs of a run's first alarm: what left, where, when, with what, and what loss and rate did.
+    """Return the signs of a run's first alarm: its kind, place and time, the alarms with it, the loss and the rate.
 
     Raises ValueError without an alarm.
     """
@@ -336,9 +336,9 @@ def _loss_around(losses: Mapping[int, float], step: int) -> str:
 
 
 def _jump(losses: Mapping[int, float], step: int) -> str:
-    """What followed a jump of the loss: after a bad batch it is back at once; of other data it stays, and is learned.
+    """Say what follows a jump of the loss: it is "back" after a bad batch, "stays" with other data, or rises "again".
 
-    It rises again where the weights are not as they were. Empty where too few losses are known.
+    It rises "again" if the weights were changed. Returns "no" without a jump, and "" if too few losses are known.
     """
     before = [losses[at] for at in sorted(losses) if at < step][-_AROUND[0] :]
     after = [losses[at] for at in sorted(losses) if at >= step][: _AROUND[0]]
@@ -356,7 +356,7 @@ def _jump(losses: Mapping[int, float], step: int) -> str:
 
 @dataclass(kw_only=True)
 class Learned:
-    """How often each cause made each sign, in runs broken on purpose.
+    """Counts of the signs of each cause, in runs broken on purpose.
 
     Attributes:
         runs: by cause.
@@ -368,7 +368,7 @@ class Learned:
 
     @classmethod
     def read(cls) -> Learned:
-        """Read what stands in the monitor's limits.json."""
+        """Read the counts from the monitor's limits.json."""
         record: Json = calibration()["signatures"]
         return cls(
             runs=Counter({cause: one["runs"] for cause, one in record.items()}),
@@ -388,7 +388,7 @@ class Learned:
         )
 
     def odds(self, signs: Mapping[str, str]) -> dict[str, float]:
-        """Return each cause's probability, most likely first; "not known" is half what they have in common, half any.
+        """Return each cause's probability, most likely first; NOT_KNOWN's signs are half the causes', half uniform.
 
         Naive Bayes with equal priors; one run is added, with equal parts of a sign's values. Signs hang together, so
         the logarithms of most are divided by ``TEMPER``.
@@ -418,7 +418,7 @@ class Learned:
 
 
 def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
-    """Return the likely causes of the first alarm with their odds, at most two; "not known" alone; none without one."""
+    """Return the first alarm's likely causes with odds: at most two, or "not known" alone; none without an alarm."""
     if signs.first is None:
         return []
     found = signature(signs)

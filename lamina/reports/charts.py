@@ -1,4 +1,4 @@
-"""The forms of all charts: lines, alone or in panels, with their bands; and heat maps on one color scale."""
+"""The kinds of charts: lines, alone or in panels, with their bands; and heat maps on one color scale."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def band(figure: go.Figure, x: Values, low: Values, high: Values, color: str, **
 
 
 def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:
-    """A line in the look of a placement, named after it and hidden with it; ``more``: what ``Line`` has besides."""
+    """Return a line in the look of a placement, with its name, hidden with it; ``more``: other fields of ``Line``."""
     own = {"color": item.color, "dash": item.dash, "name": item.label, "group": item.label}
     return Line(x=x, y=y, **(own | more))
 
@@ -112,11 +112,11 @@ class Grid:
         return math.ceil(self.count / self.across)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Row and column of a panel, from 1."""
+        """Return the row and the column of a panel, both from 1."""
         return number // self.across + 1, number % self.across + 1
 
     def lowest(self, number: int) -> bool:
-        """Whether there is no panel below."""
+        """Return whether there is no panel below."""
         return number + self.across >= self.count
 
 
@@ -149,7 +149,7 @@ def in_a_row(panels: Mapping[str, Iterable[Line]], x: str, height: int) -> go.Fi
 
 
 def reference(figure: go.Figure, x: Sequence[float], y: float, name: str) -> None:
-    """A dashed level line with a name in the legend."""
+    """Draw a dashed level line with a name in the legend."""
     figure.add_scatter(
         x=list(x),
         y=[y] * len(x),
@@ -180,12 +180,12 @@ def log_axis(figure: go.Figure) -> go.Figure:
 def heat_maps(
     maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, upwards: str, rightwards: str = "step"
 ) -> go.Figure | None:
-    """Tables as maps on one color scale: their rows upwards, their columns to the right.
+    """Draw tables as maps on one color scale: their rows upward, their columns to the right.
 
     Args:
         maps: the title and the table of each, thinned to what a map can show; at least two columns each.
-        quantity: what the color is of.
-        log: whether the color is of the logarithm.
+        quantity: the title of the color scale.
+        log: whether the color scale is logarithmic.
         upwards: what the rows are.
         rightwards: what the columns are.
     """

@@ -49,7 +49,7 @@ def over_seeds(item: Shown, quantity: Quantity) -> Frame:
 
 
 def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
-    """Return the seeds' tables at the steps that all of them have; at all of their steps where there is none."""
+    """Return the seeds' tables at the steps that all of them have, or at all of their steps if there are none."""
     tables = [table for trial in item.trials if not (table := quantity.table(trial)).empty]
     steps = [step for step in (tables[0] if tables else ()) if all(step in table for table in tables)]
     return [table[steps] for table in tables] if steps else tables
@@ -80,7 +80,7 @@ def ends(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
 
 
 def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> Line:
-    """Return the mean over the seeds, which are the columns of ``values``, and from two on their range as a band."""
+    """Draw the mean over the seeds, the columns of ``values``, with their range as a band if there are several."""
     values = values.where(np.isfinite(values) & (values > 0)) if log else values.where(np.isfinite(values))
     mean = np.exp(np.log(values).mean(axis=1)) if log else values.mean(axis=1)
     band = values.dropna() if values.shape[1] > 1 else None

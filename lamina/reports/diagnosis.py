@@ -37,7 +37,7 @@ Rows: TypeAlias = Callable[[Sequence[str]], list[Row]]
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence(Signs):
-    """What a run's records show.
+    """The evidence in a run's records.
 
     Attributes:
         rows: returns the run's rows of some metrics, by step.
@@ -182,7 +182,7 @@ def _place(alarm: Alarm) -> tuple[int, str]:
 
 
 def _causes(evidence: Evidence) -> list[str]:
-    """The likely causes with their odds, what to change, and how to check it."""
+    """Name the likely causes with their odds, what to change, and how to check it."""
     texts: list[str] = []
     findings: dict[str, str] = read_json(FINDINGS)
     for number, (name, odds) in enumerate(causes_of(evidence)):

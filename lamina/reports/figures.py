@@ -32,7 +32,7 @@ _ENDS = {
 def loss_curves(
     items: Sequence[Shown], unit: str = "nats per token", known: Mapping[str, float] | None = None
 ) -> go.Figure | None:
-    """Training loss (thin) and eval loss (points) against tokens; ``known`` losses to compare with as lines, by name.
+    """Draw training loss (thin) and eval loss (points) against tokens; ``known``: losses to compare with, by name.
 
     Over several seeds the eval loss is the mean of those that finished, in a band of one standard deviation. The page
     can draw it against FLOPs and seconds, too: ``layout.meta.against`` has the factors of each trace's tokens.
@@ -87,7 +87,7 @@ def loss_curves(
 def _frame_losses(
     figure: go.Figure, evaluated: Sequence[np.ndarray], trained: Sequence[np.ndarray], known: Mapping[str, float]
 ) -> None:
-    """Draw losses to compare with as lines; the range shows each curve's end, not its first steps."""
+    """Draw the ``known`` losses as lines, and set a range that shows each curve's end, not its first steps."""
     everything = np.concatenate([*evaluated, *trained]) if evaluated or trained else np.array([])
     everything = everything[np.isfinite(everything)]
     if len(everything):
@@ -136,7 +136,7 @@ def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
 
 
 def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> go.Figure | None:
-    """The loss on the second corpus against tokens, averaged over the seeds; None where no run has one."""
+    """Draw the loss on the second corpus against tokens, averaged over the seeds; None if no run has one."""
     lines = [
         line_of(
             item,
@@ -154,7 +154,7 @@ def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> go.Figu
 
 
 def task_scores(items: Sequence[Shown]) -> go.Figure | None:
-    """The scores on --eval-tasks against tokens, a line per task and trial; None where no run has any."""
+    """Draw the scores on --eval-tasks against tokens, a line per task and trial; None if no run has any."""
     every = [scores for item in items for trial in item.trials for _, scores in trial.task_scores]
     tasks = dict.fromkeys(task for scores in every for task in scores)
     shades = colors(list(tasks)) if len(items) == 1 else {}
@@ -178,7 +178,7 @@ def task_scores(items: Sequence[Shown]) -> go.Figure | None:
 
 
 def course(item: Shown) -> go.Figure | None:
-    """One run's learning rate and whole gradient norm (before clipping) against the steps."""
+    """Draw one run's learning rate and whole gradient norm (before clipping) against the steps."""
     panels, steep = {}, False
     for column, title in (("learning_rate", "learning rate"), ("grad_norm", "gradient norm")):
         rows = thin(item.trials[0].metrics.dropna(subset=[column]), _TRAIN_POINTS)
@@ -195,7 +195,7 @@ def course(item: Shown) -> go.Figure | None:
 
 
 def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> go.Figure | None:
-    """Mean eval loss of the finished seeds against the learning rate; unfinished trials stand at the top edge."""
+    """Draw the finished seeds' mean eval loss against the learning rate; unfinished trials are at the top edge."""
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
     if rates.empty or rates["learning_rate"].nunique() < 2:
         return None
@@ -250,9 +250,9 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
 
 
 def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
-    """Mean over the seeds by tokens, with the standard deviation as ``spread`` (NaN for one seed).
+    """Return the mean over the seeds by tokens, with the standard deviation as ``spread`` (NaN for one seed).
 
-    As in the ranking, of the seeds that finished, if any did: the figure and the table show one number.
+    As in the ranking, only finished seeds count, if there are any: the figure and the table show the same number.
     """
     finished = [trial for trial in item.trials if trial.status == "finished"]
     points = [trial.metrics[["tokens", column]].dropna() for trial in finished or item.trials]

@@ -61,7 +61,7 @@ _OUTSIDE = {
 
 
 def is_history(path: Path) -> bool:
-    """Whether a path is another tool's: a file, or a folder with TensorBoard's or W&B's files and none of Lamina's."""
+    """Return whether a path is another tool's: a file, or a folder of TensorBoard's or W&B's that is not Lamina's."""
     return path.is_file() or (path.is_dir() and not (path / CONFIG).exists() and bool(_recorded(path)))
 
 
@@ -70,7 +70,7 @@ def _recorded(folder: Path) -> list[Path]:
 
 
 def read_points(path: Path) -> Iterator[Point]:
-    """Read the points of a history, in no order. Raises UserError where it is not readable."""
+    """Read the points of a history, in no order. Raises UserError if it is not readable."""
     if path.is_dir():
         files = _recorded(path)
         places = sorted({file.parent for file in files})
@@ -112,7 +112,7 @@ def _json(path: Path) -> Iterator[Point]:
 
 
 def _of_lines(lines: Iterable[Mapping[str, object]]) -> Iterator[Point]:
-    """The points of lines, each with its step; the columns of W&B's exports begin with the name of the run."""
+    """Yield the points of lines with their steps. W&B's exports put the run's name before a column's: it is cut off."""
     for number, line in enumerate(lines):
         step = next((int(float(str(line[name]))) for name in _STEPS if line.get(name) not in (None, "")), number)
         if abs(step) > _MOST:
@@ -124,7 +124,7 @@ def _of_lines(lines: Iterable[Mapping[str, object]]) -> Iterator[Point]:
 
 
 def _number(value: object) -> float | None:
-    """Return a value as a number: of a histogram, the norm that its bins say; None for anything else."""
+    """Return a value as a number; for a histogram, the norm of the values in its bins; None for anything else."""
     if isinstance(value, bool):
         return None
     try:
@@ -174,7 +174,7 @@ _WHOLE_RECORD, _LAST_PART = 1, 4
 def _records_of(data: bytes) -> Iterator[bytes]:
     """Yield the records of W&B's file, LevelDB's log format: parts of a checksum, a length, a kind, and the bytes.
 
-    A part never crosses a block. What a run that has not ended has not written whole is left out.
+    A part never crosses a block. An incomplete last record, of a run that has not ended, is left out.
     """
     if not data.startswith(b":W&B"):
         raise ValueError("no file of W&B's")
@@ -211,7 +211,7 @@ def _tensorboard(path: Path) -> Iterator[Point]:
 def owner_of(name: str) -> tuple[str, Owner] | None:
     """Return the stack and the owner of a parameter by its name; None if the name is no parameter's.
 
-    The layer is the first number among the parts of the name, and its stack what stands before it.
+    The layer is the first number in the name, and the parts before it are the stack.
     """
     parts = [part for part in re.split(r"[./]", name) if part not in ("module", "_orig_mod", "_fsdp_wrapped_module")]
     if not parts or not all(re.fullmatch(r"\w+", part) for part in parts):
@@ -255,7 +255,7 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """Read a history and place its series. Raises UserError where it is not readable, or has no gradient by layer."""
+    """Read a history and place its series. Raises UserError if it is not readable, or has no gradient by layer."""
     series: dict[str, dict[int, float]] = {}
     for name, step, value in read_points(path):
         series.setdefault(name, {})[step] = value

@@ -54,7 +54,7 @@ def _part(fixed: Mapping[str, object], trial: Trial) -> Frame:
 
 
 def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> str:
-    """Draw what was recorded of a metric: for whole blocks, for each part of them, and outside of them."""
+    """Draw a metric's records: of whole blocks, of each of their parts, and outside of them."""
     tables = [trial.layers[trial.layers["metric"] == metric.name] for item in items for trial in item.trials]
     rows = pd.concat(tables) if tables else pd.DataFrame()
     if rows.empty:

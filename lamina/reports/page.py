@@ -69,7 +69,7 @@ def prose(texts: Iterable[str], colors: Mapping[str, str]) -> str:
 
 
 def callouts(texts: Iterable[str]) -> str:
-    """Warnings; a command-line flag is set as code, with its value."""
+    """Return warnings as HTML; a command-line flag is set as code, with its value."""
     flag = r"(--[a-z-]+(?: (?:[\d.,e-]+\d|same:\w+|recommended\b))?)"
     marked = (re.sub(flag, r"<code>\1</code>", escape(text)) for text in texts)
     return "".join(f'<p class="notice">{text}</p>' for text in marked)
@@ -100,12 +100,12 @@ def moment(created: object) -> str:
 
 
 def sentence(text: str) -> str:
-    """A text with its first letter in upper case."""
+    """Return a text with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 def words(name: str) -> str:
-    """A name in records as words of prose."""
+    """Return a name in records as words of prose."""
     return name.replace("feed_forward", "feed-forward").replace("_", " ")
 
 

@@ -24,7 +24,7 @@ ONE_SEED = "One seed: small differences may be noise, and nothing here shows how
 
 
 def summarize(results: Frame) -> Frame:
-    """One row per placement at its best learning rate, sorted by the mean eval loss over the seeds that finished.
+    """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
     The best rate is the one with the lowest mean among those at which every seed finished (if there is none:
     at which the most did), so that a rate cannot win by losing its bad seeds. Then come those that finished above the
@@ -53,7 +53,7 @@ def summarize(results: Frame) -> Frame:
 
 
 def is_ranked(row: Json) -> bool:
-    """Whether a placement finished, and not above the loss of a bigram table."""
+    """Return whether a placement finished, and not above the loss of a bigram table."""
     return bool(row["finished"]) and not is_above_bigram(row)
 
 
@@ -63,7 +63,7 @@ def is_above_bigram(row: Json) -> bool:
 
 
 def by_rate(results: Frame) -> Frame:
-    """One row for each placement and learning rate, with the columns of ``summarize``."""
+    """Return one row per placement and learning rate, with the columns of ``summarize``."""
     groups = complete(results).groupby(["placement", "learning_rate"], sort=False)
     return pd.DataFrame([_at_rate(trials) for _, trials in groups])
 
@@ -124,7 +124,7 @@ def notices(
 
 
 def listed(parts: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
+    """Join the parts: ``a``, ``a and b``, ``a, b and c``."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 

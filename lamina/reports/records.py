@@ -159,7 +159,7 @@ def faults(folder: Path) -> list[str]:
 
 
 def study_header(folder: Path) -> Json:
-    """study.yaml; empty if it is damaged."""
+    """Read study.yaml; empty if it is damaged."""
     try:
         return study_record.read_study(folder)
     except UserError as error:
@@ -204,7 +204,7 @@ def rows_of(frame: Frame) -> list[Json]:
 
 
 def flatten(mapping: Json, prefix: str = "") -> Json:
-    """Nested mappings as one with dotted keys."""
+    """Flatten nested mappings to one with dotted keys."""
     flat: Json = {}
     for key, value in mapping.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -212,7 +212,7 @@ def flatten(mapping: Json, prefix: str = "") -> Json:
 
 
 def read_parquet(path: Path) -> Frame:
-    """A table's rows; pyarrow and pandas take a relative path with a colon for a URI. Raises OSError, ValueError."""
+    """Read a table by its absolute path: a relative one with a colon looks like a URI. Raises OSError, ValueError."""
     return pd.read_parquet(path.absolute())
 
 
@@ -222,7 +222,7 @@ def whole_of(metric: str) -> tuple[str, ...]:
 
 
 def select(rows: Frame, columns: Mapping[str, object]) -> Frame:
-    """Return the rows in which these columns have these values; a missing value matches what is missing."""
+    """Return the rows that have these values in these columns; None and NaN match missing values."""
     for column, value in columns.items():
         if column not in rows:
             return rows.iloc[:0]
@@ -237,7 +237,7 @@ def groups(rows: Frame, columns: Sequence[str], *, dropna: bool = False) -> Iter
 
 
 def by_depth(rows: Frame) -> Frame:
-    """Rows of one quantity as a table: one row per block (counted from 1; 0 for layer -1), one column per step."""
+    """Return one quantity as a table: one row per block (counted from 1; 0 for layer -1), one column per step."""
     values: Frame = pd.to_numeric(rows["value"], errors="coerce")
     table: Frame = rows.assign(value=values, depth=rows["layer"].astype(int) + 1).pivot_table(
         index="depth", columns="step", values="value", aggfunc="last", dropna=False
@@ -252,7 +252,7 @@ def _inside(parent: Path, name: str) -> Path:
 
 
 def read_mapping(path: Path) -> Json:
-    """A mapping in a JSON or YAML file; empty where it is missing or not readable."""
+    """Read a mapping from a JSON or YAML file; empty if it is missing or not readable."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -266,7 +266,7 @@ def read_mapping(path: Path) -> Json:
 
 @contextmanager
 def whole(folder: Path, what: str) -> Iterator[None]:
-    """Raise UserError where the records of a folder turn out not to be whole, ``what`` says of which job.
+    """Raise UserError if the records of a folder turn out not to be whole; ``what`` names the job.
 
     A page that can't be written is no fault of the records: its OSError passes, as does a UserError.
     """
@@ -280,14 +280,14 @@ def whole(folder: Path, what: str) -> Iterator[None]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number: a folder may hold anything."""
+    """Return whether a value is a finite number: a folder may hold anything."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _parts(paths: Iterable[Path], needed: Sequence[str], numbers: Mapping[str, type] | None = None) -> Frame:
-    """Return the readable parts that have the columns ``needed`` as one table.
+    """Join the readable parts that have the columns ``needed`` to one table.
 
-    With ``numbers``, the types of some of them, it has these columns alone, and in the others a value in each row.
+    With ``numbers``, the types of some of them, other columns and rows without a value in the rest are left out.
     """
     parts = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""The page of a folder by its kind, and one that is written again whenever the records of its running job grow."""
+"""The page of a folder by its kind, written again whenever the records of a running job grow."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[P], P]:
 
 
 def kinds() -> list[str]:
-    """The kinds of folders that have a page."""
+    """Return the kinds of folders that have a page."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent / "pages")]):
         importlib.import_module(f"lamina.reports.pages.{module.name}")
     importlib.import_module(_CLAIMS_PAGE)
@@ -100,7 +100,7 @@ def follow(
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether nothing more is going to be written: there is a result, and no process works in the folder."""
+    """Return whether nothing more will be written: there is a result, and no process works in the folder."""
     return not is_locked(folder) and any((folder / name).is_file() for name in (RESULT, RESULTS))
 
 

@@ -27,7 +27,7 @@ _QUANTITIES = 6  # per probe
 
 
 def sections(items: Sequence[Shown]) -> list[Section]:
-    """One section per probe that ran on any of these trials."""
+    """Return one section per probe that ran on any of these trials."""
     names = sorted({name for item in items for trial in item.trials for name in trial.probes})
     return [section for name in names if (section := _section(name, items)).html]
 
@@ -58,7 +58,7 @@ def quantities(name: str, frame: Frame, metrics: Sequence[str] = ()) -> list[Qua
 
 
 def table(probe: str, by: str, fixed: Mapping[str, Any], trial: Trial) -> Frame:
-    """Return a probe's values: one row per layer (or distance), one column per step; those of one place averaged."""
+    """Return a probe's values, averaged by place: one row per layer (or distance), one column per step."""
     rows = select(trial.probes.get(probe, pd.DataFrame()), fixed)
     if rows.empty or by not in rows:
         return pd.DataFrame()
@@ -78,7 +78,7 @@ def _label(probe: str, fixed: Mapping[str, Any]) -> str:
 
 
 def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> go.Figure | None:
-    """A probe's numbers for the whole model (layer -1, or no layer at all), over the steps: one panel per metric."""
+    """Draw a probe's numbers for the whole model (layer -1, or no layer) over the steps: one panel per metric."""
     numbers: dict[str, list[tuple[Shown, Frame]]] = {}
     for item in items:
         rows = frames.get(item.placement, pd.DataFrame())

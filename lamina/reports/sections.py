@@ -64,7 +64,7 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
 
 
 def forgetting(items: list[Shown], guess: Guess | None = None) -> str:
-    """The losses on a second corpus and the scores on tasks, of runs that have them."""
+    """Return the losses on a second corpus and the scores on tasks, of runs that have them."""
     html = figure(figures.second_losses(items, guess), _SECOND, "On the second corpus")
     return html + figure(figures.task_scores(items), _TASKS, "On tasks")
 
@@ -132,7 +132,7 @@ def _resolved(spec: str, study: Study) -> Plan | None:
 
 
 def scale_note(results: Frame) -> list[str]:
-    """A sentence on models far below the papers' sizes; none for larger ones."""
+    """Return a sentence on models far below the papers' sizes; none for larger ones."""
     sizes = [results[name].max() if name in results else math.nan for name in ("parameters", "tokens")]
     if not all(map(math.isfinite, sizes)) or sizes[0] >= _SMALL:
         return []
@@ -144,7 +144,7 @@ def scale_note(results: Frame) -> list[str]:
 
 
 def facts(study: Study) -> list[str]:
-    """The few settings that a reader needs first."""
+    """Return the few settings that a reader needs first."""
     backbone, layers, width = (study.settings.get(name) for name in ("backbone", "num_layers", "hidden_size"))
     parameters, tokens = study.results["parameters"].max(), study.results["tokens"].max()
     seeds, version = study.results["seed"].nunique(), study.header.get("version")

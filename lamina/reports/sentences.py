@@ -79,7 +79,7 @@ def _lead(summary: Frame) -> str:
 
 
 def _nobody(rows: list[Json]) -> str:
-    """The lead of a study in which no placement finished."""
+    """Return the first sentence of a study in which no placement finished."""
     statuses = {row["status"] for row in rows}
     if len(rows) == 1:
         return ""  # its status is all there is to say
@@ -156,7 +156,7 @@ def _end(row: Json) -> str:
 
 
 def _together(end: str, rows: list[Json]) -> str:
-    """The sentence ``end`` for one placement or several."""
+    """Complete the sentence ``end`` for one placement or several."""
     names, losses = listed([row["placement"] for row in rows]), listed([f"{row['eval_loss']:.2f}" for row in rows])
     words = {"is": "are", "was": "were", "it": "they have", "fall": "fall", "at": f"at {losses} their eval losses are"}
     if len(rows) == 1:
@@ -214,7 +214,7 @@ def _worst(known: list[Json]) -> str:
 
 
 def _evenness(placement: str, table: Frame, column: int) -> str:
-    """One placement's first and last block's gradient norm at the first (0) or last (-1) logged step."""
+    """Compare a placement's gradient norms in the first and last block at the first (0) or last (-1) logged step."""
     ratio, column = _ratio(table, column) or 1.0, column if _ratio(table, column) else 0
     blocks, step = table.loc[1:], table.columns[column]
     low, high = ("first", "last") if ratio >= 1 else ("last", "first")

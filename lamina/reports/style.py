@@ -99,7 +99,7 @@ def looks(placements: Iterable[str]) -> dict[str, Look]:
 
 
 def colors(placements: Iterable[str]) -> dict[str, str]:
-    """One color for each placement, the same in every figure of a page."""
+    """Return one color for each placement, the same in every figure of a page."""
     return {name: chosen.color for name, chosen in looks(placements).items()}
 
 
@@ -132,13 +132,13 @@ class Shown:
 
 
 def rgba(color: str, alpha: float) -> str:
-    """A hexadecimal color with transparency."""
+    """Return a hexadecimal color with transparency."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
 
 
 def polish(figure: go.Figure, height: int) -> go.Figure:
-    """The look of every figure: white, thin grid lines, the legend above, ticks at whole layers."""
+    """Give a figure the common look: white, thin grid lines, the legend above, ticks at whole layers."""
     figure.update_layout(
         height=height,
         template="none",
@@ -203,7 +203,7 @@ def _honest_axis(figure: go.Figure, values: np.ndarray) -> None:
 
 
 def log_scale(values: np.ndarray) -> dict[str, Any]:
-    """Range and ticks of a logarithmic axis for its values, over a decade or more; empty if none is positive."""
+    """Return range and ticks of a logarithmic axis for its values, a decade or more; empty if none is positive."""
     exponents = np.log10(values[np.isfinite(values) & (values > 0)])
     if not len(exponents):
         return {}
@@ -234,7 +234,7 @@ def to_html(figure: go.Figure) -> str:
 
 
 def _uncover(figure: go.Figure) -> bool:
-    """Dash lines that hide each other in turns, so that each color shows; return whether there were any.
+    """Dash lines that hide each other in turns, so that each color shows; returns whether there were any.
 
     Two lines of a panel hide each other where half of their points or more are within 1.2 % of the axis.
     """
@@ -269,12 +269,12 @@ def _heights(values: object, *, log: bool) -> np.ndarray:
 
 
 def thin(frame: Frame, count: int) -> Frame:
-    """At most about ``count`` rows, evenly spaced, always including the last."""
+    """Keep at most about ``count`` rows, evenly spaced, always including the last."""
     return frame.iloc[evenly(len(frame), count)]
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Ticks between two powers of ten, by their exponents: finer within two decades, decades beyond that."""
+    """Return ticks between two powers of ten, as exponents and as texts: finer within two decades, else decades."""
     steps = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 2 else (1,)
     every = max(1, math.ceil((high - low) / 9))
     exponents = [

@@ -69,32 +69,32 @@ def table(
 
 
 def text(name: str, title: str | None = None, kind: str = "") -> Field:
-    """A column of texts: what ``name`` is in each row, escaped."""
+    """Return a column of texts: what ``name`` is in each row, escaped."""
     return Field(name if title is None else title, lambda row: escape(str(row[name])), kind)
 
 
 def number(name: str, form: str, title: str | None = None, kind: str = "number", missing: str = NONE) -> Field:
-    """A column of numbers, printed as ``form`` says; a dash where one is missing or not finite."""
+    """Return a column of numbers, printed as ``form`` says; a dash for one that is missing or not finite."""
     return Field(name if title is None else title, lambda row: in_form(row[name], form, missing), kind)
 
 
 def status(name: str, title: str) -> Field:
-    """A column of statuses, or of verdicts, as small labels."""
+    """Return a column of statuses, or of verdicts, as small labels."""
     return Field(title, lambda row: chip(str(row[name])))
 
 
 def placements(colors: Mapping[str, str], name: str = "placement", title: str = "placement") -> Field:
-    """A column of placements' names, each after the dot in its color."""
+    """Return a column of placements' names, each after the dot in its color."""
     return Field(title, lambda row: swatch(colors[row[name]]) + escape(str(row[name])), "name")
 
 
 def in_form(value: object, form: str, missing: str = NONE) -> str:
-    """A number in a format, or a dash where it is none or not finite."""
+    """Format a number; a dash for one that is missing or not finite."""
     return format(value, form) if is_number(value) else missing
 
 
 def with_spread(value: str, std: object, form: str) -> str:
-    """A number, followed by its standard deviation where it has one."""
+    """Add to a number its standard deviation, if it has one."""
     return f'{value} <span class="spread">± {std:{form}}</span>' if is_number(std) else value
 
 
@@ -116,14 +116,14 @@ _CHIPS = {word: status.value for status in Status for word in (status.value, *_W
 
 
 def chip(word: str, label: str | None = None) -> str:
-    """A status, or a verdict, as a small label; its class says how bad it is."""
+    """Return a status, or a verdict, as a small label; its class says how bad it is."""
     kind = _CHIPS.get(word, "failed" if word else "unknown")
     label = word if label is None else label
     return f'<span class="chip {kind}">{escape(label or "–")}</span>'
 
 
 def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
-    """The placements, each at its best learning rate, best first."""
+    """Return the table of the placements, each at its best learning rate, best first."""
     several = bool((summary["learning_rates"] > 1).any())
     fields = [Field("", lambda row: in_form(row["rank"], ".0f"), "rank")]
     for column in _present(RANKING, summary):
@@ -139,7 +139,7 @@ def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
 
 
 def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
-    """All trials, best first, with the reason of each one's status."""
+    """Return the table of all trials, best first, with the reason of each one's status."""
     ordered = results.assign(order=[(severity(s) > 0) * (1 + severity(s)) for s in results["status"]])
     ordered = ordered.sort_values(["order", "eval_loss"], na_position="last", kind="stable")
     return table([_field(column, colors) for column in _present(TRIALS, results)], rows_of(ordered), "trials")
@@ -151,7 +151,7 @@ def _present(columns: Iterable[Column], frame: Frame) -> list[Column]:
 
 
 def _field(column: Column, colors: Mapping[str, str]) -> Field:
-    """A result's column as one of a page's table."""
+    """Turn a result's column into one of a page's table."""
     if column.name == "placement":
         return placements(colors, title=column.title)
     if column.name == "status":
@@ -173,14 +173,14 @@ def _loss(row: Row) -> str:
 
 
 def _with_share(column: Column, share: str, row: Row) -> str:
-    """Print a count and the share that it is of all, in percent."""
+    """Format a count, and its share of all in percent."""
     count = row[column.name]
     part = f' <span class="spread">{100 * row[share]:.2g} %</span>' if math.isfinite(count) and count else ""
     return in_form(count, column.format or "") + part
 
 
 def settings_table(settings: Mapping[str, object]) -> str:
-    """Names and values in columns; nested settings with dotted names."""
+    """Return names and values in columns; nested settings have dotted names."""
     items = [
         f"<div><dt>{escape(str(name).replace('_', ' '))}</dt><dd>{escape(_value(value))}</dd></div>"
         for name, value in flatten(dict(settings)).items()

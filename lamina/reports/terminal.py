@@ -65,7 +65,7 @@ def compare(folder: Path, results: Frame) -> str:
 
 
 def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str:
-    """The ranking of a study's results, with the notices; ``settings``: the study's."""
+    """Return the ranking of a study's results, with the notices; ``settings``: the study's."""
     summary = summarize(results)
     lines, above = [f"{'':>3} {'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"], []
     for row in rows_of(summary):
@@ -96,14 +96,14 @@ def max_lr(folder: Path, results: Frame) -> str:
 
 
 def transfer(folder: Path, results: Frame) -> str:
-    """A transfer's rates, sentences and roles, and where the page and the numbers are."""
+    """Return a transfer's rates, sentences and roles, and where the page and the numbers are."""
     del results
     summary = read_json(folder / TRANSFER)
     return f"{transferred(summary)}\n\n{_files(folder, RESULTS, TRANSFER)}"
 
 
 def transferred(summary: Json) -> str:
-    """The content of transfer.json."""
+    """Return the content of transfer.json as text."""
     lines = [f"{'learning rate':>13} {'on the proxy':<13} {'eval loss':>9}  at another width"]
     for rate in summary["rates"]:
         loss = in_form(rate["eval_loss"], ".4f", "-") + ("*" if rate["best"] else " ")
@@ -118,7 +118,7 @@ def transferred(summary: Json) -> str:
 
 
 def coord_check(folder: Path, slopes: Frame) -> str:
-    """The exponent of each module's outputs, the verdict, and where the page and the numbers are."""
+    """Return the exponent of each module's outputs, the verdict, and where the page and the numbers are."""
     sizes = slopes[slopes["metric"] == "size"]
     last = int(sizes["step"].max())
     lines = [f"{'module':<36} {'at the start':>13} {f'after {last} steps':>14}  over the steps"]
@@ -154,7 +154,7 @@ def preflight(folder: Path | None, rows: Frame) -> str:
 
 
 def preflight_json(folder: Path | None, rows: Frame) -> str:
-    """The table as a list of objects; NaN and infinities are null."""
+    """Return the table as a JSON list of objects; NaN and infinities are null."""
     del folder
     return json.dumps(finite(rows_of(rows)), indent=2, ensure_ascii=False)
 
@@ -174,7 +174,7 @@ def _layers(row: Json) -> str:
 
 
 def evaluation(folder: Path, result: Json) -> str:
-    """The table of scores, the notes, and where the page and the numbers are."""
+    """Return the table of scores, the notes, and where the page and the numbers are."""
     lines = [(folder / "table.md").read_text(encoding="utf-8").rstrip()]
     lines += [f"left out: {model['name']} ({model['left_out']})" for model in result["models"] if model["left_out"]]
     notes = dict.fromkeys(f"{unit['unit']}: {note}" for unit in result["units"] for note in unit["notes"])

@@ -78,7 +78,7 @@ def max_lr(
 def open_study(
     kind: Kind, record: type[G], settings: G | Mapping[str, Any], resume: Resume, overwrite: bool, bar: bool
 ) -> tuple[Job[G], G, Mapping[str, OneRun]]:
-    """Open a study's job, check its trials, and read the data that they then find in the cache.
+    """Open a study's job, check its trials, and read their data into the cache.
 
     Returns:
         the job, its settings with precision and compilation decided, and the trials' settings by id.
@@ -117,7 +117,7 @@ def run_study(
     keys: Sequence[str] = ("placement", "learning_rate", "seed"),
     of_trial: str = "lamina.training.pretrain:pretrain",
 ) -> pd.DataFrame:
-    """Run the trials that have not ended yet, in the job's folder, which is ours; returns the rows of results.csv.
+    """Run the trials that have not ended yet in the job's folder; returns the rows of results.csv.
 
     ``complete`` are the values for study.yaml, ``keys`` the trial's settings that are columns of results.csv,
     ``of_trial`` is what a trial does, "module:function".

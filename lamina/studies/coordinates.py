@@ -118,7 +118,7 @@ def coord_check(
 def measure(
     settings: PretrainSettings, ids: torch.Tensor, vocab_size: int, tick: Callable[[], object] = lambda: None
 ) -> list[Measurement]:
-    """The measurements of one size and seed; ``ids``: the batch's token ids [blocks, tokens].
+    """Measure one size and seed; ``ids``: the batch's token ids [blocks, tokens].
 
     The model trains as in a run at a constant rate whose every batch is this one.
     """
@@ -170,7 +170,7 @@ def measure(
 
 
 class OneBatch(ArrayBlocks):
-    """One batch of token ids [blocks, tokens], again and again."""
+    """One batch of token ids [blocks, tokens], repeated without end."""
 
     in_order = True
 
@@ -180,7 +180,7 @@ class OneBatch(ArrayBlocks):
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Each module's output in the forward pass, by its name, in float32."""
+    """Yield each module's latest output by the module's name, in float32."""
     outputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -200,7 +200,7 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def slopes(table: Frame, tolerance: float) -> Frame:
-    """The exponent e of value ~ size^e for each module and step, and whether it is flat; size: the width or depth.
+    """Fit the exponent e of value ~ size^e for each module and step, and judge it; the size is the width or depth.
 
     The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). Modules of the
     same name are averaged over the layers (over depth, over the ``shares``); ``low`` and ``high`` are their extremes.
@@ -237,7 +237,7 @@ def shares(table: Frame) -> Frame:
 
 
 def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
-    """The content of result.json: flat, grows, shrinks or broken, and the modules that are not flat at some step.
+    """Return the content of result.json: the worst verdict (flat, grows, shrinks or broken) and its modules.
 
     Two things start smaller by up to n^-1/2, as expected, and grow during training: under muP the logits, and under
     CompleteP a stream that its branches fill, as the sum of L random branches that are divided by L.

@@ -1,4 +1,4 @@
-"""A dry run: what the trials of a study are and would cost, from models on the meta device; nothing is read or trained.
+"""A dry run: the sizes and costs of a study's trials, from models on the meta device; nothing is read or trained.
 
 No text, tokenizer or weight is loaded, so a scale of thousands of GPU-hours is checked on a laptop without a network:
 each trial's settings and placement are resolved, its model is built in full (without memory for its weights), and its
@@ -46,7 +46,7 @@ COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "f
 
 
 def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
-    """Build a model of every arm on the meta device and count.
+    """Build a model of every arm on the meta device, and count its parameters and FLOPs.
 
     Args:
         arms: by arm, the complete settings of its trials by any name, which differ in rate and seed alone.
@@ -100,7 +100,7 @@ def table(frame: Frame) -> str:
 def minutes_here(
     arms: Mapping[str, Mapping[str, PretrainSettings]], frame: Frame, *, workers: int, threads: int | None
 ) -> str:
-    """Say how many minutes the rows of ``dry_run`` take on this machine; empty for models too large to try.
+    """Estimate in a sentence how many minutes the trials take here; empty for models too large to try.
 
     Two steps of the first trial are timed, on tokens at random; the other trials take as long by their FLOPs.
     """
@@ -152,7 +152,7 @@ def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
 
 
 def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, int, float]:
-    """Count parameters, those that one token uses, vocabulary, tokens per item and FLOPs per token, once per model."""
+    """Count a trial's parameters, those that one token uses, its vocabulary, tokens per item and FLOPs per token."""
     import torch
 
     from lamina.modeling.backbones.presets import parameters_of

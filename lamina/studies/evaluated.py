@@ -63,7 +63,7 @@ def _candidate(folder: Path, row: Json, rows: pd.DataFrame) -> Candidate:
 
 
 def evaluate_runs(settings: EvalSettings | Mapping[str, object], **modes: Any) -> Json:
-    """Evaluate models, the runs of a study's folder among them; see ``lamina.evaluation.job.evaluate``."""
+    """Evaluate models; a study's folder stands for its runs. See ``lamina.evaluation.job.evaluate``."""
     from lamina.evaluation.job import evaluate
 
     return evaluate(settings, expand=runs_of, **modes)

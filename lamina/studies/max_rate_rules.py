@@ -40,13 +40,13 @@ RULES = (NON_FINITE, SPIKE, PLATEAU, STUCK, NONE)
 
 @dataclass(frozen=True)
 class MaxRateRules:
-    """The settings, whose thresholds these are, and the corpus's unigram entropy in nats per token."""
+    """The rules of a run: its settings, which hold the thresholds, and the unigram entropy in nats per token."""
 
     given: RisingSettings
     unigram_entropy: float
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1: the first has none."""
+        """Return the learning rate of a step; steps count from 1, whose rate is 0."""
         return self.given.max_learning_rate * (step - 1) / self.given.steps
 
 
@@ -71,7 +71,7 @@ class Stop:
 
 
 def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
-    """The mean of the last ``window`` losses at each step, of fewer at the beginning: [steps] -> [steps]."""
+    """Return the mean of the last ``window`` losses at each step, fewer at the beginning: [steps] -> [steps]."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
     ends = np.arange(1, len(sums))
     starts = np.maximum(0, ends - window)
@@ -79,7 +79,7 @@ def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 
 
 def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
-    """The first failure in the losses of the steps from 1; None if there is none yet.
+    """Find the first failure in the losses of the steps from 1; None if there is none yet.
 
     ``broken``: the run ended after these losses because something else was not finite.
     """
@@ -145,7 +145,7 @@ def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int
 
 
 def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
-    """Whether the loss has begun to fall."""
+    """Return whether the loss has begun to fall."""
     return bool(low <= smooth[0] - 2 * rules.given.plateau_margin)
 
 
@@ -162,7 +162,7 @@ def _stop(rule: str, rules: MaxRateRules, smooth: np.ndarray, step: int, seen: i
 
 @dataclass(kw_only=True)
 class MaxRateGuard(DivergenceGuard):
-    """Reads every step's loss and, at each record, ends the run if one of the rules holds.
+    """A guard that reads every step's loss, and ends the run at a record where one of the rules holds.
 
     The rules look at the losses by step alone, so that the result does not depend on when they are read, on the
     device, or on a kill in between.
@@ -189,7 +189,7 @@ class MaxRateGuard(DivergenceGuard):
         self.losses = list(state.get("losses_by_step", []))
 
     def outcome(self, status: Status) -> Json:
-        """Return the largest rate by columns of result.json, "finished" if it was found; nothing if it was stopped."""
+        """Return the columns of result.json with the largest rate; none for a run that was stopped early."""
         if not status.ended:
             return {}
         stop = find_stop(self.losses, self.rules, broken=status == Status.DIVERGED)

@@ -27,7 +27,7 @@ _CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; 
 
 
 def start(task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> Process:
-    """Start a trial in its own process; ``environment`` replaces variables of this one's."""
+    """Start a trial in its own process; ``environment`` replaces variables of this process."""
     request = {
         **task.to_request(),
         "environment": {**os.environ, **environment},
@@ -40,7 +40,7 @@ def start(task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 def prepare() -> None:
-    """Start importing what the trials share while the study still does other work."""
+    """Start the server early, so that it imports what trials share while the study does other work."""
     if sys.platform.startswith("linux"):
         Server.running()
 
@@ -69,7 +69,7 @@ class Server:
 
     @classmethod
     def running(cls) -> Server:
-        """This process's server, started if it does not run."""
+        """Return this process's server, started if it does not run."""
         with cls._starting:
             server = cls._current
             if server is None or server.owner != os.getpid() or server.process.poll() is not None:
@@ -121,7 +121,7 @@ class Forked:
     number: int
 
     def exit_code(self) -> int | None:
-        """The trial's exit code; None while it runs."""
+        """Return the trial's exit code; None while it runs."""
         return self.server.code(self.number)
 
     def terminate(self) -> None:
@@ -149,7 +149,7 @@ class Alone:
             self.process.stdin.flush()
 
     def exit_code(self) -> int | None:
-        """The trial's exit code; None while it runs."""
+        """Return the trial's exit code; None while it runs."""
         return self.process.poll()
 
     def terminate(self) -> None:

@@ -21,7 +21,7 @@ _OF_A_TRIAL = {"placement", "learning_rate", "seed", "hidden_size", "base_width"
 
 
 def write_study(folder: Path, study: Mapping[str, Any]) -> None:
-    """Write study.yaml; one whose digest does not match is never used."""
+    """Write study.yaml with its digest."""
     write_sealed(folder / STUDY, study)
 
 
@@ -44,12 +44,12 @@ def read_study(folder: Path) -> Json:
 
 
 def stored_study(folder: Path) -> Json:
-    """The settings of the study in a folder. Raises UserError if it holds no whole record."""
+    """Return the settings of the study in a folder. Raises UserError if it holds no whole record."""
     return read_study(folder)["settings"]
 
 
 def refuse_another_trial(trial: PretrainSettings, plan: Plan) -> None:
-    """Raise UserError if a trial has another plan now, or if it ended with other settings than the study now has."""
+    """Raise UserError if a trial's plan has changed, or if it ended with other settings than the study now has."""
     folder = Path(trial.output)
     known = json.loads(json.dumps(plan.to_dict()))
     try:
@@ -83,7 +83,7 @@ def refuse_another_trial(trial: PretrainSettings, plan: Plan) -> None:
 def refuse_mixture(
     trials: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Any], free: Collection[str] = _OF_A_TRIAL
 ) -> None:
-    """Raise UserError if the stored settings of the trials, by the trials' names, are not of one experiment.
+    """Raise UserError if the trials' stored settings, given by trial, are not of one experiment.
 
     ``expected``: values that all trials must have; any other setting must be the same in all. The ``free`` settings,
     and how a trial was run, may differ.

@@ -1,4 +1,4 @@
-"""Runs tasks with a progress bar, each in a process of its own, so that a failed trial is a row and not a crash."""
+"""Running tasks with a progress bar, each in its own process, so that a failed trial is a row and not a crash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lamina.studies.worker import BUSY, DISK_FULL
 
 
 class Progress:
-    """One bar over all the steps of all trials, or a line every so often, and one line per trial that ends."""
+    """One bar over the steps of all trials (or a line every 30 seconds), and one line per trial that ends."""
 
     def __init__(self, trials: Mapping[str, Task], *, done: int, waiting: int = 0, show: bool):
         self.trials, self.show = trials, show
@@ -173,7 +173,7 @@ Ended: TypeAlias = Callable[[str, Json], None]
 
 
 class Executor(Protocol):
-    """Runs tasks, several at a time."""
+    """A function that runs tasks, several at a time."""
 
     def __call__(
         self, trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]
@@ -185,7 +185,7 @@ class Executor(Protocol):
 def gpus() -> list[str]:
     """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA.
 
-    None for a PyTorch that is built for the CPU alone.
+    Empty if PyTorch is built for the CPU alone.
     """
     import torch
 
@@ -198,7 +198,7 @@ def gpus() -> list[str]:
 
 
 def usual_workers(device: str = "auto") -> int:
-    """Return how many trials run at a time where nothing is said: one per GPU, or one per core."""
+    """Return the default number of trials at a time: one per GPU, or one per core without GPUs."""
     return (0 if device == "cpu" else len(gpus())) or cores()
 
 
@@ -215,8 +215,8 @@ def run_tasks(
     """Run every task; ``ended`` gets each one's name and result, as soon as it has one.
 
     Args:
-        done: how many more trials the study has that need not run, for the bar.
-        waiting: how many more wait for these, for the bar.
+        done: for the bar, how many more trials of the study need not run.
+        waiting: for the bar, how many more wait for these.
         workers: how many run at a time; None for one per GPU, or per core without one.
         ended: called after each task.
 

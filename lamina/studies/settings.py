@@ -44,7 +44,7 @@ _ONE_INIT = (
 
 @takes(Numbers)
 def seed_list(name: str, value: object) -> str:
-    """Comma-separated seeds, at least one and none twice."""
+    """Check seeds, at least one and none twice; returns them comma-separated."""
     listed = comma_separated(name, value)
     for seed in numbers(name, listed, int):
         seed_number(name, seed)
@@ -62,7 +62,7 @@ class SeedsSettings(Settings, group="steps and learning rate"):
 
 
 def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
-    """A mapping from placements to comma-separated rates, or its text form."""
+    """Check rates by placement: a mapping to comma-separated rates, or its text form."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
@@ -104,14 +104,12 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         object.__setattr__(self, "learning_rates_of", "; ".join(f"{spec}={rates}" for spec, rates in own.items()))
 
     def rates(self, spec: str) -> list[float]:
-        """The learning rates of a placement: its own, or the common ones."""
+        """Return a placement's learning rates: its own, or the common ones."""
         own = self._own_rates().get(spec)
         return numbers("learning_rates" if own is None else "learning_rates_of", own or self.learning_rates, float)
 
     def _own_rates(self) -> dict[str, str]:
-        """Read comma-separated rates by placement. Raises UserError for invalid rates or a placement that is not
-        compared.
-        """
+        """Read the rates by placement. Raises UserError for invalid ones, or a placement that is not compared."""
         rates_of = self.learning_rates_of
         if isinstance(rates_of, str):  # the last "=": a placement's options contain others
             parts = [part.rpartition("=") for part in rates_of.split(";") if part.strip()]
@@ -131,7 +129,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         return own
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """The trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
+        """Return the trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
         trials: dict[str, PretrainSettings] = {}
         common = self.shared_with(PretrainSettings) | {"init": self.init.removeprefix(SAME)}
         rates = {spec: self.rates(spec) for spec in self.specs}
@@ -147,7 +145,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
 
 
 def slug(spec: str) -> str:
-    """A spec as a folder's name: ``mix_ln(alpha=0.5)`` becomes ``mix_ln-alpha-0.5``."""
+    """Return a spec as a folder's name: ``mix_ln(alpha=0.5)`` becomes ``mix_ln-alpha-0.5``."""
     target = re.sub(r"[^(]*/", "", spec)
     slug = re.sub(r"[^\w.]+", "-", target).strip("-.")
     # Two specs that differ only in signs or folders must not share a folder, whatever their order.
@@ -210,7 +208,7 @@ class MaxRateSettings(
     seed: int = changed(0, help="seed of the weights, the data's order and everything else that is random")
 
     def run(self) -> PretrainSettings:
-        """The run's settings: the warm-up takes all steps, so that nothing decays. Raises UserError."""
+        """Return the run's settings: the warm-up takes all steps, so that nothing decays. Raises UserError."""
         shared = self.shared_with(PretrainSettings)
         return PretrainSettings(**shared, learning_rate=self.max_learning_rate, warmup=float(self.steps))
 
@@ -237,7 +235,7 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
             trial.run()
 
     def trials(self) -> dict[str, MaxRateSettings]:
-        """The trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
+        """Return the trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
         common: Json = self.shared_with(MaxRateSettings) | {"init": self.init.removeprefix(SAME)}
         trials = {}
         # Seeds outermost: a study that stops early has every placement once before any twice.
@@ -250,7 +248,7 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
 
 @takes(Numbers)
 def sizes_list(name: str, value: object) -> str:
-    """Comma-separated widths or depths, at least two."""
+    """Check widths or depths, at least two; returns them comma-separated."""
     listed = comma_separated(name, value)
     if len(numbers(name, listed, int)) < 2:
         raise UserError(f"{name}: {listed!r} is one {name.rstrip('s')} (allowed: two or more, comma-separated)")
@@ -259,7 +257,7 @@ def sizes_list(name: str, value: object) -> str:
 
 @takes(Numbers)
 def depths_or_none(name: str, value: object) -> str:
-    """Comma-separated depths, or an empty text."""
+    """Check depths as ``sizes_list`` does; an empty text stands for none."""
     return sizes_list(name, value) if comma_separated(name, value) else ""
 
 
@@ -345,7 +343,7 @@ class CoordCheckSettings(
         return self.base_depth or (self.all_sizes[0] if self.depths else None)
 
     def runs(self) -> dict[tuple[int, int], PretrainSettings]:
-        """The run of each size and seed. Raises UserError for a value that is invalid in one of them."""
+        """Return the run of each size and seed. Raises UserError for a value that is invalid in one of them."""
         common = self.shared_with(PretrainSettings)
         if self.width_scaling != "none":
             common["base_width"] = self.reference_width
@@ -361,7 +359,7 @@ class CoordCheckSettings(
 
 @takes(Numbers)
 def rates_or_none(name: str, value: object) -> str:
-    """Comma-separated learning rates, or an empty text."""
+    """Check learning rates; an empty text stands for none."""
     listed = comma_separated(name, value)
     return rate_list(name, listed) if listed else listed
 
@@ -421,7 +419,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         self.trials()
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """The trials by id, the proxy's first. Raises UserError for an invalid value in one."""
+        """Return the trials by id, the proxy's first. Raises UserError for an invalid value in one."""
         grid = [(self.proxy_width, rate) for rate in numbers("learning_rates", self.learning_rates, float)]
         if self.verify_rates:
             wide = self.verify_width or self.target_width
@@ -447,5 +445,5 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         return int(resolve_backbone(self.backbone).hidden_size)
 
     def command(self) -> str:
-        """The command line for these settings; the base width follows from the proxy's."""
+        """Return the command line for these settings, without the base width, which follows from the proxy's."""
         return super().command().replace(f" --base-width {self.base_width}", "")

@@ -64,5 +64,5 @@ class Task:
 
 
 def task_of(request: Json) -> Task:
-    """Return the task of a request, of the class that wrote it."""
+    """Rebuild a task from a request, with the class that wrote it."""
     return load(request["task"]).from_request(request)

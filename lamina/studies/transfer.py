@@ -85,7 +85,7 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
 
 
 def summarize(results: Frame, settings: TransferSettings, factors: dict[str, float]) -> Json:
-    """The content of transfer.json: rates by width, the intervals, the target's rates by role, and the risk."""
+    """Return the content of transfer.json: rates by width, intervals, the target's rates by role, and the risk."""
     narrow = judged(results[results["hidden_size"] == settings.proxy_width], settings.best_margin)
     wide = sorted(set(results["hidden_size"]) - {settings.proxy_width})
     others = {int(w): judged(results[results["hidden_size"] == w], settings.best_margin) for w in wide}
@@ -154,7 +154,7 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
 
 
 def _stable(rates: list[Rate]) -> list[Rate]:
-    """The unbroken range of finished rates around the best one."""
+    """Return the unbroken range of finished rates around the best one."""
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []

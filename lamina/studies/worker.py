@@ -115,7 +115,7 @@ def run(request: Json) -> int:
 
 
 def _note(folder: Path, status: str, reason: str) -> None:
-    """Write how a trial ended, unless it had ended before and only a measurement failed, which may be repeated."""
+    """Record how a trial ended, unless it had ended before and only a repeatable measurement failed."""
     if (read_result(folder) or {}).get("status") not in ENDED:
         write_json(folder / RESULT, {"status": status, "reason": reason})
 

@@ -35,7 +35,7 @@ class Arm:
     settings: Json
 
     def trial(self, scale: Scale, learning_rate: float | None, seed: int) -> Settings:
-        """The settings of one trial. Raises UserError that names the setting."""
+        """Return the settings of one trial. Raises UserError that names the setting."""
         varied: Json = {} if learning_rate is None else {"learning_rate": learning_rate}
         if scale.tuning is not None and seed in scale.tuning_seeds:
             varied |= scale.tuning.settings
@@ -62,7 +62,7 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
 
 
 def refuse_without_effect(scale: Scale, changes: Json) -> None:
-    """Raise UserError for a change of what each arm or trial says itself."""
+    """Raise UserError for a change of a setting that the arms or trials set themselves."""
     own: dict[str, str] = {**ENGINE, "seed": "--seeds"}
     if scale.rates or scale.tuning is not None:
         own["learning_rate"] = "a copy of the study with other rates"
@@ -74,7 +74,7 @@ def refuse_without_effect(scale: Scale, changes: Json) -> None:
 
 
 def matches(values: Mapping[str, str], pattern: Json) -> bool:
-    """Whether values on the axes are those of a pattern under ``skip``."""
+    """Return whether values on the axes match a pattern under ``skip``."""
     listed = {axis: label if isinstance(label, list) else [label] for axis, label in pattern.items()}
     return all(values[axis] in map(str, labels) for axis, labels in listed.items())
 
@@ -151,7 +151,7 @@ class StudyPlan:
         return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
 
     def places(self, trial: StudyTrial) -> Json:
-        """Return what a trial's row says about its rate: ``tuned``, and ``at_edge`` in a study that tunes rates."""
+        """Return the columns about a trial's rate: ``tuned``, and ``at_edge`` in a study that tunes rates."""
         edge = {} if self.scale.tuning is None else {"at_edge": self.at_edge.get(self._number(trial))}
         return {"tuned": self.is_tuned(trial), **edge}
 
@@ -160,14 +160,14 @@ class StudyPlan:
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
-        """Return by arm the rate of another arm at which it is also trained, if that rate is known."""
+        """Return for each arm the best rate of another arm at which it is also trained, if that is known."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
         others = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
         return {number: self.chosen[other] for number, other in others.items() if other in self.chosen}
 
     def _chain(self, number: int, rate: float | None, seed: int) -> list[StudyTrial]:
-        """Return an arm's first trial and its stages' trials, those that are known."""
+        """Return an arm's first trial and the known trials of its stages."""
         stages = (self._staged(stage, number, rate, seed) for stage in self.scale.stages)
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
@@ -208,7 +208,7 @@ class StudyPlan:
     def _rates(
         self, tuning: Tuning, number: int, seeds: tuple[int, ...], result: Results
     ) -> tuple[list[float], Best | None]:
-        """The rates to try for an arm, and the best one once all of them are known."""
+        """Return the rates to try for an arm, and the best one once all of their results are known."""
         rates = sorted(tuning.rates)
         for widening in range(tuning.widen + 1):
             known: dict[float, list[Json]] = {}
@@ -230,7 +230,7 @@ class StudyPlan:
 
 
 def _label(arm: Arm, scale: Scale) -> str:
-    """An arm's labels, with the name of an axis that is a setting: ``keel, num_layers=8``."""
+    """Return an arm's labels, with the name of an axis that is a setting: ``keel, num_layers=8``."""
     plain = {axis for axis in scale.axes if axis == "placement" or axis not in scale.axes[axis][arm.values[axis]]}
     named = [label if axis in plain else f"{axis}={label}" for axis, label in arm.values.items()]
     return ", ".join(named) or str(arm.settings.get("placement", "all trials"))

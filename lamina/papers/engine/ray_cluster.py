@@ -33,7 +33,7 @@ _PASSED_ON = ("LAMINA_", "HF_", "OMP_", "MKL_", "TOKENIZERS_", "WANDB_", "TRACKI
 
 
 def executor(*, address: str | None, gpus: float, processes: int, cpus: int) -> Executor:
-    """Runs tasks on the cluster at ``address``; without one, on a cluster of this machine that ends with this process.
+    """Return a function that runs tasks on the cluster at ``address``, or on a temporary one of this machine.
 
     Args:
         address: of the cluster: HOST:PORT, ray://HOST:PORT, or auto.
@@ -171,7 +171,7 @@ def run_together(request: Json, environment: Mapping[str, str], shares: Json) ->
 
 
 def _free_place() -> tuple[str, int]:
-    """This node's address and a port that is free."""
+    """Return this node's address and a free port."""
     ray = importlib.import_module("ray")
     with socket.socket() as free:
         free.bind(("", 0))

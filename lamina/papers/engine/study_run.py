@@ -193,7 +193,7 @@ def run_study(
 
 
 def output_of(settings: Mapping[str, object]) -> Path:
-    """The study's folder: the output given, or runs/studies/STUDY-SCALE. Raises UserError for no study."""
+    """Return the study's folder: the output given, or runs/studies/STUDY-SCALE. Raises UserError for no study."""
     record = StudySettings.from_dict(settings)
     name = record_name(record)
     return Path("runs") / "studies" / name if record.output is None else Path(record.output)
@@ -231,7 +231,7 @@ def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
 
 
 def make_plan(study: StudyDefinition, settings: StudySettings) -> StudyPlan:
-    """The plan of a study's scale, with the seeds and settings that the user changed. Raises UserError."""
+    """Return the plan of a study's scale, with the seeds and settings that the user changed. Raises UserError."""
     read_again()
     scale = study.scale(settings.scale)
     if settings.seeds is not None:
@@ -371,7 +371,7 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
 def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:
     """Return what the trials were trained on, without those that come from other records.
 
-    Where the records know it of more of them than the store, whose trials may be gone, it is the records' word.
+    If the records know it of more trials than the store, whose trials may be gone, the records count.
     """
     found = [store.machines(keys)]
     if (records / STUDY).is_file() and set(recorded_keys(records)) <= set(keys):
@@ -400,7 +400,7 @@ def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | No
 
 
 def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
-    """The rows of a study as a table: the key, the axes, then the columns of a result."""
+    """Return the rows of a study as a table: the key, the axes, then the columns of a result."""
     import pandas as pd
 
     rows = list(rows)

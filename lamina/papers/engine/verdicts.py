@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def judge_study(
     study: StudyDefinition, scale: Scale, results: pd.DataFrame, store: Store, *, missing: int = 0, looks: int = 1
 ) -> list[Json]:
-    """The verdict on each of a study's claims.
+    """Judge each of a study's claims; returns a verdict for each.
 
     ``missing``: how many of its planned trials have not ended. Nothing is judged before all have. ``looks``: how often
     its verdicts were recorded, each time with other trials, this time included. Raises UserError for a claim over
@@ -63,7 +63,7 @@ def judge_study(
 
 
 def _reader(scale: Scale, store: Store) -> Reader:
-    """Return what reads a trial's table under the name that a claim gives it: as in the YAML, or the probe's alone."""
+    """Return a function that reads a trial's table by its name in the YAML, or by its probe's name."""
 
     def read(key: str, name: str, at: str) -> Frame | None:
         listed = scale.all_measures.get(at, ())
@@ -99,7 +99,7 @@ def all_verdicts(records: Path | None = None) -> list[Json]:
 
 
 def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
-    """Every claim of a study with its verdict at every scale that was recorded.
+    """Return every claim of a study with its verdict at every scale that was recorded.
 
     Of a study of the catalog, a claim without one is `not run yet`, with the command. Raises UserError for a file that
     can't be read.

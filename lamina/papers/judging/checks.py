@@ -103,7 +103,7 @@ def lower(
     by: float | None = None,
     any_status: bool = False,
 ) -> Finding:
-    """Whether arm ``a`` has the lower value, paired over seeds, by at least ``by``.
+    """Judge whether arm ``a`` has the lower value, paired over seeds, by at least ``by``.
 
     Holds if the 95 % t interval of the difference lies below 0 and its mean at ``by`` or lower; `reversed` by the same
     rule with the arms exchanged, `excluded` if a difference of ``by`` is excluded at the same level; else, and with
@@ -123,36 +123,36 @@ def higher(
     by: float | None = None,
     any_status: bool = False,
 ) -> Finding:
-    """Whether arm ``a`` has the higher value: ``lower`` with the sides exchanged."""
+    """Judge whether arm ``a`` has the higher value: ``lower`` with the sides exchanged."""
     return _compared(trials, (a, than), column, Region(above=0.0), by=by, any_status=any_status)
 
 
 def ordered(trials: Trials, arms: Sequence[Arm], *, column: str = "eval_loss", by: float | None = None) -> Finding:
-    """Whether the arms' values rise in this order: each arm ``lower`` than the next."""
+    """Judge whether the arms' values rise in this order: each arm ``lower`` than the next."""
     return all_of(*(lower(trials, a, than=b, column=column, by=by) for a, b in itertools.pairwise(arms)))
 
 
 def equivalent(trials: Trials, a: Arm, b: Arm, *, within: float = 0.02, column: str = "eval_loss") -> Finding:
-    """Whether the arms differ by less than ``within``: two one-sided tests on the pairs, an interval inside."""
+    """Judge whether the arms differ by less than ``within``: two one-sided tests on the pairs, an interval inside."""
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return _compared(trials, (a, b), column, region)
 
 
 def no_worse(trials: Trials, a: Arm, *, than: Arm, within: float = 0.01, column: str = "eval_loss") -> Finding:
-    """Whether arm ``a`` is at most ``within`` above the other: lower, or level."""
+    """Judge whether arm ``a`` is at most ``within`` above the other: lower, or level."""
     region = Region(below=within, text=f", claimed at most {number(within)}")
     return _compared(trials, (a, than), column, region)
 
 
 def values_of(trials: Trials, arm: Arm, column: str = "eval_loss") -> dict[int, float]:
-    """An arm's values of a column by seed, of the runs that trained."""
+    """Return an arm's values of a column by seed, of the runs that trained."""
     return _read(trials, arm, column).values
 
 
 def same_as_recorded(
     trials: Trials, a: Arm, *, record: Path, axis: str, value: str, where: str, column: str = "eval_loss"
 ) -> Finding:
-    """Whether an arm differs from one that another study recorded, whose trials had other seeds (Welch's t test).
+    """Judge whether an arm differs from another study's recorded one, whose trials had other seeds (Welch's t test).
 
     Args:
         a: the arm here.
@@ -176,7 +176,7 @@ def same_as_recorded(
 
 
 def fails_to_train(trials: Trials, a: Arm) -> Finding:
-    """Whether at least two thirds of the arm's seeds diverged or got stuck, and more than a third by an exact test.
+    """Judge whether at least two thirds of the arm's seeds diverged or got stuck (more than a third by an exact test).
 
     It is reversed if at most a third did, and less than two thirds by the same test.
     """
@@ -184,12 +184,12 @@ def fails_to_train(trials: Trials, a: Arm) -> Finding:
 
 
 def trains(trials: Trials, a: Arm) -> Finding:
-    """Whether at least two thirds of the arm's seeds finished and learned; judged as ``fails_to_train``."""
+    """Judge whether at least two thirds of the arm's seeds finished and learned, as ``fails_to_train`` does."""
     return _share(trials, a, (Status.FINISHED.value,), "trained")
 
 
 def optimum(trials: Trials, a: Arm, column: str = "eval_loss") -> Optimum:
-    """The best learning rate of an arm's sweep: a parabola through the mean losses over log rate.
+    """Find the best learning rate of an arm's sweep: a parabola through the mean losses over log rate.
 
     Runs that diverged or got stuck make their rate infinitely bad; those that failed or were interrupted say nothing.
     Raises ValueError if no rate trains.

@@ -30,8 +30,8 @@ _SCORE, _GAIN = "score", "reward_gain"
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
     """Return the rows that claims may read if the seeds ``tuning`` chose each arm's rate.
 
-    At the chosen rates, those of the study's other ``seeds`` alone; where fewer than 5 of these remain, all rows, with
-    True in the column ``tuned_on``. ``rates`` says of each row how many rates its arm was tried at.
+    At the chosen rates, only the study's other ``seeds`` remain. If these are fewer than 5, all rows remain, and those
+    of the tuning seeds have True in ``tuned_on``. ``rates`` is the number of rates at which a row's arm was tried.
     """
     if not tuning or not len(results):
         return results
@@ -80,7 +80,7 @@ def limited(
 
 
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
-    """Return the arms that are not past the bigram table; none if ``enough`` says that one other arm suffices."""
+    """Name the arms that are not past the bigram table; none if one is past it and that is ``enough``."""
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
     several = not arms or rows.groupby(arms, dropna=False)["learning_rate"].nunique().max() > 1
@@ -130,12 +130,12 @@ def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) 
 
 
 def _arms(axes: Sequence[str]) -> list[str]:
-    """The axes that tell arms apart."""
+    """Return the axes that tell arms apart."""
     return [axis for axis in axes if axis not in (*NO_ARM, STAGE)]
 
 
 def _each(rows: Frame, by: Sequence[str]) -> Iterator[tuple[str, Frame]]:
-    """Yield the rows of each arm with its name, the values in which the arms differ."""
+    """Yield the rows of each arm with its name, made of the values in which the arms differ."""
     by = [column for column in by if column in rows]
     named = [column for column in by if rows[column].nunique(dropna=False) > 1] or by[:1]
     for _, part in rows.groupby(by, dropna=False, sort=False) if by and len(rows) else ():
@@ -219,10 +219,9 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
 
 
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
-    """The claims of a file, in its order. The file runs as code; ``trusted``: no warning says so.
+    """Load the claims of a file, in its order. The file runs as code; ``trusted``: no warning says so.
 
-    Raises UserError that names the file: for whatever it raises, and for a claim that is not of the study whose name
-    the file has.
+    Raises UserError that names the file: for any error in it, and for a claim of another study than the file's.
     """
     if not path.is_file():
         raise UserError(f"claims {str(path)!r}: no such file")

@@ -47,7 +47,7 @@ def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
 
 
 def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float], *, at: str = "end") -> BySeed:
-    """``value`` of each seed's table of a probe ("init" or "end") or of a record (at="records").
+    """Return ``value`` of each seed's table of a probe ("init" or "end") or of a record (at="records").
 
     At the end only runs that trained count: the layers of one that got stuck say nothing, and neither do those of an
     arm most of whose runs ended before they had learned (``short``). Seeds whose number is not finite are left out.
@@ -62,44 +62,44 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
 
 
 def rows(table: Frame, **values: object) -> Frame:
-    """The rows with these values in these columns; a list allows each of its values."""
+    """Return the rows with these values in these columns; a list allows each of its values."""
     for column, value in values.items():
         table = table[table[column].isin(value if isinstance(value, list | tuple) else [value])]
     return table
 
 
 def layer_means(table: Frame, column: str = "layer") -> Frame:
-    """The mean ``value`` of each layer from 0 on, by depth."""
+    """Return the mean ``value`` of each layer from 0 on, by depth."""
     return table[table[column] >= 0].groupby(column)["value"].mean().sort_index()
 
 
 def shallow(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """The first share of the layers, one at least."""
+    """Return the first share of the layers, one at least."""
     return by_layer.iloc[: max(1, round(share * len(by_layer)))]
 
 
 def deep(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """The last share of the layers, one at least."""
+    """Return the last share of the layers, one at least."""
     return by_layer.iloc[-max(1, round(share * len(by_layer))) :]
 
 
 def log10_mean(values: Frame) -> float:
-    """The mean of log10 of positive values; minus infinity if one of them is 0."""
+    """Return the mean of log10 of positive values; minus infinity if one of them is 0."""
     return sum(math.log10(value) if value > 0 else -math.inf for value in values) / len(values)
 
 
 def power(points: dict[float, float]) -> float:
-    """The exponent of a power law: the slope of log value over log x, by least squares."""
+    """Fit the exponent of a power law: the slope of log value over log x, by least squares."""
     return statistics.linear_regression([*map(math.log, points)], [*map(math.log, points.values())]).slope
 
 
 def exponents(values: dict[float, BySeed]) -> BySeed:
-    """By seed the exponent of the power law of its values over x; ``values`` maps each x to values by seed."""
+    """Fit each seed's exponent of a power law over x; ``values`` maps each x to values by seed."""
     seeds = set.intersection(*(set(by_seed) for by_seed in values.values()))
     return {seed: power({x: by_seed[seed] for x, by_seed in values.items()}) for seed in sorted(seeds)}
 
 
 def along(trials: Trials, axis: str) -> Iterator[tuple[float, Trials]]:
-    """The values of an axis as numbers, ascending, with the trials of each."""
+    """Yield the values of an axis as numbers, ascending, with the trials of each."""
     for value in sorted(trials.values(axis), key=lambda value: float(str(value))):
         yield float(str(value)), trials.where(**{axis: value})

@@ -100,7 +100,7 @@ class Finding:
         return replace(self, note="; ".join(filter(None, [self.note, note])))
 
     def undecided(self, note: str) -> Finding:
-        """The same numbers without a verdict, and why."""
+        """Return the same numbers without a verdict, and why."""
         return replace(self, verdict=Verdict.INCONCLUSIVE).noted(note)
 
 
@@ -110,16 +110,17 @@ def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
 
 
 def needs_scale(scale: str, why: str) -> Finding:
-    """The finding of a claim that only a larger scale ("gpu", "paper") can decide; ``why`` in one sentence."""
+    """Return the finding of a claim that only a larger scale ("gpu", "paper") can decide; ``why`` in one sentence."""
     return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"decided at scale {scale}: {why}")
 
 
 def all_of(*findings: Finding) -> Finding:
     """Join findings by "and": the claim holds if all hold, and fails if one fails.
 
-    That all hold has the largest of the parts' p (an intersection-union test). That one is false has the smallest times
-    the number of parts (Bonferroni): one that fails by its own p alone leaves the conjunction inconclusive. Margin and
-    interval are those of the part that decides: the first that fails or is undecided, else the one of the largest p.
+    The p that all hold is the parts' largest (an intersection-union test). The p that one is false is their smallest
+    times the number of parts (Bonferroni): one that fails by its own p alone leaves the conjunction inconclusive.
+    Margin and interval are those of the deciding part: the first that fails or is undecided, else the one of the
+    largest p.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]
@@ -144,7 +145,7 @@ def all_of(*findings: Finding) -> Finding:
 def any_of(*findings: Finding) -> Finding:
     """Join findings by "or": the claim holds if one holds and fails if all fail.
 
-    That one holds has its p times the number of parts. That all fail has the largest of their p.
+    The p that one holds is its p times the number of parts. The p that all fail is the largest of theirs.
     """
     p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
     shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)
@@ -174,7 +175,7 @@ def _largest(ps: Sequence[float | None]) -> float | None:
 
 
 def _smallest(ps: Sequence[float | None]) -> float | None:
-    """The smallest p times their number."""
+    """Return the smallest p, times how many there are."""
     known = [p for p in ps if p is not None]
     return min(1.0, min(known) * len(known)) if known else None
 
@@ -256,7 +257,7 @@ class Region:
 
 
 def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) -> Finding:
-    """The finding on the differences a - b over the seeds that both have.
+    """Judge the differences a - b over the seeds that both have.
 
     An infinite value is of a run that did not train: the difference is infinite, and where both have one, the pair says
     nothing. Too few pairs are inconclusive.
@@ -282,7 +283,7 @@ def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding
 
 
 def number(value: float) -> str:
-    """A number as the verdicts print it: four digits."""
+    """Format a number as the verdicts print it: four digits."""
     return f"{value:.4g}"
 
 
@@ -293,7 +294,7 @@ def measured(value: float, interval: Sequence[float] | None, seeds: int, p: floa
 
 
 def p_text(p: float) -> str:
-    """A p value: ``p 0.012``, ``p < 0.001``."""
+    """Format a p value: ``p 0.012``, ``p < 0.001``."""
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
 
 

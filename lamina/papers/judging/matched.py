@@ -40,7 +40,7 @@ def better_at_equal_loss(
     by: float = 1.0,
     first: str = "pretrain",
 ) -> Finding:
-    """Whether arm ``a`` has the higher value after a stage, and whether more than its loss explains it.
+    """Judge whether arm ``a`` has the higher value after a stage, and whether more than its loss explains it.
 
     ``longer``: the other arm with more pretraining; see ``iso_loss``. ``first``: the stage that has the losses.
     """

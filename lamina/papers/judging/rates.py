@@ -1,4 +1,4 @@
-"""The learning rates of a sweep: each arm's best rate, and what a size can decide there.
+"""The learning rates of a sweep: each arm's best one.
 
 A rate that is chosen by the results of the runs that are then compared flatters its arm: `Trials.choose_rate` notes it,
 and the judge decides nothing by it.

@@ -21,7 +21,7 @@ class _Test(Protocol):
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Student's 95 % interval of the mean of at least two values."""
+    """Return Student's 95 % interval of the mean of at least two values."""
     from scipy.special import stdtrit
 
     mean, error = _mean_and_error(values)
@@ -36,7 +36,7 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def share_interval(count: int, runs: int) -> tuple[float, float]:
-    """The exact (Clopper-Pearson) 95 % interval of a share of runs."""
+    """Return the exact (Clopper-Pearson) 95 % interval of a share of runs."""
     from scipy import stats
 
     interval = stats.binomtest(count, runs).proportion_ci(confidence_level=CONFIDENCE, method="exact")
@@ -44,14 +44,14 @@ def share_interval(count: int, runs: int) -> tuple[float, float]:
 
 
 def share_above(count: int, runs: int, share: float) -> float:
-    """The exact one-sided p, doubled, that a share of runs lies above ``share``."""
+    """Return the exact one-sided p, doubled, that a share of runs lies above ``share``."""
     from scipy import stats
 
     return min(1.0, 2 * float(stats.binom.sf(count - 1, runs, share)))
 
 
 def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
-    """The two-sided p of Fisher's exact test that two shares of runs differ."""
+    """Return the two-sided p of Fisher's exact test that two shares of runs differ."""
     from scipy import stats
 
     table = [[count, total - count] for count, total in zip(counts, runs, strict=True)]
@@ -59,7 +59,7 @@ def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
 
 
 def p_above(values: Sequence[float]) -> float:
-    """The one-sided p, doubled, that the center of values lies above 0; the level is 2.5 % for each side.
+    """Return the one-sided p, doubled, that the center of values lies above 0; the level is 2.5 % for each side.
 
     Student's t test. Where a value is infinite (a run that did not train, ranked last), Wilcoxon's signed-rank test
     with its exact distribution; where all are equal (counts, shares), the sign test.
@@ -88,7 +88,7 @@ def _signed_ranks(values: Sequence[float]) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment of p values, in their order: p_(i) * (n - i + 1), never falling, at most 1.
+    """Adjust p values by Holm's step-down method, in their order: p_(i) * (n - i + 1), never falling, at most 1.
 
     A NaN counts as 1.
     """
@@ -101,7 +101,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def kendall(a: Sequence[float], b: Sequence[float]) -> float:
-    """Kendall's tau-b; 0 where one side is constant."""
+    """Return Kendall's tau-b; 0 if one side is constant."""
     from scipy import stats
 
     with warnings.catch_warnings():
@@ -146,7 +146,7 @@ class Optimum:
 
 
 def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
-    """The optimum of loss over rate: a parabola in the log of the rate through the best point and its two neighbors.
+    """Find the optimum of loss over rate: a parabola in log rate through the best point and its two neighbors.
 
     A rate whose loss is not finite counts as infinitely bad: it bounds the sweep but bends no parabola.
     """

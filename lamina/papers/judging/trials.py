@@ -24,7 +24,7 @@ class NotMeasured(LookupError):
 
 @dataclass
 class Reads:
-    """What a claim has read of its trials: the rules of power ask it.
+    """The record of what a claim has read of its trials, for the rules of power.
 
     Attributes:
         columns: by a trial's key, the columns and tables of its end that were read; "*" is the whole row.
@@ -80,7 +80,7 @@ class Trials:
         return Trials(self._table, axes=self.axes, scale=self.scale, measures=self._measures)
 
     def statuses(self) -> Frame:
-        """The status of each trial; all missing in a study without training."""
+        """Return the status of each trial; all missing in a study without training."""
         self._note("status")
         return self._table["status"] if "status" in self._table else self._table["seed"].where(False)
 
@@ -88,7 +88,7 @@ class Trials:
         return len(self._table)
 
     def where(self, **values: object) -> Trials:
-        """The trials with these values in these columns; a list allows each of its values.
+        """Return the trials with these values in these columns; a list allows each of its values.
 
         Raises NotMeasured for a column or a value that no trial has.
         """
@@ -119,12 +119,12 @@ class Trials:
         return tuple(axis for axis in self.axes if axis not in NO_ARM)
 
     def arms(self) -> list[dict[str, object]]:
-        """The values of the arms' axes, one mapping per arm, in the table's order."""
+        """Return the values of the arms' axes, one mapping per arm, in the table's order."""
         axes = list(self.arm_axes)
         return [] if not axes else self._table[axes].drop_duplicates().to_dict("records")
 
     def values(self, column: str) -> list[object]:
-        """The values of a column, each once, in the table's order. Raises NotMeasured for an unknown column."""
+        """Return the values of a column, each once, in the table's order. Raises NotMeasured for an unknown column."""
         self._require_column(column)
         return self._table[column].drop_duplicates().tolist()
 
@@ -165,7 +165,7 @@ class Trials:
         return table[list(dict.fromkeys([column, "status"]))].sort_index()
 
     def measure(self, name: str, at: str = "end") -> Frame:
-        """A probe's table at "init" or "end", of all trials that have one.
+        """Return a probe's table at "init" or "end", of all trials that have one.
 
         ``name``: as the study's YAML has it, or the probe's alone. Each row has its trial in front: the axes,
         placement, learning_rate, seed and key. A column of the probe that has one of these names gets the probe's name
@@ -207,7 +207,7 @@ class Trials:
 
 
 def label(arm: Arm) -> str:
-    """An arm's name for a text."""
+    """Return an arm's name for a text."""
     return arm if isinstance(arm, str) else " ".join(f"{value}" for value in arm.values())
 
 

@@ -27,7 +27,7 @@ _RANKED = 5  # arms below which a ranking says little
 def compare_values(
     a: BySeed, b: BySeed, *, by: float, lower: bool = True, names: tuple[str, str] = ("a", "b")
 ) -> Finding:
-    """Test whether a lies below b (``lower=False``: above it), paired over the seeds of both.
+    """Judge whether a lies below b (``lower=False``: above it), paired over the seeds of both.
 
     ``by``: the smallest difference that counts, in the values' unit.
     """
@@ -36,25 +36,25 @@ def compare_values(
 
 
 def equivalent_values(a: BySeed, b: BySeed, *, within: float, names: tuple[str, str] = ("a", "b")) -> Finding:
-    """Whether a and b, paired over the seeds, differ by less than ``within`` (two one-sided tests)."""
+    """Judge whether a and b, paired over the seeds, differ by less than ``within`` (two one-sided tests)."""
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return pairs_in(region, a, b, names=names)
 
 
 def below(values: BySeed, limit: float, *, name: str = "") -> Finding:
-    """Whether the values' mean lies below a limit: one-sided in both directions, at 2.5 % each."""
+    """Judge whether the values' mean lies below a limit: one-sided in both directions, at 2.5 % each."""
     return _bounded(values, Region(below=limit, text=f", claimed below {number(limit)}"), name)
 
 
 def above(values: BySeed, limit: float, *, name: str = "") -> Finding:
-    """Whether the values' mean lies above a limit."""
+    """Judge whether the values' mean lies above a limit."""
     return _bounded(values, Region(above=limit, text=f", claimed above {number(limit)}"), name)
 
 
 def close(
     ours: float | BySeed, expected: float, tolerance: float, *, name: str = "", seeds: int | None = None
 ) -> Finding:
-    """Whether every number is within ``tolerance`` of an exact value, relative to it (absolute where it is 0).
+    """Judge whether every number is within ``tolerance`` of an exact value, relative to it (absolute for 0).
 
     For a formula, not for a mean: one number that misses it makes the claim fail. ``seeds``: how many there are, where
     the numbers are not one per seed.
@@ -73,7 +73,7 @@ def close(
 
 
 def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str = "", at_least: float = 0.6) -> Finding:
-    """Whether values by seed rise (or fall) with x, where ``values`` maps each x to them.
+    """Judge whether values by seed rise (or fall) with x, where ``values`` maps each x to them.
 
     Holds if Kendall's tau between x and value, averaged over the seeds, is at least ``at_least`` in the claimed
     direction, and a one-sided t test at 2.5 % over the seeds of the slope (of value over the rank of x) says so; it is
@@ -105,7 +105,7 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
 
 
 def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: float = 0.6, name: str = "") -> Finding:
-    """Whether two mappings of arm to values by seed rank their arms alike: Kendall's tau of the means.
+    """Judge whether two mappings of arm to values by seed rank their arms alike: Kendall's tau of the means.
 
     Holds if tau is shown to be at least ``at_least``, and is reversed if it is shown to be below, each at 2.5 %: from
     the tau of means that are drawn from their t distributions. An arm without a value ranks last.
@@ -138,7 +138,7 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
 
 
 def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: int = 0) -> Finding:
-    """Whether a share of cases (layers, pairs, steps) is at least ``at_least``; a count, without a test.
+    """Judge whether a share of cases (layers, pairs, steps) is at least ``at_least``; a count, without a test.
 
     With fewer than 3 cases, inconclusive.
     """

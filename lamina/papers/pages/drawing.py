@@ -35,7 +35,7 @@ class Series:
 
     @property
     def bars(self) -> tuple[list[float], list[float]]:
-        """Return how far the spread reaches below and above each point."""
+        """How far the spread reaches below and above each point."""
         below = [y - low for low, y in zip(self.low, self.y, strict=True)]
         return below, [high - y for high, y in zip(self.high, self.y, strict=True)]
 
@@ -68,7 +68,7 @@ class Panel:
 
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
-    """Return where the marks of a series' failed points stand along x, beside those of the panel's other series."""
+    """Return the places along x of a series' marks of failed points, shifted beside those of other series."""
     losing = [place for place, series in enumerate(panel.series) if series.lost]
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
     ends = [tick for tick in axis.ticks if isinstance(tick, float)]
@@ -79,7 +79,7 @@ def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis: its title, whether it is logarithmic, and the values that have ticks (all of them are categories)."""
+    """An axis. ``ticks``: the values that have ticks; of an axis with categories, all of them."""
 
     title: str
     log: bool = False

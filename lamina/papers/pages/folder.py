@@ -139,17 +139,17 @@ class StudyFolder:
 
 
 def column_of(table: Frame, name: str) -> str:
-    """Return the column of this measure in what ``StudyFolder.table`` gives."""
+    """Return the name that a measure's column has in a table of ``StudyFolder.table``."""
     return f"{_MEASURED}{name}" if f"{_MEASURED}{name}" in table else name
 
 
 def has_claims(folder: Path) -> bool:
-    """Return whether a folder is a study's that may have claims; a comparison's has no definition."""
+    """Return whether a folder is of a study that may have claims; a comparison has no definition."""
     return (folder / CLAIMS).is_file() or bool(study_header(folder).get("definition"))
 
 
 def read_folder(folder: Path) -> StudyFolder:
-    """Read a study's folder or record. Raises UserError that names the file which is missing or damaged."""
+    """Read a study's folder or record. Raises UserError that names a missing or damaged file."""
     header, path = study_header(folder), folder / RESULTS
     try:
         raw: Frame = pd.read_csv(path.absolute(), dtype={"key": str}, keep_default_na=False, na_values=["", "nan"])
@@ -189,7 +189,7 @@ def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
 
 
 def by_stage(rows: Frame) -> list[Frame]:
-    """The rows of each stage, in the table's order; all together, in a study without stages."""
+    """Split the rows by stage, in the table's order; all together, in a study without stages."""
     return [rows] if STAGE not in rows else [part for _, part in rows.groupby(STAGE, sort=False)]
 
 

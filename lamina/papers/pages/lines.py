@@ -31,12 +31,12 @@ _TITLES = {
 
 
 def title_of(column: str) -> str:
-    """A column's name on an axis."""
+    """Return a column's name on an axis."""
     return _TITLES.get(column, column.replace("_", " "))
 
 
 def value_title(study: StudyFolder, column: str) -> str:
-    """A result's name on an axis, with the unit that it has in this study."""
+    """Return a result's name on an axis, with its unit in this study."""
     if column != "eval_loss":
         return title_of(column)
     stages = study.definition_of_scale.get("then")
@@ -84,7 +84,7 @@ def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
 def panels(
     study: StudyFolder, rows: Frame, color: str, x: str, *, band: str = "std", numeric: bool = False, lost: bool = True
 ) -> tuple[Panel, ...]:
-    """Rows as panels of lines (``line``), a line for the rows of one color.
+    """Make panels of lines (``line``) from rows, a line for the rows of one color.
 
     The axes that have neither the colors nor ``x`` tell panels apart; if there were too many, the lines' names. Lines
     stand in the order of the axes that vary: numbers by size, texts as the study has them. ``lost``: points at which no
@@ -114,7 +114,7 @@ def panels(
 
 
 def axis(column: str, values: Iterable[object]) -> Axis:
-    """The axis of a column's values: numbers that span a wide range are on a logarithmic scale."""
+    """Return the axis of a column's values: numbers that span a wide range are on a logarithmic scale."""
     ordered = ordered_values(values)
     numbers = [value for value in ordered if isinstance(value, float)]
     log = len(numbers) == len(ordered) > 2 and numbers[0] > 0 and numbers[-1] / numbers[0] >= _WIDE
@@ -127,7 +127,7 @@ def joined(values: Iterable[object]) -> bool:
 
 
 def ordered_values(values: Iterable[object]) -> list[Value]:
-    """Values of an axis, each once: numbers by size, texts as they come.
+    """Return the values of an axis, each once: numbers by size, texts as they come.
 
     Numbers that span decades from 0 are texts, as neither a linear nor a logarithmic axis can show them.
     """
@@ -141,7 +141,7 @@ def ordered_values(values: Iterable[object]) -> list[Value]:
 
 
 def point(value: object) -> Value:
-    """A value of an axis as a figure takes it."""
+    """Return an axis's value for a figure: a float for a number, else a text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return float(value)

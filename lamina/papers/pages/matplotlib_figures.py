@@ -212,5 +212,5 @@ def _places(values: Sequence[Value], axis: Axis) -> list[float]:
 
 
 def _plain(text: str) -> str:
-    """A text without matplotlib's mathematics."""
+    """Escape what matplotlib would read as mathematics."""
     return text.replace("$", r"\$")

@@ -70,7 +70,7 @@ def plot(drawing: Drawing) -> go.Figure:
 
 
 def _frame(figure: go.Figure, drawing: Drawing, down: int, lines: int) -> None:
-    """Heights, margins, the legend above the panels' titles, and a range of y that the data fill."""
+    """Set heights, margins, the legend above the panels' titles, and a range of y that the data fill."""
     inside = (_MAP if drawing.is_map else _HEIGHT) * down
     headings = [panel.heading for panel in drawing.panels]
     titles = 43 if any("\n" in heading for heading in headings) else 26 if any(headings) else 6
@@ -108,7 +108,7 @@ def _draw(figure: go.Figure, drawing: Drawing, series: Series, *, legend: bool, 
 
 
 def _lost(figure: go.Figure, series: Series, places: list[Value], top: float, *, row: int, col: int) -> None:
-    """Marks along the top edge where no seed trained."""
+    """Draw marks along the top edge where no seed trained."""
     color, label = series.look.color, escape(series.label)
     told = [[f"{x:g}" if isinstance(x, float) else escape(str(x)), escape(ended)] for x, ended in series.lost]
     figure.add_scatter(

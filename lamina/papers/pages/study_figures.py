@@ -70,9 +70,7 @@ def drawings(study: StudyFolder) -> list[Drawing]:
 
 
 def chosen(study: StudyFolder) -> tuple[list[Drawing], list[Drawing]]:
-    """Return the figures of a study, and those that are left out: only the first few that follow from its axes are
-    kept.
-    """
+    """Return the figures of a study, and those left out: of the figures by its axes, all but the first few."""
     written = _made(study, _written(study))
     made = list({**written, **_made(study, _default(study)), **written}.values())
     count = max(_MOST, len(written))
@@ -124,17 +122,17 @@ def _default(study: StudyFolder) -> Iterable[Request]:
 
 
 def probe_of(measure: str) -> str:
-    """The probe of a measure's table: ``end-angular_distance-tokens-all`` is of angular_distance."""
+    """Return the probe of a measure's table: ``end-angular_distance-tokens-all`` is of angular_distance."""
     return measure.split("-")[1] if "-" in measure else measure
 
 
 def can_show(measure: str) -> bool:
-    """Whether there is a figure for a measure that no study has to describe."""
+    """Return whether a measure has a figure that no study has to describe."""
     return probe_of(measure) in {*_SHOWN, *_MAPS}
 
 
 def sweep(study: StudyFolder, request: Request) -> Drawing | None:
-    """The value against the learning rate, one line per arm."""
+    """Draw the value against the learning rate, one line per arm."""
     rows = study.first_stage
     if not study.has_sweep or rows[_value(study, request)].isna().all():
         return None
@@ -148,7 +146,7 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
-    """The value of each arm at its rate, against one axis; ``by_depth``: against the number of layers."""
+    """Draw the value of each arm at its rate, against one axis; ``by_depth``: against the number of layers."""
     usual = next((a for a in study.varied if a != "placement"), study.varied[0])
     x, value = request.x or ("num_layers" if request.kind == "by_depth" else usual), _value(study, request)
     table = arms(study)
@@ -166,7 +164,7 @@ def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def curves(study: StudyFolder, request: Request) -> Drawing | None:
-    """A training record against the steps: the mean over the seeds, and their range as a band."""
+    """Draw a training record against the steps: the mean over the seeds, and their range as a band."""
     rows = study.table(request.measure or "records-metrics")
     x, y = request.x or "step", request.y or "loss"
     by_layer = {"metric", "value"} <= set(rows)
@@ -196,7 +194,7 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
-    """A metric of a measure against the layer, one line per arm; the same probe before and after training in panels."""
+    """Draw a metric of a measure against the layer, one line per arm; before and after training are panels."""
     probe = probe_of(request.measure or next(iter(study.measures), ""))
     known = _SHOWN.get(probe, ShownMetric(metric=request.y, rows={}))
     metric, wanted = request.y or known.metric, request.x or known.x
@@ -238,7 +236,7 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
-    """A measure as maps, one per arm: its mean over the seeds by two columns."""
+    """Draw a measure as maps, one per arm: its mean over the seeds by two columns."""
     measure = request.measure or next((m for m in study.measures if probe_of(m) in _MAPS), "")
     metric = str(request.more.get("metric") or _MAPS.get(probe_of(measure), ""))
     x, y = request.x or "start", request.y or "size"

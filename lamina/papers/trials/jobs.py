@@ -23,7 +23,7 @@ SCORE = "score"
 
 
 def columns_of(result: Json) -> Json:
-    """``score``, the average of a table's shares in percent, and ``score_HEADING`` of each column.
+    """Return ``score``, the average of a table's shares in percent, and ``score_HEADING`` of each column.
 
     A result that a study's records hold has its columns already, and stays as it is.
     """

@@ -26,17 +26,17 @@ SEQUENCES = 16
 
 
 def names(measures: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    """The measures of a scale as "TIME/NAME"."""
+    """Return the measures of a scale as "TIME/NAME"."""
     return tuple(f"{time}/{name}" for time, listed in measures.items() for name in listed)
 
 
 def file_name(measure: str) -> str:
-    """The name of a measure's table: ``end-angular_distance-tokens-all.parquet``."""
+    """Return the name of a measure's table: ``end-angular_distance-tokens-all.parquet``."""
     return re.sub(r"[^\w.]+", "-", measure).strip("-") + ".parquet"
 
 
 def missing(folder: Path, measures: Iterable[str]) -> list[str]:
-    """The measures that a trial's folder does not have yet."""
+    """Return the measures that a trial's folder does not have yet."""
     state = noted(folder / STATE)
     return [
         measure
@@ -64,7 +64,7 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def _file(folder: Path, measure: str) -> Path | None:
-    """The file of a measure's table; None if there is none."""
+    """Return the file of a measure's table; None if there is none."""
     path = folder / FOLDER / file_name(measure)
     return path if path.is_file() else None
 
@@ -86,7 +86,7 @@ def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -
 
 
 def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFrame:
-    """Measure. Raises UserError for a trial without a model, and a probe that does not apply to it."""
+    """Make a measure's table. Raises UserError for a trial without a model, and a probe that does not apply to it."""
     time, name = measure.split("/", 1)
     if time == "records":
         return _records(folder, name)

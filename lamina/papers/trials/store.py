@@ -49,7 +49,7 @@ class Records:
 
     @cached_property
     def rows(self) -> dict[str, Json]:
-        """Return the result of every recorded trial that ended, by its key. Raises UserError for an unreadable file."""
+        """The result of every recorded trial that ended, by its key. Raises UserError for an unreadable file."""
         import pandas as pd
 
         tables, places, own = [], set(), {"key", *columns.names()}
@@ -85,7 +85,7 @@ class Records:
         return row
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """A measure's table of one trial; None if there is no record of it."""
+        """Return a measure's table of one trial; None if there is no record of it."""
         if measure not in self._tables:
             tables: dict[str, pd.DataFrame] = {}
             for path in self._files(f"{TABLES}/{file_name(measure)}"):
@@ -101,7 +101,7 @@ class Records:
 
 
 def recorded_keys(record: Path) -> list[str]:
-    """The keys of the trials in one study's record; none without one."""
+    """Return the keys of the trials in one study's record; none without one."""
     import pandas as pd
 
     path = record / RESULTS
@@ -195,7 +195,7 @@ UNTRAINED = (Status.DIVERGED.value, Status.STUCK.value)
 
 
 class Store:
-    """Finds what trials computed.
+    """The folders of trials, and what they computed.
 
     Args:
         folder: of the trials' folders.
@@ -227,7 +227,7 @@ class Store:
         return [{"trials": count, **json.loads(text)} for text, count in counts.most_common()]
 
     def task(self, trial: StudyTrial) -> StoredTask:
-        """The trial as a process runs it."""
+        """Return the trial as a task that a process runs."""
         places = {name: str((self.folder / source.key).absolute()) for name, source in trial.inputs.items()}
         changes: Json = {"output": str(self.folder / trial.key), **places}
         if self.threads is not None:
@@ -239,7 +239,7 @@ class Store:
         )
 
     def result(self, trial: StudyTrial) -> Json | None:
-        """The result of a trial that has ended; None for any other."""
+        """Return the result of a trial that has ended; None for any other."""
         if trial.key in self._ended:
             return self._ended[trial.key]
         result = self.outcome(trial)
@@ -254,7 +254,7 @@ class Store:
         return read_result(folder) if folder.is_dir() else None
 
     def has_model(self, trial: StudyTrial) -> bool:
-        """Whether a trial's model is here for other trials to start from. Raises UserError if it is cut short."""
+        """Return whether other trials can start from a trial's model. Raises UserError if the model is cut short."""
         model = self.place(trial.key) / MODEL
         if (model / MANIFEST).is_file() and (broken := what_is_broken(model, content=False)) is not None:
             raise UserError(
@@ -282,7 +282,7 @@ class Store:
         return None
 
     def complete(self, trial: StudyTrial) -> Json | None:
-        """The result of a trial that has ended and has all its measures; None for any other."""
+        """Return the result of a trial that has ended and has all its measures; None for any other."""
         result, place = self.result(trial), (trial.key, trial.measures)
         if result is None or not trial.measures or place in self._complete or self._inherited(trial) is not None:
             return result

@@ -97,7 +97,7 @@ def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Jso
 
 
 def key(identity: Json) -> str:
-    """The hash of an identity: 16 hexadecimal digits."""
+    """Return the hash of an identity: 16 hexadecimal digits."""
     return _hash(identity)[:16]
 
 
@@ -129,7 +129,7 @@ def _places(settings: Json) -> Json:
 
 @lru_cache(maxsize=64)
 def _files(folder: str, ignored: tuple[str, ...]) -> str:
-    """The hash of the files of a saved model, or of what there is of one."""
+    """Hash the files of a saved model, or of what there is of one."""
     root = model_folder(folder)
     names = [name for name in files_in(root) if not any(fnmatch(name, pattern) for pattern in ignored)]
     return _hash([[name, sha256(root / name)] for name in names])
@@ -172,7 +172,7 @@ def _hash(data: Json | list[list[str]]) -> str:
 
 @lru_cache(maxsize=64)
 def _text(corpus: str, text_field: str) -> str:
-    """The hash of a text, and of the shares of a mix."""
+    """Hash a text, and the shares of a mix."""
     parts = Corpus.parse(corpus, text_field).parts
     hashes = "+".join(part.corpus.fingerprint() for part in parts)
     return hashes if len(parts) == 1 else f"{hashes} {':'.join(str(part.share) for part in parts)}"
@@ -233,7 +233,7 @@ class StudyTrial:
 
 
 def may_be(trial: StudyTrial, placement: str) -> bool:
-    """Return whether a placement's name may mean the first trial's plan: it does, or it can't be read here."""
+    """Return whether a placement's name means the first trial's plan, or can't be read here."""
     try:
         settings = replace(trial.settings, placement=placement)
         return identity(trial.job, settings)["plan"] == trial.identity["plan"]
@@ -242,7 +242,7 @@ def may_be(trial: StudyTrial, placement: str) -> bool:
 
 
 def make_trial(job: str, values: Mapping[str, str], settings: Settings, measures: tuple[str, ...]) -> StudyTrial:
-    """A trial of these settings. Raises UserError for a placement or a corpus that can't be read."""
+    """Make a trial of these settings. Raises UserError for a placement or a corpus that can't be read."""
     decided = identity(job, settings)
     return StudyTrial(job=job, values=values, settings=settings, measures=measures, identity=decided, key=key(decided))
 

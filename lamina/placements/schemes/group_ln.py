@@ -1,4 +1,4 @@
-"""Group-LN: Pre-LN whose norms treat groups of a token's channels on their own."""
+"""Group-LN: Pre-LN whose norms treat each group of a token's channels separately."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
     advice="learning rate 1e-3 up to 350M and 5e-4 from 1B in the paper, warm-up 10 %; alpha 0.0625 at 7B",
 )
 def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers: int | None = None) -> Plan:
-    """Post-LN's large gradients in the deep layers of its part meet Pre-LN's large ones in the early layers of its own.
+    """Post-LN has large gradients in its deepest layers, Pre-LN in its earliest: here the two meet.
 
     Args:
         alpha: the share of Post-LN layers, the border being floor(alpha N) in exact arithmetic (default 0.25;
@@ -53,7 +53,7 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
 
 
 def _exact(alpha: float | str) -> Fraction:
-    """0.29 means 29/100, not the nearest float below it: floor(.29 * 100) is 29."""
+    """Return alpha as the fraction that is written: 0.29 is 29/100, not the nearest float below it."""
     try:
         share = Fraction(str(alpha))
     except (ValueError, ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Muse Spark's gate: a learned share of the branch by channel, the skip's share such that variances add up."""
+"""Muse Spark's gate: each channel learns the branch's factor b, and the skip's factor is sqrt(1 - b^2)."""
 
 from lamina.placements.plan import Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement

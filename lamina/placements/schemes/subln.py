@@ -17,6 +17,6 @@ from lamina.placements.registry import placement
     advice="Magneto scales its initial weights by sqrt(log 2 N), which no initializer here does",
 )
 def subln(num_layers: int) -> Plan:
-    """The last projection reads normed channels, so its output's scale is its own weights'."""
+    """The last projection reads normed channels, so its weights alone set the scale of its output."""
     sublayer = Sublayer(pre_norm=Norm(), inner_norm=Norm())
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

@@ -1,1 +1,1 @@
-"""Which placement a checkpoint has, found by measuring it."""
+"""The placement of a checkpoint, found by measuring it."""

@@ -57,7 +57,7 @@ _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 class LayerGroup:
     """Layers that compute the same: their indices, a layer's sums, and the norms inside its sub-layers.
 
-    Of several streams the sums are in ``streams``.
+    The sums of several streams are in ``streams``.
     """
 
     layers: tuple[int, ...]
@@ -68,10 +68,10 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """What was measured of a model, and the registered placement that it is.
+    """The measurements of a model, and the registered placement that they fit.
 
     Attributes:
-        match: the placement; its ``differences`` say in what the model differs from it. None if ``unknown`` says why.
+        match: the placement, with the model's ``differences`` from it; None if ``unknown`` says why.
         unknown: why the model can't be followed.
         groups: the layers that compute the same, together.
         ends: the embedding's norm and scale, the final norm, the norms on queries, keys and values.
@@ -104,7 +104,7 @@ class Census:
         return f"none of Lamina's; nearest is {self.match.placement}, differs: {'; '.join(self.match.differences)}"
 
     def text(self) -> str:
-        """The answer with its evidence, for a terminal."""
+        """Return the answer with its evidence, for a terminal."""
         layers = [f"{self.num_layers} layer{'s' * (self.num_layers != 1)}"] if self.num_layers else []
         lines = [", ".join([self.model_type, *layers]), f"placement: {self.verdict}"]
         for group in self.groups:
@@ -118,7 +118,7 @@ class Census:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> Json:
-        """The same as plain data, fit for JSON."""
+        """Return the same as plain data, fit for JSON."""
         return finite({**asdict(self), "placement": self.placement, "verdict": self.verdict})
 
 
@@ -192,7 +192,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
 
 
 def _several_streams(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> StreamLayers | None:
-    """Return the layers of a model that hand on several tensors of the model's width; None of others."""
+    """Return the layers of a model that passes several streams on; None for other models."""
     width = getattr(_text_config(model), "hidden_size", None)
     if not isinstance(width, int) or "input_ids" not in inputs:
         return None
@@ -261,9 +261,9 @@ def _stream_facts(sums: Sequence[StreamSum], usual: str) -> dict[str, object]:
 
 
 def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:
-    """Return the facts with a norm whose output is the skip, too (MiniMax), as the post-norm of the sum before it.
+    """Treat a norm whose output is also the skip (MiniMax) as the post-norm of the sum before it.
 
-    So is a final norm where it takes the place of the last layer's post-norm.
+    A final norm then counts as the last layer's post-norm.
     """
     layers, ends = [dict(facts) for facts in layers], dict(ends)
     if any(facts["attention.skip"] != NORMED or "feed_forward.post_norm" in facts for facts in layers):
@@ -285,7 +285,7 @@ def _grouped(
     root: nn.Module,
     inputs: Mapping[str, torch.Tensor],
 ) -> list[LayerGroup]:
-    """Return the kinds of layer; the norms inside are looked at in the first layer of each."""
+    """Group the layers that compute the same; the norms inside are measured in the first layer of each group."""
     indices: dict[object, list[int]] = {}
     for site, found in zip(structure.layers, sums, strict=True):
         inner = tuple(norm.role for sub in site.sublayers for norm in sub.norms if norm.role == "inner_norm")
@@ -321,7 +321,7 @@ def _alike(factor: Factor | None) -> object:
 
 
 def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Return a layer's sums in the fields of a plan."""
+    """Express a group's sums in the fields of a plan."""
     found: dict[str, object] = {"order": SEQUENTIAL}
     terms = [(total, branch) for total in group.sums for branch in total.branches]
     if len(terms) > 1 and (terms[0][0] is terms[-1][0] or terms[-1][1].beside):
@@ -367,7 +367,7 @@ def _sublayer_facts(total: Sum, branch: BranchTerm, usual: str) -> dict[str, obj
 
 
 def _usual_kind(groups: Sequence[LayerGroup]) -> str:
-    """Return the norm that most of the sub-layers have: the plan's "norm" of the backbone's own kind."""
+    """Return the kind of most of the sub-layers' norms: the one that a plan calls "norm"."""
     counts: dict[str, int] = {}
     for group in groups:
         for total in group.sums:
@@ -378,7 +378,7 @@ def _usual_kind(groups: Sequence[LayerGroup]) -> str:
 
 
 def _as_fact(value: object, usual: str) -> object:
-    """Return a measured norm's kind in the words of ``norm_fact``; other values as they are."""
+    """Return a measured norm's kind in the words of ``norm_fact``; other values are unchanged."""
     if value == usual:
         return "norm"
     words = {"layer": "layer norm", "rms": "rms norm"}
@@ -394,7 +394,7 @@ def _ends(
     inputs: Mapping[str, torch.Tensor],
     notes: list[str],
 ) -> dict[str, object]:
-    """Return what stands around the layers; None for the embedding's scale where x^0 is more than a table's row."""
+    """Measure the norms and scales around the layers; a scale is None if x^0 is more than a row of the embedding."""
     found: dict[str, object] = {"embedding_norm": "none", "embedding_scale": None, "final_norm": "none"}
     points = {("x0", ""): structure.layers[0].input}
     sites = {"embedding_norm": structure.embedding_norm, "final_norm": structure.final_norm}
@@ -452,7 +452,7 @@ def _shape_notes(groups: Sequence[LayerGroup]) -> list[str]:
 
 
 def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return random tokens of a length that is no other size of the model's, or noise for a vision model."""
+    """Return random tokens, in a number unlike the model's other sizes, or noise for a vision model."""
     if reads_images(model):
         return batches_of(None, model, None, corpus="noise", sequences=_SEQUENCES)[0]
     text = _text_config(model)
@@ -498,7 +498,7 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
 
 
 def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
-    """Return a model of a configuration with random weights, with fewer layers and tokens where it would be large."""
+    """Build a model from its configuration with random weights; a large one gets fewer layers and tokens."""
     note = "made of the configuration alone, with random weights"
     count = _size(config)
     if count > _MANY_PARAMETERS:
@@ -522,7 +522,7 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
 
 
 def stirred(model: nn.Module) -> nn.Module:
-    """Return the model with gains, biases and scales that are not ones and zeros, which would hide what they do."""
+    """Add noise to gains, biases and scales, since ones and zeros would hide their effect; returns the model."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -542,7 +542,7 @@ def _size(config: PreTrainedConfig) -> int:
 
 
 def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration with few layers and tokens."""
+    """Return the configuration with few layers and a small vocabulary."""
     small = copy.deepcopy(config)
     text = backbone_of(small)
     layers = getattr(text, "num_hidden_layers", None)

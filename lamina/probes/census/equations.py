@@ -1,4 +1,4 @@
-"""What a sub-layer computes, fitted to the tensors of one forward pass.
+"""The equations of sub-layers, fitted to the tensors of one forward pass.
 
 Each sum on the stream is written as a combination of what it may be made of: the branches, and the stream, the layer's
 input, the norm's output or the embedding as the skip. The simplest combination that leaves rounding alone is the proof.
@@ -34,14 +34,14 @@ _ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another no
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """What a term is multiplied by: a number, or the mean where each channel has its own; learned "no" or its shape."""
+    """The factor of a term: one number, or the mean of a number per channel; ``learned`` is "no" or its shape."""
 
     value: float = 1.0
     by_channel: bool = False
     learned: str = "no"
 
     def __str__(self) -> str:
-        """The factor before its term: empty for 1."""
+        """Return the factor as it stands before its term: empty for 1."""
         if self.learned != "no":
             return f"({self.learned} {self.value:.4g}) "
         if self.by_channel:
@@ -81,7 +81,7 @@ class Sum:
     error: float
 
     def text(self) -> str:
-        """The equation: ``y = rms(64 stream + attention(rms(stream)))``."""
+        """Return the equation: ``y = rms(64 stream + attention(rms(stream)))``."""
         if not self.skip:
             return f"no combination of the stream and {', '.join(b.kind for b in self.branches)} fits"
         terms = [f"{factor}{name}" for name, factor in self.skip.items()]
@@ -98,7 +98,7 @@ class Sum:
 
 
 def sums_of(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[list[Sum]]:
-    """Return each layer's additions to the stream. Two passes: one to fit, one with the layers' own scales changed."""
+    """Fit each layer's additions to the stream, in two passes: the second has the layers' own scales changed."""
     groups = [_groups(site) for site in structure.layers]
     points = {key: point for site, found in zip(structure.layers, groups, strict=True) for key, point in _points(site)}
     tensors = _watched(root, points, inputs)
@@ -120,7 +120,7 @@ def sums_of(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Te
 
 
 def _groups(site: LayerSite) -> list[list[tuple[int, SublayerSite]]]:
-    """Return the sub-layers that are added before anything reads the stream again: those that run side by side."""
+    """Group the sub-layers that run side by side: those added before anything reads the stream again."""
     groups: list[list[tuple[int, SublayerSite]]] = [[]]
     for number, sublayer in enumerate(site.sublayers):
         if groups[-1] and groups[-1][-1][1].after is not None and groups[-1][-1][1].after is not sublayer.after:
@@ -146,12 +146,12 @@ def _points(site: LayerSite) -> Iterator[tuple[Hashable, Point]]:
 
 
 def _watched(root: nn.Module, points: Mapping[Hashable, Point], inputs: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return the tensors at the points, float64 [tokens, channels] where they have the stream's size."""
+    """Return the tensors at the points, float64 [tokens, channels]."""
     return {key: tensor.double().flatten(0, -2) for key, tensor in watched(root, points, inputs).items()}
 
 
 def _own_parameters(site: LayerSite) -> list[nn.Parameter]:
-    """Return the scales of the layer's own: parameters outside its norms and of no module with a matrix."""
+    """Return a layer's own scales: parameters outside its norms and outside modules with a matrix."""
     parts = [module for sublayer in site.sublayers for _, module in sublayer.modules]
     parts = [module for module in parts if any(parameter.ndim > 1 for parameter in module.parameters())]
     parts += [norm.module for sublayer in site.sublayers for norm in sublayer.norms]
@@ -176,7 +176,7 @@ def changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _Fit:
-    """One sum's terms and what is added up, and the factors that fit: a tensor of one or of all channels each."""
+    """A fit of one sum: its terms, their total, and the factors, each a tensor of one or of all channels."""
 
     def __init__(
         self, site: LayerSite, group: list[tuple[int, SublayerSite]], tensors: Tensors, embedding: torch.Tensor
@@ -209,7 +209,7 @@ class _Fit:
             self._solve(branches)
 
     def _solve(self, branches: list[torch.Tensor]) -> None:
-        """Find the simplest factors that leave rounding alone."""
+        """Find the simplest factors whose error is only rounding."""
         largest = max(float(tensor.abs().max()) for tensor in (self.total, self.stream, *branches)) or 1.0
         for skips_have, branches_have in _FACTORS:
             for names in _SKIPS:
@@ -229,7 +229,7 @@ class _Fit:
                     return
 
     def sum(self) -> Sum:
-        """Return the equation; without factors where nothing fits."""
+        """Return the equation; without factors if none fit."""
         factors = [as_factor(f) for f in self.factors] or [Factor()] * (len(self.names) + len(self.group))
         skip = dict(zip(self.names, factors, strict=False))
         branches = []
@@ -244,7 +244,7 @@ class _Fit:
         return Sum(branches=tuple(branches), skip=skip, post_norm=post, coupling=self._coupling(), error=self.error)
 
     def _is_beside(self, number: int) -> bool:
-        """Return whether a later sub-layer reads what the block got, not what the earlier ones have added to it."""
+        """Return whether a later sub-layer reads the block's input, without what earlier ones have added to it."""
         block, key = self.tensors[self.site.index, "input"], (self.site.index, number)
         read = self.tensors.get((*key, "pre_norm", "input"), self.tensors.get((*key, "entry")))
         return read is not None and torch.equal(read, block) and not torch.equal(read, self.stream)
@@ -258,7 +258,7 @@ class _Fit:
         return next((k for k, total in kinds.items() if inside and float((total - 1).abs().max()) < _APART), "none")
 
     def pre_factor(self, number: int, sublayer: SublayerSite) -> torch.Tensor | None:
-        """Return what the module's input is of the norm's output; of the stream without a norm before the module."""
+        """Return the factor from the norm's output (the stream, without a norm) to the module's input; None if none."""
         entry = self.tensors.get((self.site.index, number, "entry"))
         normed = self.tensors.get((self.site.index, number, "pre_norm", "output"))
         norm = next((norm for norm in sublayer.norms if norm.role == "pre_norm"), None)
@@ -291,7 +291,7 @@ def as_factor(values: torch.Tensor) -> Factor:
 
 
 def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
-    """Return which norm gives y of x, both [vectors, channels]: rms, layer, "group of G", or "other".
+    """Return the kind of norm that makes y of x, both [vectors, channels]: rms, layer, "group of G", or "other".
 
     Decided by fitting y's channels to x normed in each way, with the module's own epsilon.
     """
@@ -314,7 +314,7 @@ def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
 
 
 def _learned(before: _Fit, after: _Fit, found: Sum) -> Sum:
-    """Mark the factors that moved when the layer's own parameters did."""
+    """Mark as learned the factors that changed with the layer's own parameters."""
     if not (before.factors and after.factors and before.names == after.names):
         return found
     skip = {

@@ -1,4 +1,4 @@
-"""What a norm inside an attention stands on, found by changing what it gives and seeing what moves."""
+"""The place of a norm inside an attention, found by changing its output and seeing what moves."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MOVED = 1e-6  # of the largest value: less is rounding
 
 @dataclass(frozen=True, kw_only=True)
 class InnerNorm:
-    """A norm inside a sub-layer (``inside``: its kind): on what it stands, its kind, and over what it is taken.
+    """A norm inside a sub-layer of the kind ``inside``: its place, its kind, and the channels that it is taken over.
 
-    ``on``: queries, keys, values, "the output" (before the last projection), "" where it could not be told. ``scope``:
-    head, full (all heads' channels), or latent (a low-rank state before another projection).
+    ``on``: queries, keys, values, "the output" (before the last projection), or "" if unknown. ``scope``: head, full
+    (all heads' channels), or latent (a low-rank state before another projection).
     """
 
     path: str
@@ -33,7 +33,7 @@ class InnerNorm:
 
 
 def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[InnerNorm]:
-    """Return the norms inside one sub-layer; three passes for each."""
+    """Measure the norms inside one sub-layer, with three passes for each."""
     found = []
     for norm in sublayer.norms:
         if norm.role != "inner_norm" or sublayer.entry is None:
@@ -47,7 +47,7 @@ def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, to
 
 
 def mixes(entry: Point, out: Point, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a sub-layer carries something from one token to another: then it is no feed-forward."""
+    """Return whether a sub-layer mixes tokens, and so is no feed-forward."""
     seen: list[torch.Tensor] = []
     middle = next(iter(inputs.values())).shape[1] // 2
 
@@ -105,7 +105,7 @@ def _inner_norm(norm: NormSite, out: Point, root: nn.Module, inputs: Mapping[str
 
 
 def _moved(tensor: torch.Tensor, token: int, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the tensor with the values of one token of each sequence changed."""
+    """Return the tensor with one token of each sequence changed."""
     sequences, length = next(iter(inputs.values())).shape
     axis = next((i for i, size in enumerate(tensor.shape) if i and size == length), None)
     changed = tensor.clone()

@@ -1,4 +1,4 @@
-"""Several streams: what each sub-layer reads of them, how it mixes them and what it writes, fitted token by token."""
+"""Several streams: how each sub-layer reads, mixes and writes them, fitted token by token."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StreamSum:
     write: str = CONSTANT
 
     def text(self) -> str:
-        """The equation, and what its weights are."""
+        """Return the equation, and whether its weights are constant, learned or each token's."""
         a, b, c = (self.norms.get(name) for name in ("pre_norm", "out_norm", "post_norm"))
         made = f"{self.kind}({self.pre_scale}{f'{a}(r S)' if a else 'r S'})"
         total = f"{self.skip_scale}{'' if self.mix == 'identity' else 'M '}S + w {f'{b}({made})' if b else made}"
@@ -75,12 +75,12 @@ class StreamSum:
         return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
 
     def form(self) -> tuple[object, ...]:
-        """What a plan says of its streams, too."""
+        """Return the facts that a plan's ``Streams`` state as well."""
         return self.own if any(self.own) else (), self.normed, self.read, self.write, self.mix
 
 
 def wirings_of(spec: str, layers: Sequence[Sequence[StreamSum]], n: int) -> list[str]:
-    """Return a placement's spec with each wiring whose plan has these streams."""
+    """Return a placement's spec with each wiring that gives the measured streams."""
     found: dict[str, str] = {}
     for name, more in product(WIRINGS.names(), ({}, {"size": n})):
         plan = resolved(spec, len(layers), wiring=name, **more)
@@ -118,10 +118,10 @@ class StreamLayers:
                 break
 
     def sums(self) -> list[list[StreamSum]]:
-        """Return each layer's sub-layers, none where its output is no such sum.
+        """Measure each layer's sub-layers; none for a layer whose output is no such sum.
 
-        Layers get states that are all different. A second pass, with other values of what is neither a norm's nor a
-        branch's, shows which weights are learned, and which each token has of its own.
+        Each layer gets different states. A second pass, with all parameters outside norms and branches changed, shows
+        which weights are learned, and which differ from token to token.
         """
         with self._stirred() as stirred:
             self.record = self.run()
@@ -154,13 +154,13 @@ class StreamLayers:
         return Structure(tuple(layers), self.width, embedding, before, behind, head=None)
 
     def _widths(self, value: int) -> int:
-        """How many widths a tensor has for each token; 0 for other tensors."""
+        """Return how many widths a tensor has per token; 0 for other tensors."""
         shape = torch.Size(self.record.shapes[value]) if value >= 0 and self.record.floating[value] else torch.Size()
         fits = len(shape) > 2 and shape[:2] == self.size and shape[-1] % self.width == 0
         return shape.numel() // (self.size.numel() * self.width) if fits else 0
 
     def _of(self, values: Iterable[int], widths: int) -> list[torch.Tensor]:
-        """The tensors [tokens, widths, width] among values."""
+        """Return the tensors [tokens, widths, width] among values."""
         tensors = [self.record.tensors[value] for value in values if self._widths(value) == widths]
         return [t.detach().double().cpu().reshape(self.size.numel(), widths, self.width) for t in tensors]
 
@@ -174,7 +174,7 @@ class StreamLayers:
 
     @contextmanager
     def _stirred(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Give each layer other streams than it was handed, so that no two are alike; yields those of each."""
+        """Add noise to each layer's streams, so that no two are alike; yields the streams by layer."""
         stirred: dict[int, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(0)
 
@@ -192,7 +192,7 @@ class StreamLayers:
             yield stirred
 
     def _readers(self, layer: Call) -> list[Call]:
-        """Return the calls in a layer that get all streams, as all calls around them do, and hand on something else."""
+        """Return the outermost calls in a layer that take all streams and return something else."""
 
         def reads(call: Call) -> bool:
             return call is layer or any(self._widths(value) == self.n for value in call.inputs.values())
@@ -229,7 +229,7 @@ class StreamLayers:
     def _sum(
         self, x: torch.Tensor, sources: Mapping[str, torch.Tensor], own: tuple[str, ...], calls: Sequence[Call]
     ) -> tuple[StreamSum, Weights] | None:
-        """Return the sub-layer after which the streams are x, and each token's weights; None if there is none."""
+        """Fit the sub-layer whose result is x; returns it with each token's weights, or None if none fits."""
         norms, total, normed = dict[str, str](), x.clone(), [False] * self.n
         narrow = self._pairs(calls, 1)
         for call, given, made in [*narrow, *self._pairs(calls, self.n)]:
@@ -270,7 +270,7 @@ class StreamLayers:
 
 
 def _by_token(total: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return each token's factors [tokens, terms, sums] of its terms that fit its sums best, and the error left."""
+    """Fit each token's terms to its sums; returns the factors [tokens, terms, sums] and the error left."""
     largest = float(max(total.abs().max(), terms.abs().max())) or 1.0
     basis, aim = terms.transpose(1, 2) / largest, total.transpose(1, 2) / largest
     factors = torch.linalg.lstsq(basis, aim, driver="gelsd").solution
@@ -282,7 +282,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
-    """Return which streams of y [tokens, n, width] are those of x normed; None if one is neither that nor the same."""
+    """Tell which streams of y [tokens, n, width] are x's after a norm; None if one is neither x's nor its norm."""
     found = []
     for before, after in zip(x.unbind(1), y.unbind(1), strict=True):
         same = torch.equal(before, after)
@@ -295,7 +295,7 @@ def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
 def _read(
     hidden: torch.Tensor, streams: torch.Tensor, own: tuple[str, ...]
 ) -> tuple[torch.Tensor | None, tuple[str, ...]]:
-    """Return the weights [tokens, n] with which a tensor is read of the streams, and the norms with which it is."""
+    """Fit the weights [tokens, n] of the streams in a tensor, and the norms that they are read through."""
     weights, error = _by_token(hidden, streams)
     if error <= ROUNDING:
         return weights[..., 0], own
@@ -307,7 +307,7 @@ def _read(
 
 
 def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights]) -> StreamSum:
-    """Return a sum with what its weights are: they, or those of single tokens, moved when others were learned."""
+    """Return a sum with its weights classified: those of single tokens differ, and learned ones have moved."""
     one, (read, write, mix) = after
     result = replace(one, write=_moves(before[1][1], write), error=max(one.error, before[0].error))
     if read is not None and before[1][0] is not None:
@@ -328,7 +328,7 @@ def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights])
 
 
 def _moves(before: torch.Tensor, after: torch.Tensor) -> str:
-    """The typical token tells: where a branch is small beside the streams, its weight is of few digits."""
+    """Classify weights by the median token, since a branch that is small at a token gives few digits there."""
     limit, middle = _MOVED * float(after.abs().max()), after.median(0).values
     if float((after - middle).abs().amax(1).median()) > limit:
         return BY_TOKEN

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunState(TypedDict, total=False):
-    """For a model at a step of a run: the step and the run's folder."""
+    """The step and the folder of a run, if the model is of one."""
 
     step: int
     run: Path
@@ -79,7 +79,7 @@ class Context:
         return [self.model] if self.base is self.model else [self.model, self.base]
 
     def on_device(self, batch: Mapping[str, torch.Tensor], sequences: int | None = None) -> dict[str, torch.Tensor]:
-        """Return a batch, or its first ``sequences`` inputs, where the model is."""
+        """Return a batch, or its first ``sequences`` inputs, on the model's device."""
         return {name: tensor[:sequences].to(self.device) for name, tensor in batch.items()}
 
     def warn_of_unread(self) -> None:
@@ -92,7 +92,7 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return how many sequences or tokens a probe measures, 0 for all: its option, or else a corpus's sample."""
+        """Return a probe's limit (0: none): its option, or else ``sample``, unless the inputs are the user's own."""
         return option if option is not None else 0 if self.whole else sample
 
     def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:
@@ -116,11 +116,11 @@ class Context:
         return total
 
     def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Output:
-        """Run the model (without its head where ``head`` is False) on one batch; no cache."""
+        """Run the model on one batch without a cache; ``head=False`` leaves out its head."""
         return forward(self.model if head else self.base, inputs)
 
     def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Mean cross-entropy of a batch in nats per token, float32, with its graph where gradients are on.
+        """Return the mean cross-entropy of a batch in nats per token, float32, with its graph if gradients are on.
 
         A causal model predicts the next token; a masked one its own masked tokens (15 %, the same ones each time).
         Raises UserError where the model has no such head, or one that the checkpoint does not have.
@@ -133,7 +133,7 @@ class Context:
         return token_losses(self.model, inputs, self.tokenizer)
 
     def check_head(self) -> None:
-        """Raise UserError where the model's head is not in the checkpoint: its predictions are random."""
+        """Raise UserError if the model's head is not in the checkpoint, so that its predictions are random."""
         if self.new_weights:
             raise UserError(
                 f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialized, so the model's "

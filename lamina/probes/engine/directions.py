@@ -34,9 +34,9 @@ class DirectionsProbe(Probe):
     """A probe that compares the directions of every two states, x^0 ... x^N, at the same tokens.
 
     Holds the states' unit vectors at the chosen tokens of one batch, float32: one state is read once and written once.
-    ``all`` keeps a batch's real tokens as far as ``tokens_per_batch`` allows; where that is None, all of the user's own
-    text, and of a corpus as far as they fit a quarter of the model's own memory (at least 64 MiB), else so many
-    positions of every sequence, drawn anew for each batch.
+    ``all`` keeps at most ``tokens_per_batch`` of a batch's tokens; by default all of the user's own text, and of a
+    corpus as many as fit a quarter of the model's own memory (at least 64 MiB). If a batch has more, the same number
+    of positions is drawn in every sequence, anew for each batch.
     """
 
     of_streams = True
@@ -108,9 +108,7 @@ class DirectionsProbe(Probe):
         return products[:, : len(self._states), : len(self._states)], self._counts()
 
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over the tokens of the angle between every two states over pi, [batch, N + 1, N + 1] float64, and the
-        tokens [batch]. Products in float64: near 1 the arc cosine makes 3e-4 of a rounding of 1e-7.
-        """
+        """Sum over tokens every two states' angle over pi: [batch, N + 1, N + 1] float64, and the tokens [batch]."""
         batch, _, tokens, _ = self._vectors.shape
         angle_sums = torch.zeros(
             batch, len(self._states), len(self._states), dtype=torch.float64, device=self._vectors.device
@@ -120,7 +118,7 @@ class DirectionsProbe(Probe):
             for start in range(0, tokens, step):
                 unit = self._vectors[sequence, : len(self._states), start : start + step].transpose(0, 1).double()
                 lengths = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
-                unit = unit / lengths.clamp_min(_SHORTEST)  # to 1e-16, not 1e-7
+                unit = unit / lengths.clamp_min(_SHORTEST)  # to 1e-16: near 1 the arc cosine makes 3e-4 of 1e-7
                 angles = (unit @ unit.mT).clamp_(-1.0, 1.0).acos_()
                 if self._mask is not None:
                     angles[~self._mask[sequence, start : start + step]] = 0.0
@@ -170,7 +168,7 @@ class DirectionsProbe(Probe):
         return frame.sort_values(["size", "start"], ignore_index=True)
 
     def note_streams(self, context: Context) -> None:
-        """Note for the page if the states are not Pre-LN's plain stream: a norm's output, or a mixture."""
+        """Add a note on layers whose states are not Pre-LN's plain stream, but a norm's output or a mixture."""
         layers: dict[str, list[int]] = {_NORMED: [], _INNER: []}
         for site in context.structure.layers:
             roles = [[norm.role for norm in sublayer.norms] for sublayer in site.sublayers]

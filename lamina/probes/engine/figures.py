@@ -16,7 +16,7 @@ MOST_LINES = 24
 
 
 def evenly(length: int, most: int) -> list[int]:
-    """At most ``most`` of the positions of a length, evenly spaced, with both ends."""
+    """Return at most ``most`` of the positions of a length, evenly spaced, with both ends."""
     count = min(length, most)
     return sorted({round(i * (length - 1) / max(1, count - 1)) for i in range(count)})
 

@@ -199,7 +199,7 @@ def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int)
 def _read_images(
     corpus: str, shape: tuple[int, int, int], count: int, processor: BaseImageProcessor | None
 ) -> torch.Tensor:
-    """Images from a .npy file of pixel values, a file of labeled pixels, or a folder of picture files.
+    """Read images from a .npy file of pixel values, a file of labeled pixels, or a folder of picture files.
 
     A checkpoint's own ``processor`` resizes and normalizes pictures; without one they are scaled to [-1, 1].
     """

@@ -47,7 +47,7 @@ class Jacobian:
                 (self._back,) = torch.autograd.grad(self.y, self.x, self._u, create_graph=True, allow_unused=True)
 
     def forward(self, v: torch.Tensor) -> torch.Tensor:
-        """J v, in the shape of y."""
+        """Return J v, in the shape of y."""
         if self._back is None:
             return torch.zeros_like(self.y)
         with _second_derivatives():
@@ -55,7 +55,7 @@ class Jacobian:
         return product.detach()
 
     def transpose(self, u: torch.Tensor) -> torch.Tensor:
-        """J^T u, in the shape of x."""
+        """Return J^T u, in the shape of x."""
         if self._back is None:
             return torch.zeros_like(self.x)
         (product,) = torch.autograd.grad(self.y, self.x, u.to(self.y.dtype), retain_graph=True)
@@ -64,7 +64,7 @@ class Jacobian:
     def norm(
         self, *, identity: float = 0.0, batch_dims: int = 0, tolerance: float = 1e-2, iterations: int = 100
     ) -> SpectralNorm:
-        """||J - identity * I||_2.
+        """Compute ||J - identity * I||_2.
 
         Args:
             identity: how many times the identity is subtracted; 1 for the distance to the identity.
@@ -85,9 +85,7 @@ class Jacobian:
         )
 
     def typical_stretch(self, *, identity: float = 0.0, batch_dims: int = 0, samples: int = 4) -> torch.Tensor:
-        """||J - identity * I||_F / sqrt(n), [...] in float64: the root mean square of the stretch of random
-        directions, estimated with ``samples`` of them (Hutchinson), where the spectral norm is the worst direction's.
-        """
+        """Estimate ||J - identity * I||_F / sqrt(n), [...] in float64, from random directions (Hutchinson)."""
         squares = []
         for sample in range(samples):
             v = start_vector(self.x, sample)
@@ -129,9 +127,9 @@ def largest_singular_value(
 ) -> SpectralNorm:
     """Find a linear map's largest singular value by Lanczos bidiagonalization (Golub and Kahan 1965) from ``start``.
 
-    The power iteration's products, but the norm is taken over all vectors so far, not the last alone:
-    it needs far fewer where the singular values lie close together, as they do near the identity. All vectors are kept
-    and made orthogonal again: 2 * iterations of them. Accumulates in float64 at the size of the small matrix only.
+    Takes the power iteration's products, but the norm over all vectors so far, not over the last alone. That needs far
+    fewer where the singular values lie close together, as they do near the identity. All 2 * iterations vectors are
+    kept and made orthogonal again. Accumulates in float64 at the size of the small matrix only.
     """
     number("tolerance", tolerance, 0.0, open_low=True)
     whole_number("iterations", iterations)
@@ -160,16 +158,14 @@ def largest_singular_value(
 
 
 def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale vectors [problems, n] to length 1 (those of length 0 stay); returns them and their lengths, float64 on the
-    CPU.
-    """
+    """Scale vectors [problems, n] to length 1, zeros excepted; also returns their lengths, float64 on the CPU."""
     length = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
     # Vectors of length 1e-30 would lose bits to denormal numbers before they are divided.
     return torch.where(length[:, None] > 0, vectors / length[:, None], vectors).to(vectors.dtype), length.cpu()
 
 
 def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-    """Make ``vectors`` [problems, n] orthogonal to all ``others``; twice, since once loses half the bits."""
+    """Make ``vectors`` [problems, n] orthogonal to all ``others``, in two rounds since one loses half the bits."""
     if not others:
         return vectors
     basis = torch.stack(others, dim=1)
@@ -192,7 +188,7 @@ def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[t
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """One sub-layer y = C(skip_scale * s + out_scale * B(F(pre_scale * A(x)))), as far as the residual path goes.
+    """The numbers of a sub-layer y = C(skip_scale * s + out_scale * B(F(pre_scale * A(x)))) on its residual path.
 
     Gains of A, B and C are root mean squares over the channels, None where there is no such norm; ``path_scale`` is
     gain of C * skip_scale, [channels] or one number: the numerator of the path's Jacobian.
@@ -214,7 +210,7 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
 
     A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), the skip by its scale; two norms on a
     Post-LN block's path give sigma^-2, one on FuseNorm's sigma^-1 (FuseNorm Eq 10 and 11). Each channel is followed
-    by itself, and the largest is the block's; the direction that a norm takes away is left out, as in the papers.
+    separately, and the largest is the block's; the direction that a norm removes is left out, as in the papers.
 
     ``sigmas``: one per sub-layer, numbers or tensors [...], not read if the sub-layer has no norm on its sum.
     Returns a float64 tensor of their shape.
@@ -251,7 +247,7 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """Return a layer's wiring, with the skips and scales of a Lamina model's plan; other models' are plain."""
+    """Return the wirings of a layer's sub-layers: a Lamina model's skips and scales, or plain ones of other models."""
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 
@@ -285,7 +281,7 @@ def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
 
 
 def _gain(norm: NormSite) -> torch.Tensor:
-    """Return the gain, [channels] in float64 on the CPU; a constant one where the norm has none to learn."""
+    """Return a norm's gain, [channels] in float64 on the CPU; a single number if the norm learns none."""
     gain = norm.gain
     if gain is None:
         return torch.as_tensor(float(getattr(norm.module, "initial_gain", 1.0)), dtype=torch.float64)

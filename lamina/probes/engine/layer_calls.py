@@ -36,7 +36,7 @@ class LayerCall:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the stream after the layer with ``x`` in place of x^l, [sequences, tokens, channels].
 
-        Of several streams both are [sequences, tokens, n, channels].
+        With several streams, both are [sequences, tokens, n, channels].
         """
         args, kwargs = with_argument(self.args, self.kwargs, self.site.input.argument, x)
         layer = self.site.module  # Lamina's first block of several streams is to take them, not to make them
@@ -44,7 +44,7 @@ class LayerCall:
             return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the same value, but let gradients pass only through the skips."""
+        """Return the same value, but with gradients through the skips alone."""
         points = {index: sublayer.contribution for index, sublayer in enumerate(self.site.sublayers)}
         with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
@@ -68,7 +68,7 @@ class LayerCall:
 def frozen(model: nn.Module) -> Iterator[None]:
     """Turn off the gradients of all parameters, so that graphs hold only what the states need.
 
-    16-bit parameters are float32 in it: products with a Jacobian need more than three digits.
+    16-bit parameters become float32 meanwhile: products with a Jacobian need more than three digits.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     small = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
@@ -118,7 +118,7 @@ def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> 
 
 
 class ShortProbe(Probe):
-    """A costly probe of ``sequences`` inputs of ``tokens`` tokens: 0 for all.
+    """A costly probe, of ``sequences`` inputs of ``tokens`` tokens each (0: all).
 
     By default all of the user's own text, and 1 sequence of 32 tokens of a corpus. Raises UserError for a wrong count.
     """
@@ -139,7 +139,7 @@ class ShortProbe(Probe):
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
     def take(self, context: Context) -> None:
-        """Set ``inputs``: the short inputs if both limits are set, or else one sequence each."""
+        """Set ``inputs``: one batch of short inputs if both limits are set, or else one sequence each."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
             self.inputs = [short_inputs(context, sequences, tokens)]
@@ -152,14 +152,14 @@ class ShortProbe(Probe):
 
 
 def rows_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Return the sequences of a batch, each as a batch of its own."""
+    """Split a batch into batches of one sequence."""
     return [
         {name: value[row : row + 1] for name, value in batch.items()} for row in range(sample_of([batch]).sequences)
     ]
 
 
 def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Take ``tokens`` real tokens of each of the first ``sequences`` texts, unpadded; or those images, whole.
+    """Take the first ``tokens`` real tokens of each of the first ``sequences`` texts, unpadded; images are taken whole.
 
     Raises UserError if fewer than two tokens remain.
     """

@@ -101,7 +101,7 @@ def run(
 
 @contextmanager
 def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exception], None] | None) -> Iterator[None]:
-    """Leave out a probe that does not apply to the model, with a note, and give ``broken`` one that fails."""
+    """Run a part of a probe: note a probe that does not apply to the model, and give ``broken`` one that fails."""
     try:
         yield
     except UserError as error:
@@ -205,7 +205,7 @@ def probe(
 def measure(
     context: Context, probes: Sequence[Probe], settings: ProbeSettings, *, strict: bool = True, sampled: bool = True
 ) -> dict[str, pd.DataFrame]:
-    """Measure the probes' frames with the model in evaluation mode. For ``strict`` and ``sampled`` see ``run``."""
+    """Run the probes with the model in evaluation mode. For ``strict`` and ``sampled`` see ``run``."""
     for warning in context.warnings:
         logger.warning(warning)
     with evaluating(context.model):

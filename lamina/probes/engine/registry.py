@@ -32,14 +32,14 @@ PROBES = Path(__file__).parents[1]  # one file each
 
 
 class Sample(NamedTuple):
-    """How many sequences (or images) and tokens were measured; of weights and images no tokens."""
+    """The number of sequences (or images) and of tokens measured; weights and images have no tokens."""
 
     sequences: int
     tokens: int
 
 
 def sample_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> Sample:
-    """Return the sequences of some batches, and their tokens without padding."""
+    """Count the sequences of some batches, and their tokens without padding."""
     sequences = tokens = 0
     for batch in batches:
         first = next(iter(batch.values()))
@@ -83,17 +83,17 @@ class Probe(ABC):
         return 0.0
 
     def begin(self, context: Context) -> None:
-        """Called once, before the forward passes. Raises UserError where the probe does not apply to the model."""
+        """Prepare, once, before the forward passes. Raises UserError if the probe does not apply to the model."""
 
     def points(self) -> Mapping[Any, Point]:
         """Return the tensors to watch in each forward pass, under keys of the probe's choice."""
         return {}
 
     def see(self, key: Any, value: torch.Tensor) -> None:
-        """Called with each watched tensor [batch, tokens, channels] as it appears. Do not store or change it."""
+        """Take each watched tensor [batch, tokens, channels] as it appears. Do not store or change it."""
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
-        """Called after each forward pass with its inputs (input_ids [batch, tokens] or pixel_values) and output."""
+        """Take a finished forward pass's inputs (input_ids [batch, tokens] or pixel_values) and output."""
 
     def standard_error(self) -> float | None:
         """Return the page's largest relative standard error; None if its numbers are not averages over text.
@@ -103,7 +103,7 @@ class Probe(ABC):
         return None
 
     def measured(self, context: Context) -> Sample | None:
-        """Return the text measured, once it has finished: the columns ``sequences`` and ``tokens`` of its frame.
+        """Return how much was measured, for the frame's columns ``sequences`` and ``tokens``.
 
         None if that is not known, or not the same in all rows (``finish`` may make the columns itself).
         """
@@ -119,7 +119,7 @@ class Probe(ABC):
         """Return a tidy frame. Layers count from 0; state l is the stream before layer l, N after the last."""
 
     def figures(self, frame: pd.DataFrame) -> Iterable[tuple[Figure, str]]:
-        """Plotly figures of a result, each with its caption (plain text)."""
+        """Return plotly figures of a result, each with its caption (plain text)."""
         return []
 
     def sentences(self, frame: pd.DataFrame) -> Iterable[str]:
@@ -128,7 +128,7 @@ class Probe(ABC):
 
 
 def check_most(name: str, option: str, value: object) -> int | None:
-    """Return an option of a probe that says how much it measures: 0 for all, None for its default (``Context.most``).
+    """Check a probe's option for how much it measures: 0 for all, None for its default (``Context.most``).
 
     Raises UserError for an invalid count.
     """
@@ -196,9 +196,7 @@ def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A probe's description. ``options`` are its keywords with their defaults as written; ``over_steps`` are the
-    metrics that are drawn over a run's steps (empty: all).
-    """
+    """A probe's description; ``options`` has defaults as written, an empty ``over_steps`` stands for all metrics."""
 
     name: str
     title: str
@@ -210,7 +208,7 @@ class Listed:
 
 @cache
 def listed() -> dict[str, Listed]:
-    """Every probe of the package by its name, sorted."""
+    """Return the package's probes by name, sorted."""
     probes = [probe for path in sorted(PROBES.glob("*.py")) for probe in read(path)]
     return {probe.name: probe for probe in sorted(probes, key=lambda probe: probe.name)}
 
@@ -223,7 +221,7 @@ def check_probes(chosen: str) -> None:
 
 
 def check_probe(spec: str) -> None:
-    """Raise UserError for a name or an option that no probe has, with the nearest one."""
+    """Raise UserError, with the nearest name, for a probe or an option that does not exist."""
     name, options = specs.parse(spec, "probe")
     known = listed()
     if name not in known:  # one of the user's own, or none

@@ -16,7 +16,7 @@ WINDOW, SIGMAS, FEWEST = 1000, 7.0, 32
 def spikes(
     series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST
 ) -> np.ndarray:
-    """Return which values of a run's series are spikes, a boolean array [values].
+    """Mark the spikes in a run's series: a boolean array [values].
 
     A value is a spike if it is at least ``sigmas`` standard deviations (divisor: their number) above the mean of the
     ``window`` values before it. The window excludes the value itself, which could otherwise never be a
@@ -38,7 +38,7 @@ def spikes(
 
 
 def surges(series: Iterable[float]) -> np.ndarray:
-    """Return which values are surges, a boolean array [values]: for runs of a hundred steps, too few for ``spikes``.
+    """Mark the surges in a series, a boolean array [values]: for runs of a hundred steps, too few for ``spikes``.
 
     A value is a surge if it is more than 3 times the median of the 20 finite values before it (of at least 10), or not
     finite.

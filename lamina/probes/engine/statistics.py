@@ -113,7 +113,7 @@ class TokenStates:
 
 
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:
-    """Return the watched tensor of a batch by sequence and token, with padding zeroed.
+    """Reshape a batch's watched tensor to sequences and tokens, with padding zeroed.
 
     Takes [batch, tokens, channels], with heads before or after the tokens (a norm of queries: each head's part counts
     as one token), with rows and columns (vision), or flattened to [batch * tokens, channels] (experts). A tensor that
@@ -141,7 +141,7 @@ def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenS
 
 
 def stream_figures(streams: torch.Tensor) -> torch.Tensor:
-    """Return [..., 1 + n] of streams [..., n, width]: the mean cosine of two of them, and each one's mean square."""
+    """Return [..., 1 + n] for streams [..., n, width]: the mean cosine of two streams, then each one's mean square."""
     n = streams.shape[-2]
     together = torch.nn.functional.normalize(streams, dim=-1, eps=1e-30).sum(-2).square().sum(-1)  # n + all cosines
     return torch.cat([((together - n) / (n * (n - 1))).unsqueeze(-1), streams.square().mean(-1)], dim=-1)

@@ -111,7 +111,7 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
 
 
 class Measuring:
-    """Loads a checkpoint and its inputs on creation; ``run`` measures and writes.
+    """A checkpoint and its inputs, loaded on creation; ``run`` measures and writes.
 
     ``specs`` are the requested probes as the user wrote them, by name; ``done`` are the results already in the folder.
     """
@@ -233,7 +233,7 @@ class Measuring:
         return result
 
     def _inputs(self) -> Json:
-        """Return the inputs that the model ran on: the number of sequences used, and their length."""
+        """Describe the inputs that the model ran on: the number of sequences used, and their shape."""
         batches = list(self.context.batches)
         count = registry.sample_of(batches[: self.context.forwards] or batches).sequences
         first = next(iter(batches[0].values()))

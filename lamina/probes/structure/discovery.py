@@ -22,7 +22,7 @@ from lamina.probes.structure.tracing import Call, Factor, Op, Trace, trace
 
 @dataclass(eq=False)
 class Branch:
-    """What one module computes for the stream."""
+    """A branch: what one module adds to the stream."""
 
     source: Call  # its output, times factor, is what is added
     factor: Factor = None
@@ -61,7 +61,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Tag:
-    """What a tensor is: the stream, a norm of it, or a branch of several parts."""
+    """The role of a tensor: the stream, a norm of it, or a branch of several parts."""
 
     kind: str  # stream | normed | branch
     parts: tuple[_Part, ...] = ()
@@ -71,7 +71,7 @@ class _Tag:
 
 @dataclass(frozen=True)
 class _Sum:
-    """An addition to the stream: ``branches``, None if no module returns it or it is the stream itself."""
+    """An addition to the stream. ``branches``: None if no module returns what is added, or if that is the stream."""
 
     op: Op
     skips: tuple[_Tag, ...]
@@ -82,7 +82,7 @@ class _Sum:
 class TracedLayer:
     """The stream followed through one call: what is added to it, and where; norms are kept by the id of their call.
 
-    Without ``describe`` only far enough to know what is added.
+    ``describe=False`` follows it only far enough to know what is added.
     """
 
     def __init__(self, call: Call, record: Trace, *, describe: bool = True):
@@ -284,7 +284,7 @@ class TracedLayer:
                 return
 
     def _pre(self, leaves: list[Call], ops: list[Op], down: Call, inner: int) -> Point | None:
-        """Return what goes into the nonlinearity: the input of a module of its own, or a projection's output."""
+        """Return the point before the nonlinearity: an activation module's input, or a projection's output."""
         for c in leaves:
             x = _first(c)
             is_activation = not _is_projection(c.module) and not _has_parameters(c)
@@ -298,7 +298,7 @@ class TracedLayer:
         return None
 
     def entry_of(self, branch: Branch) -> Point | None:
-        """Return what goes into the branch's first module: its first input of the stream's shape."""
+        """Return the point at which a branch begins: its first module's first input of the stream's shape."""
         first = next(iter(branch.modules), branch.source)
         key = next((key for key, value in first.inputs.items() if self._fits(value)), None)
         return None if key is None else Point(first.module, first.path, "input", first.number, None, key)
@@ -353,7 +353,7 @@ def _mine(op: Op, modules: list[Call], others: list[Call], begin: int, end: int)
 
 
 def origin(value: int | None, same: Mapping[int, int]) -> int | None:
-    """Follow a value to the one that it is a copy of."""
+    """Follow copies back to the original value."""
     while value is not None and value in same:
         value = same[value]
     return value
@@ -426,9 +426,9 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
 
 
 def declared_structure(model: nn.Module) -> Structure | None:
-    """Return the structure of a Lamina model whose blocks hand on more than one stream; None of others.
+    """Return the structure of a Lamina model whose blocks pass on more than one stream; None for other models.
 
-    Whichever copy of Lamina's code the model runs: a checkpoint brings its own.
+    The model may run any copy of Lamina's code, since a checkpoint brings its own.
     """
     named = list(model.named_modules())
     mixers = {type(getattr(part, "mixer", None)).__name__ for _, part in named}  # Mamba's blocks have one, too
@@ -455,7 +455,7 @@ def declared_structure(model: nn.Module) -> Structure | None:
 
 
 def _declared_layer(index: int, path: str, block: nn.Module) -> LayerSite:
-    """Return a block of Lamina's; what its two sub-layers add is after an out_norm, before a factor or a write."""
+    """Describe a block of Lamina's; contributions are taken after an out_norm, before a factor or a write."""
     halves = {kind: block.get_submodule(kind) for kind in ("attention", "feed_forward")}
     sublayers: list[SublayerSite] = []
     for kind, half in halves.items():
@@ -481,7 +481,7 @@ _ONE_OF_MEMORY = "The states are the stream's; the earlier ones that the model r
 
 
 def _chains(record: Trace) -> list[list[Call]]:
-    """Return runs of calls that hand the stream on from one to the next, each after adding to it."""
+    """Return runs of calls that pass the stream from one to the next and add to it."""
     chains: list[list[Call]] = []
     same = _sources(record.ops)
     for family in _families(record):
@@ -496,7 +496,7 @@ def _chains(record: Trace) -> list[list[Call]]:
 
 
 def _families(record: Trace) -> list[list[Call]]:
-    """Return the calls of modules that add to a stream, by the call that holds them."""
+    """Group the calls of modules that add to a stream by the call around them."""
     families: dict[int, list[Call]] = {}
     for call in record.calls:
         if call.parent is not None and _carries_stream(call, record):
@@ -573,7 +573,7 @@ def _num_layers(model: nn.Module) -> int | None:
 
 
 def _carries_stream(call: Call, record: Trace) -> bool:
-    """Return whether a call takes a stream and hands one on of the same shape, having added to it."""
+    """Return whether a call takes a stream, adds to it, and returns it in the same shape."""
     x = _stream_input(call, record)
     if x is None or call.output < 0 or call.is_norm or call.output == x:
         return False
@@ -598,7 +598,7 @@ def _sources(ops: Iterable[Op]) -> dict[int, int]:
 
 
 def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
-    """Return the norm whose output is the first layer's stream, or that reads the last layer's."""
+    """Return the norm that gives the first layer its stream, or that reads the last layer's."""
     same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
     for call in record.calls:
         if not call.is_norm:
@@ -615,7 +615,7 @@ def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: 
 
 
 def _asked(model: nn.Module, method: str) -> nn.Module | None:
-    """Return a part of a transformers model; None for a plain module, and where transformers knows no such part."""
+    """Call a method of a transformers model; None if there is none, or transformers knows no such part."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):

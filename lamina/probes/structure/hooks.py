@@ -168,7 +168,7 @@ def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Output:
 
 @contextmanager
 def forwards(functions: Mapping[nn.Module, Callable[..., Output]]) -> Iterator[None]:
-    """In this context these modules compute what the functions return."""
+    """Replace the modules' forward functions in this context."""
     with ExitStack() as stack:
         for module, function in functions.items():
             stack.enter_context(patched(module, forward=function))
@@ -206,7 +206,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
-    """Run attention in plain operations, whose weights can be watched and which have a forward-mode derivative."""
+    """Run attention in plain operations, so that its weights can be watched and differentiated twice."""
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     switch = getattr(model, "set_attn_implementation", None) if before not in (None, "eager") else None
     if switch is not None:
@@ -239,7 +239,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Give the parameters empty gradients; theirs, and whether they require any, are restored afterwards."""
+    """Empty the parameters' gradients; afterwards, restore these and whether each requires one."""
     held = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
     for parameter, _, _ in held:
         parameter.grad = None

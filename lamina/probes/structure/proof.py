@@ -70,7 +70,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
 
 
 def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
-    """Three different inputs made of the first: rolled tokens, mirrored and rolled images."""
+    """Make three different inputs of the first: rolled tokens, or mirrored and rolled images."""
     if "input_ids" not in inputs:
         (name,) = list(inputs)[:1]
         image = inputs[name][:1]
@@ -124,7 +124,7 @@ def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> 
 
 
 def _check_same(structure: Structure, states: Tensors, others: Tensors, text: str) -> None:
-    """Raise UserError with ``text``, which takes the place, where two passes' states differ by more than rounding."""
+    """Raise UserError if two passes' states differ by more than rounding; the place is put into ``text``."""
     for state in structure.states():
         a, b = states[state], others[state]
         same = a.shape == b.shape
@@ -179,14 +179,14 @@ def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
 def _is_made_of(
     total: torch.Tensor, parts: Sequence[torch.Tensor], skips: Sequence[torch.Tensor], precision: float
 ) -> bool:
-    """Return whether a sum is skips and contributions; those before the last may be scaled, as the later skip is."""
+    """Return whether a sum is made of skips and contributions; all but the last may be scaled, as a later skip is."""
     if _is_sum(total, sum(parts, torch.zeros_like(total)), skips, precision):
         return True
     return len(parts) > 1 and _is_sum(total, parts[-1], (*skips, *parts[:-1]), precision)
 
 
 def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[int, int]]:
-    """Return (layer, sub-layer) of feed-forwards that carry something from token to token (RWKV's WKV)."""
+    """Return (layer, sub-layer) of feed-forwards that mix tokens (RWKV's WKV)."""
     points: dict[tuple, Point] = {}
     for site in structure.layers:
         for number, sublayer in enumerate(site.sublayers):
@@ -224,7 +224,7 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[i
 
 
 def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tensors) -> LayerSite:
-    """Return the layer with what is not a feed-forward unmarked.
+    """Unmark the sub-layers of a layer that are no feed-forwards after all.
 
     A sub-layer that mixes tokens becomes a mixer; one that is gated after its last matrix, as in RWKV, keeps its kind.
     """
@@ -260,7 +260,7 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
 def combination(
     total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
 ) -> tuple[list[torch.Tensor], float]:
-    """Return the factors [1 or channels] of the terms [tokens, channels] that fit a total best, and the error left.
+    """Fit factors [1 or channels] of the terms [tokens, channels] to a total; returns them and the error left.
 
     The error is the largest difference, as a share of ``largest``, by default the total's and the terms' largest value.
     """

@@ -19,7 +19,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
-    """Return what a norm multiplies the normalized channels by, [channels]; None where it has no gain.
+    """Measure the gain by which a norm multiplies the normalized channels, [channels]; None if it has none.
 
     Found by norming a known vector: some store the gain, others (Gemma) its difference from 1.
     """
@@ -192,18 +192,18 @@ class Structure:
         return len(self.layers)
 
     def states(self) -> dict[int, Point]:
-        """x^0 ... x^N, the last one before the final norm."""
+        """Return the points of x^0 ... x^N, the last one before the final norm."""
         points = {site.index: site.input for site in self.layers}
         points[self.num_layers] = self.layers[-1].output
         return points
 
     def reads(self) -> dict[int, Point]:
-        """Return what each layer, and the final norm, reads where that is not the stream."""
+        """Return the points that layers, and the final norm, read in place of the stream, by state."""
         reads = [*(site.reads for site in self.layers), self.end]
         return {state: point for state, point in enumerate(reads) if point is not None}
 
     def norms(self) -> Iterator[tuple[int, str, NormSite]]:
-        """(layer, sublayer kind, norm); layer -1 for the embedding's and the final norm, with the sublayer "model"."""
+        """Yield (layer, sublayer kind, norm); the embedding's and the final norm have layer -1 and sublayer "model"."""
         if self.embedding_norm is not None:
             yield -1, "model", self.embedding_norm
         for site in self.layers:

@@ -164,7 +164,7 @@ def _kind(func: OpOverload, args: Args) -> str | None:
 
 
 def trace(model: nn.Module, inputs: Mapping[str, object]) -> Trace:
-    """Run ``model(**inputs)`` without gradients and write it down. Keep the inputs tiny: every tensor is held."""
+    """Run ``model(**inputs)`` without gradients and record it. Keep the inputs tiny: every tensor is held."""
     follower = _Follower(model)
     with temporary_hooks() as hooks:
         for module in follower.paths:

@@ -73,7 +73,7 @@ def coordinates_report(folder: Path) -> Path:
 
 
 def _figure(sizes: Frame, axis: str) -> go.Figure:
-    """Mean |x| against the width or depth: before the first step and after the last, one line per module."""
+    """Draw mean |x| against the width or depth: before the first step and after the last, one line per module."""
     sizes = sizes[sizes["metric"] == "size"]
     steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})
     titles = ["before the first step" if step == 0 else f"after {step} steps" for step in steps]
@@ -104,7 +104,7 @@ def _figure(sizes: Frame, axis: str) -> go.Figure:
 
 
 def _table(slopes: Frame, axis: str) -> str:
-    """The exponent of each module at the start and after the last step, with its range over the layers."""
+    """Return a table of each module's exponent at the start and after the last step, with its range over the layers."""
     last = int(slopes["step"].max())
     rows = []
     for module in dict.fromkeys(slopes["module"]):

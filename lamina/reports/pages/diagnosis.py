@@ -75,7 +75,7 @@ def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:
 
 
 def _drawn(evidence: Evidence, lines: list[tuple[str, str, list[int], list[float]]], quantity: str) -> go.Figure:
-    """A figure of ``lines``, each a name, a color, steps and values, and marks at the rise and the alarm."""
+    """Draw ``lines``, each a name, a color, steps and values, with marks at the rise and at the first alarm."""
     picture = go.Figure()
     for name, color, steps, values in lines:
         Line(

@@ -113,7 +113,7 @@ def _scores(printed: Json, color: dict[str, str]) -> str:
 
 
 def _bars(printed: Json, color: dict[str, str]) -> go.Figure | None:
-    """The shares as groups of bars; None where the table has none."""
+    """Draw the shares as groups of bars; None if the table has none."""
     scored = [at for at, share in enumerate(printed["shares"]) if share]
     if not scored:
         return None

@@ -76,7 +76,7 @@ def max_rate_report(folder: Path) -> Path:
 
 
 def summarize(results: Frame) -> list[Json]:
-    """One row per placement, the highest mean rate first; ``results`` are the rows of results.csv.
+    """Return one row per placement, the highest mean rate first; ``results`` are the rows of results.csv.
 
     Returns ``placement``; ``mean`` and ``std`` over the seeds with a rate (ddof 1, NaN for fewer than two), their
     ``low`` and ``high``; ``seeds``, how many have a rate, and ``open``, how many of these reached the end of the
@@ -105,7 +105,7 @@ def summarize(results: Frame) -> list[Json]:
 
 
 def spread(row: Row) -> str:
-    """The mean and the standard deviation of a placement's rates as text; a lower bound has a sign."""
+    """Return the mean and the standard deviation of a placement's rates as text; a lower bound has ">="."""
     if not row["seeds"]:
         return "-"
     bound = ">= " if row["open"] else ""
@@ -145,7 +145,7 @@ def sentences(rows: Sequence[Json]) -> list[str]:
 
 
 def rules(settings: Mapping[str, object]) -> list[str]:
-    """The rules with this study's thresholds, in words."""
+    """Return the rules with this study's thresholds, in words."""
     value = {name: str(settings.get(name, "?")) for name in _THRESHOLDS}
     share = float(value["spike_patience"])  # steps from 1 on, a share of all steps below
     patience = f"{share:g} steps" if share >= 1 else f"{100 * share:g} % of all steps"
@@ -165,7 +165,7 @@ def rules(settings: Mapping[str, object]) -> list[str]:
 
 
 def loss_by_rate(study: Study, color: Mapping[str, str]) -> go.Figure | None:
-    """Smoothed loss against learning rate (log), one line per placement and seed, with a mark where each stopped."""
+    """Draw smoothed loss against learning rate (log), one line per placement and seed, marked where each stopped."""
     picture, curves = go.Figure(), []
     named_in_legend: set[str] = set()
     for trial, row in zip(study.trials, rows_of(study.results), strict=True):
@@ -214,7 +214,7 @@ def loss_by_rate(study: Study, color: Mapping[str, str]) -> go.Figure | None:
 
 
 def curve_of(trial: Trial, settings: Mapping[str, object]) -> Frame:
-    """A trial's smoothed loss by learning rate, without the first step, whose rate is 0: columns rate and loss."""
+    """Return a trial's smoothed loss by rate, without the first step, whose rate is 0: columns rate and loss."""
     rows = trial.layers[trial.layers["metric"] == "step_loss"].drop_duplicates("step", keep="last").sort_values("step")
     top, steps, window = (float(str(settings.get(name, 1))) for name in ("max_learning_rate", "steps", "window"))
     losses = smoothed(rows["value"].astype(float).to_numpy(), int(window))

@@ -97,7 +97,7 @@ _BURN_IN = (
 
 
 def label_of(placement: str, rate: float, rows: Frame) -> str:
-    """The placement, with its learning rate if there are several."""
+    """Return the placement, with its learning rate if there are several."""
     return placement if rows["learning_rate"].nunique() == 1 else f"{placement} at {rate:g}"
 
 
@@ -136,7 +136,7 @@ def _numbers(records: list[Json], labels: list[str]) -> str:
 
 
 def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Mapping[str, str]) -> go.Figure:
-    """A metric of the blocks against the layer, before the first step and at the last measurement, side by side."""
+    """Draw a metric of the blocks by layer, before the first step and at the last measurement, side by side."""
     chosen = layers[(layers["metric"] == metric) & (layers["sublayer"] == "block") & (layers["role"] == "all")]
     lines = []
     for key, own in chosen.groupby(["placement", "learning_rate"], sort=False):

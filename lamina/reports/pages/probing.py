@@ -76,15 +76,15 @@ def draw(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> go.Figure:
-    """A stored figure in the page's look. Raises OSError, ValueError."""
+    """Read a stored figure in the page's look. Raises OSError, ValueError."""
     return polish_own(compact(plotly.io.from_json(path.read_text(encoding="utf-8")))[0])
 
 
 def main_numbers(frame: Frame) -> Frame:
     """Summarize a probe's values: one row per metric, with the places of the extremes.
 
-    Sub-layers, roles, number formats and meanings of a drop stand apart. Columns: those of them that the frame has,
-    then rows, lowest, at, median, highest, at_highest.
+    Sub-layers, roles, number formats and meanings of a drop have their own rows, and columns if the frame has them. The
+    other columns are rows, lowest, at, median, highest, at_highest.
     """
     apart = ("metric", "sublayer", "role", "format", "meaning")
     by = [name for name in apart if name in frame and frame[name].notna().any()]
@@ -194,7 +194,7 @@ def _cell(name: str, row: Row) -> str:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return a file of the folder. Raises an error for a name that leads out of it."""
+    """Return a file of the folder. Raises ValueError for a name that leads out of it."""
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{name!r} leads out of the folder")
