@@ -1,6 +1,7 @@
 """The commands as Python functions, which train or measure and then write the page, as the command line does.
 
-Each takes a command's settings by name, and has them all in its signature. Nothing is loaded before it is used.
+Each function takes a command's settings by name, and has them all in its signature. Nothing is loaded before it is
+used.
 """
 
 from __future__ import annotations

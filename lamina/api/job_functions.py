@@ -1,6 +1,6 @@
 """The Python function of a job, made from its row: it refuses bad input early, runs the job and writes the page.
 
-It takes objects where the command line has text: lists, paths, data sets.
+The function takes objects where the command line has text: lists, paths, data sets.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ENDED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them gets 
 def function_of(row: JobRow) -> Callable[..., Any]:
     """Make the Python function of a job.
 
-    It takes the settings by keyword, also by other tools' names, as lists, paths and data sets, and ``resume``,
-    ``overwrite``, ``bar`` and the row's switches.
+    The function takes the settings by keyword, also by other tools' names, as lists, paths and data sets, and
+    ``resume``, ``overwrite``, ``bar`` and the row's switches.
     """
     record, modes = row.record, _modes(row)
 

@@ -40,12 +40,12 @@ def generate(
 
     Args:
         model: a folder with a saved model, or a run's folder.
-        prompt: the text to continue; or turns, mappings with ``role`` and ``content``, to answer the last of.
+        prompt: the text to continue; or turns, mappings with ``role`` and ``content``, the last of which is answered.
         max_new_tokens: the maximum number of new tokens; fewer where a model with learned positions has no more.
-        temperature: 0 always takes the likeliest token.
+        temperature: the temperature of the sampling; 0 always takes the likeliest token.
         top_p: the share of the likeliest tokens that is sampled from, above 0 and at most 1; None for the model's own.
-        stop: texts that end the answer; they are left out of it.
-        seed: of the sampling.
+        stop: texts that end the answer, and are not part of it.
+        seed: the seed of the sampling.
         trust_remote_code: run the model's own Python code, if it has any.
 
     Raises:
@@ -104,7 +104,7 @@ def convert(
         source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
         output: a new or empty folder.
         to: "lamina" or "transformers"; by default the one that the source is not.
-        dtype: of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
+        dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
         overwrite: first delete what Lamina wrote into ``output``.
         verify: load the result and compare its logits with the source's.
 
@@ -138,16 +138,16 @@ def prune(
         model: a folder with a saved model, Lamina's or transformers', or a run's folder.
         output: a new or empty folder.
         layers: the layers to take out, counted from 0: a list, or a text such as "3,5-7".
-        by: in their place, the measure that chooses ``drop`` layers: "angular_distance" (the block of as many layers
-            that turns the stream least, Gromov et al. 2024), "layer_drop" (those whose absence harms the loss least,
-            one at a time), or PROBE.METRIC with one value per layer (the lowest go).
-        drop: how many layers to take out.
+        by: instead of ``layers``, the measure that chooses ``drop`` layers: "angular_distance" (the block of that many
+            layers that turns the stream least, Gromov et al. 2024), "layer_drop" (the layers whose absence, one at a
+            time, harms the loss least), or PROBE.METRIC with one value per layer (the layers with the lowest values).
+        drop: the number of layers to take out.
         overwrite: first delete what Lamina wrote into ``output``.
         text_settings: those of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
-        UserError: (a ValueError) for a model or a text that can't be read, layers that it does not have, or an output
-            folder in use.
+        UserError: (a ValueError) for a model or a text that can't be read, layers that the model does not have, or an
+            output folder in use.
     """
     if (by is None) == (not layers) or (by is None) != (drop is None):
         raise UserError("layers: name them, or give by and drop (allowed: one of the two)")
@@ -178,8 +178,8 @@ def graft(
 ) -> Grafting:
     """Put another placement on a trained decoder, as `lamina graft` does; `lamina pretrain --from` heals it.
 
-    The weights stay. The new norms' gains are fitted on one half of a text so that each sub-layer gives what it gave;
-    both losses are measured on the other half.
+    The weights stay. The new norms' gains are fitted on one half of a text so that each sub-layer's output stays close
+    to the old one; both losses are measured on the other half.
 
     Args:
         model: a folder with a saved decoder that `lamina convert` takes, or a Lamina model's.
@@ -189,8 +189,8 @@ def graft(
         text_settings: those of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
-        UserError: (a ValueError) for a model, a placement or a text that can't be read, a module that takes no factor,
-            or an output folder in use.
+        UserError: (a ValueError) for a model, a placement or a text that can't be read, a module that can't absorb a
+            factor, or an output folder in use.
     """
     source, folder = path("model", model), path("output", output)
     from lamina.placements.resolution import check_spec
@@ -208,14 +208,14 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
     """Identify a model's placement by measuring it, as `lamina placements --of MODEL` does.
 
     Args:
-        model: a transformers or Lamina model; a folder (of a run, or with config.json, whose weights are read if there
-            are any); a configuration or the name of a model type of transformers, of which a model with random weights
+        model: a transformers or Lamina model; a folder (of a run, or with config.json; weights are read if there are
+            any); or a configuration or the name of a model type of transformers, from which a model with random weights
             is made. Nothing is fetched, and no code beside a checkpoint runs.
-        layers: the path of the list of layers, where others are meant than those that are found.
+        layers: the path of the list of layers, if not the one that is found.
 
     Returns:
-        The placement as ``lamina.placements.resolve`` reads it (``placement``), what it differs in (``match``) or why
-        it is not known (``unknown``), with the evidence; ``text()`` is what the command prints.
+        The placement as ``lamina.placements.resolve`` reads it (``placement``), the differences from it (``match``) or
+        the reason why none was found (``unknown``), with the evidence; ``text()`` is the command's output.
 
     Raises:
         UserError: (a ValueError) for a path that holds no model, or a configuration that no model can be made of.
@@ -231,8 +231,8 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 def diagnose(run: str | PathLike[str]) -> Diagnosis:
     """Say what left its usual range first in a run, and what to change, as `lamina diagnose` does; write the page.
 
-    Of what another tool recorded, the records and the page are written beside it, into the folder NAME-lamina. Without
-    the packages that draw it there is no page, and the last sentence says so.
+    For another tool's records, the converted records and the page are written into the folder NAME-lamina beside them.
+    Without the packages that draw it there is no page, and the last sentence says so.
 
     Raises:
         UserError: (a ValueError) for a folder without records by layer, or with records of another version.

@@ -94,7 +94,7 @@ class StudyOutcome(_HasPage):
     Attributes:
         results: a row per trial, as in results.csv.
         claims: the verdicts, as in claims.json.
-        folder: the study's.
+        folder: the study's folder.
     """
 
     results: pd.DataFrame

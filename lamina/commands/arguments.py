@@ -88,7 +88,7 @@ class Parser(ArgumentParser):
 
     Args:
         command: its name, of one or two words.
-        positional: what stands in the usage line before the options.
+        positional: the words before the options in the usage line.
     """
 
     def __init__(self, command: str, description: str, examples: str, positional: str = "") -> None:
@@ -118,7 +118,7 @@ class Parser(ArgumentParser):
                 self.add_argument(*flags, type=reader, default=SUPPRESS, help=about, metavar=reader.shown, **more)
 
     def add_flag(self, flag: str, about: str, default: object = None, metavar: str | None = None) -> None:
-        """Add a flag; the type of its default says what it takes: a boolean nothing, a number, else text."""
+        """Add a flag: a switch for a boolean default, else one that takes a number or text, like its default."""
         if isinstance(default, bool):
             action = BooleanOptionalAction if default else "store_true"
             self.add_argument(flag, action=action, default=default, help=about)

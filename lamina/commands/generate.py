@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
 def _converse(model: str, turns: list[dict[str, str]], prompt: str | None, **sampling: Any) -> None:
     """Answer the prompt; without one, answer each line of standard input until an empty line or its end.
 
-    An answer is shown as it is written.
+    An answer appears on the screen while it is generated.
     """
     speaker = speaker_of(model, **sampling)
     speaker.check_chat()

@@ -1,9 +1,9 @@
 """The model types of transformers that Lamina knows, one row each; loads no torch.
 
 A row has the roles of a type's weights, for initialization, and its placement, for conversion of its checkpoints. Every
-type of the table is tested: with its own placement its logits equal transformers' own on the same weights. The names of
-the modules and the heads, without which a saved model cannot be built again, travel beside the checkpoint: they are the
-rows of ``ADAPTERS`` in modeling/modeling_lamina.py.
+type of the table is tested: with its own placement its logits equal transformers' on the same weights. The names of the
+modules and the heads, without which a saved model cannot be built again, travel beside the checkpoint, in the rows of
+``ADAPTERS`` in modeling/modeling_lamina.py.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ class Conversion:
 
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
-        norms: transformers' name of each norm, or learned scale, of a layer, and its position in Lamina's block.
-        options: the placement's options that are fields of the checkpoint's configuration. ``wiring`` is "parallel"
-            where its field is true.
-        one_norm: whether branches side by side read the stream by one norm, the attention's.
+        norms: transformers' name of each norm or learned scale of a layer, with its position in Lamina's block.
+        options: the placement's options that are fields of the checkpoint's configuration. ``wiring`` is "parallel" if
+            its field is true.
+        one_norm: whether parallel branches read the stream by one norm, the attention's.
         gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
-        rounds: what it rounds elsewhere than Lamina, in words. In float32 the two agree but for the last bits.
-        note: one line for the table of docs/convert.md.
+        rounds: the place where transformers rounds and Lamina does not, in words. In float32 the logits agree up to the
+            last bits.
+        note: a line for the table of docs/convert.md.
     """
 
     placement: str
@@ -45,8 +46,8 @@ class Architecture:
 
     Args:
         title: its name in prose.
-        roles: the role of each weight by the attribute name of its module, exact. A name that means another thing in
-            each sub-layer has the sub-layer's before it ("attention.Wo").
+        roles: the role of each weight by the exact attribute name of its module. A name with different meanings in
+            different sub-layers is preceded by the sub-layer's ("attention.Wo").
     """
 
     title: str

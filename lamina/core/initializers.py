@@ -27,8 +27,8 @@ WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 class Facts:
     """The facts about a weight that an initializer may need; the defaults are those of a block's query projection.
 
-    ``layer`` is 0-based, -1 outside the blocks; ``wiring`` is the sub-layer's part of the plan; ``num_layers`` counts
-    blocks.
+    ``layer`` is 0-based, -1 outside the blocks. ``wiring`` is the sub-layer's part of the plan. ``num_layers`` is the
+    number of blocks.
     """
 
     hidden_size: int
@@ -67,7 +67,7 @@ names = INITIALIZERS.names
 def initializer(name: str, help: str, truncated: float | None = None) -> Callable[[Initializer], Initializer]:
     """Register a function (weight, base std) -> standard deviation of the weight's normal distribution.
 
-    ``truncated`` cuts the distribution off at so many standard deviations.
+    ``truncated`` cuts the distribution off at that many standard deviations.
     """
 
     def register(function: Initializer) -> Initializer:
@@ -154,10 +154,10 @@ def check(init: str) -> tuple[str, float]:
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
     """Return the standard deviations of an initializer and of SmallInit if the former does not suit the width.
 
-    It suits a width d where a norm's output keeps its size through a weight, up to a factor of two: between half of
-    SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun
-    et al. 1998, Eq 16). GPT-2's 0.02 is SmallInit's at width 1,000, and does not suit widths below 250 or above 10,000.
-    None for a name that is no initializer's.
+    An initializer suits a width d if a norm's output keeps its size through a weight, up to a factor of two: between
+    half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d)
+    (LeCun et al. 1998, Eq 16). GPT-2's 0.02 equals SmallInit's at width 1,000, and does not suit widths below 250 or
+    above 10,000. Returns None for a name that is no initializer's.
     """
     try:
         name, base = check(init)

@@ -1,6 +1,6 @@
 """Callbacks that run once a module has been imported: now, or whenever that happens.
 
-So `import lamina` loads no other package, and the order of the imports does not matter.
+So `import lamina` loads no other package, and the order of imports does not matter.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """PEFT's defaults for Lamina models, so that `LoraConfig()` and its kin need no ``target_modules``.
 
-PEFT looks a model up by its type, in one table per method; "lamina" is one type with many backbones. Its row has what
-the method adapts in a Llama, role by role, under every name that a backbone of core/architectures.py gives that role.
-No name means another thing elsewhere, and PEFT skips those that a model lacks. A new method's table gets its row
-likewise.
+PEFT looks up a model by its type, in one table per method; "lamina" is one type with many backbones. Its row has the
+modules that the method adapts in a Llama, role by role, under every name that a backbone of core/architectures.py gives
+that role. No name has another meaning elsewhere, and PEFT skips those that a model lacks. A new method's table also
+gets a row.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ _SAID = "LAMINA_PYTHON_FILES"  # an environment variable: the processes that a s
 def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
     """Run a file as a module, and return it; ``kind`` says in messages what the file should hold.
 
-    Logs once, before the first run, that the file runs as code, unless that is ``announced`` already or the file is
-    the package's own. Raises UserError whatever the file raises, an end of the process (``sys.exit``) included.
+    Logs once, before the first run, that the file runs as code, unless that is ``announced`` already or the file is the
+    package's own. Turns every exception of the file into UserError, including an end of the process (``sys.exit``).
     """
     if not announced:
         _say(kind, path)

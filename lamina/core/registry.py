@@ -18,7 +18,7 @@ Entry = TypeVar("Entry")
 def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> None:
     """Raise UserError if a module registers a name that another module holds.
 
-    A module may register a name again, as a file does that is read twice.
+    A module may register a name again, as a file does when it is read twice.
     """
     if holder not in (None, owner):
         raise UserError(f"{kind} {name!r}: {owner} registers it, and {holder} has it (allowed: another name)")
@@ -28,9 +28,9 @@ class Registry(Generic[Entry]):
     """Entries by name, loaded when the first is needed.
 
     Args:
-        kind: what an entry is ("placement"), for the messages.
-        modules: gives the names of the package's own modules, which register their entries when they are imported.
-        plugins: the group of entry points under which installed packages add theirs.
+        kind: the noun for an entry ("placement"), for the messages.
+        modules: returns the names of the package's own modules, which register their entries on import.
+        plugins: the group of entry points under which installed packages add entries.
     """
 
     def __init__(self, kind: str, *, modules: Callable[[], Iterable[str]] = tuple, plugins: str | None = None) -> None:
@@ -43,7 +43,7 @@ class Registry(Generic[Entry]):
     def add(self, name: str, entry: Entry, owner: str) -> None:
         """Register an entry of the module ``owner`` without loading anything, so that decorators can call it.
 
-        Raises UserError where another module has the name (``refuse_namesake``).
+        Raises UserError if another module has the name (``refuse_namesake``).
         """
         refuse_namesake(self.kind, name, owner, self._entries.get(name, (None, None))[1])
         self._entries[name] = entry, owner
@@ -66,7 +66,7 @@ class Registry(Generic[Entry]):
     def from_file(self, path: Path) -> Entry:
         """Return the only entry that a user's Python file registers, leaving the registry unchanged.
 
-        The file runs as code. Raises UserError that names it, whatever it raises.
+        The file runs as code. Raises UserError that names the file, whatever the file raises.
         """
         if not path.is_file():
             raise UserError(f"{self.kind} {str(path)!r}: no such file")

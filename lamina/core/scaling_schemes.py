@@ -1,6 +1,6 @@
 """The schemes of width and depth scaling as data: exponents by kind of weight for the width, and one for the depth.
 
-They stand below the models, so that the settings know the schemes' names without loading torch.
+They are in a room below the models, so that the settings know the schemes' names without loading torch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Literal, TypeAlias
 class Parametrization:
     """Exponents e of the width n, as in n^e, for embedding, hidden weights and readout.
 
-    ``multiplier`` (-a of the paper) is on the weight in the forward pass, ``std`` (-b) on its initial standard
-    deviation; ``full`` and ``none`` (-c) on Adam's learning rate, where updates are taken to align with the activations
-    fully or not at all.
+    ``multiplier`` (-a of the paper) applies to the weight in the forward pass, ``std`` (-b) to its initial standard
+    deviation, and ``full`` and ``none`` (-c) to Adam's learning rate if updates are assumed to align with the
+    activations fully or not at all.
     """
 
     multiplier: tuple[float, float, float]

@@ -1,6 +1,6 @@
 """Specs: a name or file with options in brackets, ``name(option=value, ...)``, and lists of specs.
 
-A value is written as in YAML. A comma inside brackets or quotes belongs to it: ``name(layers=[0, 3], text='a, b')``.
+A value is written as in YAML. A comma inside brackets or quotes is part of it: ``name(layers=[0, 3], text='a, b')``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def split(text: str, kind: str) -> list[str]:
 def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
     """Split at commas outside brackets and quotes, skipping empty parts; yield None last if one is left open.
 
-    ``whole``: the text is options. Else it is a list of specs, where only options in brackets hold a comma.
+    With ``whole`` the text consists of options; otherwise it is a list of specs, in which only options in brackets hold
+    a comma.
     """
     expected: list[str] = []  # the closing characters of the open brackets, or of the open quote
     start, before = 0, "," if whole else ""

@@ -14,7 +14,7 @@ _JOINERS = "\u200c\u200d"  # formatting characters that scripts and emoji need
 def printable(text: str) -> str:
     r"""Replace control, bidirectional and unpaired surrogate characters by ``\uXXXX``.
 
-    A terminal obeys some of them: colors, cleared lines, a window's title, text that reads backwards.
+    A terminal obeys some of these: colors, cleared lines, a window's title, text that reads backwards.
     """
     return text if text.isascii() and text.isprintable() else "".join(map(_escaped, text))
 

@@ -78,7 +78,7 @@ class ItemSource(Dataset[T], Generic[T], ABC):
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
         """Continue from a ``state_dict``; None starts from the beginning.
 
-        ``verbose``: log where the corpus ends and is read again.
+        ``verbose``: log when the corpus has ended and is read again.
         """
 
 
@@ -86,9 +86,9 @@ class BlockSource(ItemSource[TokenBlock], ABC):
     """Token blocks by number, each a :class:`TokenBlock`; a sample is a LongTensor [blocks, sequence_length].
 
     Attributes:
-        parts: the sources of a mix, each with its share; the source itself where there is only one corpus.
-        known: the token ids that can be read without reading a stream, [blocks, sequence_length] of unsigned integers:
-            all of them, or of a stream some.
+        parts: the sources of a mix, each with its share; for a single corpus, only the source itself.
+        known: the token ids that are available without reading a stream, [blocks, sequence_length] of unsigned
+            integers: all ids, or some of a stream's.
     """
 
     @property
@@ -106,7 +106,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
     def frequencies(self, vocab_size: int, count: int) -> np.ndarray:
         """Estimate the add-one smoothed frequency of each id from ``count`` blocks per corpus, [vocab_size].
 
-        In a mix, each corpus has the weight of its share.
+        In a mix, each corpus is weighted by its share.
         """
         total = np.zeros(vocab_size)
         for share, part in self.parts:
@@ -161,7 +161,7 @@ class Stats:
 
     Attributes:
         unigram_entropy: cross-entropy of the eval split's targets (tokens or classes) under the train split's add-one
-            smoothed frequencies, in nats: the loss of a model that has learned nothing but how often each occurs.
+            smoothed frequencies, in nats: the loss of a model that has learned only how frequent each target is.
         fingerprint: a hash of the data and of the settings that decide its items.
     """
 
@@ -174,8 +174,8 @@ class BlockStats(Stats):
     """Statistics of two splits of text. Tokens and bytes are counted in whole blocks, without remainders.
 
     Attributes:
-        train_bytes, eval_bytes: UTF-8 bytes of text. End-of-text tokens count as none; the dropped remainder is assumed
-            to have as many bytes per token as the rest.
+        train_bytes, eval_bytes: UTF-8 bytes of text, without end-of-text tokens; the dropped remainder is assumed to
+            have as many bytes per token as the rest.
         documents: the number of documents in the whole corpus.
     """
 
@@ -280,10 +280,10 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
 def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
     """Return the cross-entropy of held-out tokens under a table of the train split's token pairs, in nats per token.
 
-    Of each block all tokens but the first are predicted, as by a model. The table is smoothed as by Witten and Bell
+    All tokens of a block but the first are predicted, as by a model. The table is smoothed as by Witten and Bell
     (1991), p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)), with c the counts of pairs, n(u) the number of different
-    tokens after u, and p(v) the add-one smoothed frequency of v. Pairs that start with a token which nothing held out
-    starts with are not counted. Arguments as those of ``unigram_entropy``.
+    tokens after u, and p(v) the add-one smoothed frequency of v. Only pairs whose first token also begins a held-out
+    pair are counted. The arguments are those of ``unigram_entropy``.
     """
     wanted = held_out.astype(np.int64)
     before, after = wanted[:, :-1].ravel(), wanted[:, 1:].ravel()
@@ -307,14 +307,15 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 class DrawnItems(ItemSource[T]):
     """Items of another source, each changed by random numbers that depend only on seed and position.
 
-    The random numbers are a function of the seed and the position alone. So a resumed run, a run after a rollback, and
-    a run of several processes draw what an undisturbed run draws.
+    The random numbers depend only on the seed and the position. So a resumed run, a run after a rollback, and a run of
+    several processes draw the same numbers as an undisturbed run.
 
     Args:
         source: the items before the change.
         seed: of the order and of the changes.
-        training: the items in the order of a run, reshuffled after each pass and endless; otherwise in the source's.
-        repeats: how many positions in a row draw the same item.
+        training: whether the items come in the order of a run, reshuffled after each pass and endless; otherwise they
+            come in the source's order.
+        repeats: the number of consecutive positions that draw the same item.
     """
 
     def __init__(self, source: ItemSource[T], seed: int = EVAL_SEED, *, training: bool = False, repeats: int = 1):
@@ -350,9 +351,9 @@ class DrawnItems(ItemSource[T]):
 class MixedBlocks(BlockSource):
     """Blocks of several corpora in one order: item ``i`` is the i-th block that a run trains on.
 
-    After any n blocks, each part has contributed its share of n to within one block. The order of a part's own blocks
-    is a permutation by ``seed``, a new one for each epoch of the part; without a seed they keep their order. Nothing
-    else decides the order, so a run that resumes at block i sees the same blocks.
+    After any n blocks, each part has contributed its share of n to within one block. The order of a part's blocks is a
+    permutation by ``seed``, a new one for each epoch of the part; without a seed it is the part's order. Nothing else
+    decides the order, so a run that resumes at block i sees the same blocks.
     """
 
     in_order = True

@@ -61,8 +61,8 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
     """Create ``folder``: ``write`` fills a draft, which is then sealed with digests and renamed in one step.
 
     Processes may race: one of them wins, and afterwards the folder is complete for all. An error in ``write`` leaves
-    nothing behind. A damaged folder is replaced. Drafts of killed processes are deleted. Raises UserError if the
-    cache is not writable. Any other error of the disk stays an OSError.
+    nothing behind. A damaged folder is replaced. Drafts of killed processes are deleted. Raises UserError if the cache
+    is not writable; any other error of the disk stays an OSError.
     """
     _sweep(folder.parent)
     # not tempfile.mkdtemp, whose folders are closed to other users of a shared cache

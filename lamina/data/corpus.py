@@ -63,8 +63,8 @@ class Shard(Protocol):
 class FileShard:
     """A file of a corpus; plain text comes in parts of about ``part_chars`` characters.
 
-    ``state``: the file's state at the beginning of a stream, which must stay; None to read it as it is. ``warn`` logs a
-    message. ``skip`` takes note of a file in a folder that is not text; without it such a file is an error.
+    ``state`` is the file's state at the beginning of a stream, which must not change; None reads the file in any state.
+    ``warn`` logs a message. ``skip`` records a file in a folder that is not text; without it such a file is an error.
     """
 
     corpus: str
@@ -175,9 +175,9 @@ class Corpus(ABC):
     def fingerprint(self) -> str:
         """Hash the content, the names of files and the text field, but not the shares of a mix.
 
-        Files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. The hub: of name, configuration,
-        split and the library's own fingerprint of the data set. A mix: the hashes of its parts, joined. Raises
-        UserError if the corpus cannot be read.
+        For files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. For the hub: a hash of name,
+        configuration, split and the library's fingerprint of the data set. For a mix: the hashes of its parts, joined.
+        Raises UserError if the corpus cannot be read.
         """
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
@@ -235,9 +235,9 @@ class SingleCorpus(Corpus):
     def shards(self) -> Shards:
         """Return the corpus's shards without reading their text.
 
-        Their fingerprint is that of the corpus for up to 1 GiB of files. Beyond that it is a hash of the names, sizes
-        and times of change; for a data set of the hub, of its name and the hash of its builder. Raises UserError if
-        the corpus cannot be opened.
+        Their fingerprint is the corpus's for up to 1 GiB of files. Beyond that it is a hash of the names, sizes and
+        times of change; for a data set of the hub, of its name and the hash of its builder. Raises UserError if the
+        corpus cannot be opened.
         """
 
     @abstractmethod

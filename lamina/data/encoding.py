@@ -20,7 +20,7 @@ from lamina.data.split import Segment
 def ids_are_bytes(tokenizer: Json) -> bool:
     """Return whether a serialized tokenizer (tokenizer.json) maps every text to its UTF-8 bytes.
 
-    It does when the id of each byte's character is the byte, and nothing in the pipeline can change or join them.
+    It does if the id of each byte's character is the byte, and nothing in the pipeline can change or join the bytes.
     """
     model, pre_tokenizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     vocabulary = model.get("vocab") or {}
@@ -94,8 +94,8 @@ class TextEncoder:
 class TokenJoiner:
     """Joins segments into one sequence of tokens, with an end-of-text token wherever the text jumps.
 
-    The text jumps where a segment does not begin exactly where the last one ended: between documents, where a piece is
-    missing, and after :meth:`jump`. No token is put before the first segment.
+    The text jumps if a segment does not begin exactly at the end of the previous one: between documents, at a missing
+    piece, and after :meth:`jump`. No token precedes the first segment.
 
     Attributes:
         last: the document and the character at which the last segment ended; None before the first.

@@ -14,14 +14,14 @@ REPLACED, RANDOM = 0.8, 0.1  # of the chosen tokens: BERT's shares; the rest sta
 class MaskedBlocks(DrawnItems[TokenBlock]):
     """Token blocks with a share of tokens to predict, as in BERT; transformers does the masking.
 
-    Of the chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. ``labels`` are -100 at the
-    other tokens. Special tokens are never chosen.
+    Of the chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. ``labels`` are -100 for tokens
+    that were not chosen. Special tokens are never chosen.
 
     Args:
         source: blocks of text.
-        tokenizer: has a mask token; see :func:`with_mask_token`.
+        tokenizer: a tokenizer with a mask token; see :func:`with_mask_token`.
         mask_ratio: the probability with which a token is chosen (ModernBERT: 0.3; BERT: 0.15).
-        seed: of the order and of the masks.
+        seed: the seed of the order and of the masks.
         training: see :class:`DrawnItems`.
     """
 

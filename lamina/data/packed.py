@@ -75,7 +75,7 @@ def prepare_blocks(
     is held out, so the eval split is spread over the whole corpus and no training block contains any of it. In each
     split, an end-of-text token stands between documents and wherever a piece is missing.
 
-    A small corpus, of which ``eval_fraction`` would not fill one block, holds out more.
+    More is held out of a small corpus if ``eval_fraction`` of it would not fill one block.
 
     Args:
         corpus: see :meth:`lamina.data.Corpus.parse`.
@@ -227,8 +227,8 @@ def pack(
 ) -> Packed:
     """Tokenize a corpus and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
 
-    ``fraction`` of it is held out. The progress bar counts characters. It appears after two seconds, and only on a
-    terminal. Raises OSError if the disk is full.
+    ``fraction`` of the corpus is held out. The progress bar counts characters; it appears after two seconds, and only
+    on a terminal. Raises OSError if the disk is full.
     """
     documents = 0
     quiet = not (progress and has_bars())
@@ -268,8 +268,8 @@ def whole_blocks(
 ) -> ArrayBlocks:
     """Return the whole text of a corpus in blocks, in its order, packed now or read from the cache.
 
-    An end-of-text token stands between documents; what does not fill a last block is dropped. Arguments and errors are
-    those of :func:`prepare_blocks`, but ``spec`` is no mix, and ``tokenizer`` is any tokenizer of transformers.
+    An end-of-text token stands between documents; tokens after the last full block are dropped. Arguments and errors
+    are those of :func:`prepare_blocks`, but ``spec`` is no mix, and ``tokenizer`` is any tokenizer of transformers.
     """
     corpus, encoder = single_corpus_of(spec, text_field), TextEncoder(tokenizer)
     identity = f"{_WHOLE_FORMAT}|{corpus.fingerprint()}|{encoder.content_hash()}|{sequence_length}"

@@ -42,7 +42,7 @@ class Segment:
 def piece_chars(total_chars: int) -> int:
     """Return the length of a piece: 1 to 64 thousand characters, fewer if there would be less than about 20 pieces.
 
-    Many pieces make the held-out text representative. Long pieces keep its context whole. A few hundred give both.
+    Many pieces make the held-out text representative, and long pieces keep its context whole. A few hundred do both.
     """
     size = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
     return max(1, min(size, total_chars // _PIECES_AT_LEAST))
@@ -61,7 +61,7 @@ class Splitter:
         piece: the number of the piece that is being filled.
         filled: the characters in it so far.
         document: the number of the last document.
-        position: how many of that document's characters have been cut.
+        position: the number of characters of that document that have been cut.
     """
 
     piece: int = 0
@@ -72,7 +72,7 @@ class Splitter:
     def cut(self, document: Document, chars: int) -> Iterator[Segment]:
         """Yield the segments of the next document, in pieces of about ``chars`` characters.
 
-        A piece ends at the end of a line if it can. Short documents share a piece and stay whole.
+        A piece ends at the end of a line if possible. Short documents share a piece and stay whole.
         """
         if not document.continues:
             self.document, self.position = self.document + 1, 0

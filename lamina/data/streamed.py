@@ -64,17 +64,17 @@ def stream_blocks(
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
     """Return blocks of a corpus without preparing them first; ``train`` is an endless :class:`StreamedBlocks`.
 
-    The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters; there are as
-    many as fill ``eval_blocks``. They are never trained on. The unigram entropy is their cross-entropy under twice as
-    much text from between them. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0 because unknown.
+    The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters, and fill
+    ``eval_blocks``. They are never trained on. The unigram entropy is their cross-entropy under twice as much text from
+    between them. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0 because unknown.
 
-    Arguments and errors are those of :func:`lamina.data.packed.prepare_blocks`, but for:
+    Arguments and errors are those of :func:`lamina.data.packed.prepare_blocks`, except for:
 
     Args:
         tokenizer_spec: ``bytes``, or a tokenizer of transformers: a ``bpe:SIZE`` would have to read the corpus first.
         eval_fraction: the largest share of the scanned text to hold out.
-        eval_blocks: how many blocks to hold out, at least 64; 0 for 1,000.
-        buffer: how many consecutive blocks are shuffled among themselves; 1 keeps the order of the corpus.
+        eval_blocks: the number of blocks to hold out, at least 64; 0 for 1,000.
+        buffer: the number of consecutive blocks that are shuffled together; 1 keeps the order of the corpus.
     """
     check_split(sequence_length, eval_fraction)
     if is_trained(tokenizer_spec):
@@ -148,7 +148,7 @@ class Division:
         fraction: the share of the scanned pieces that is held out.
         held_out: the text to evaluate on.
         known: some of the text to train on, from between the held-out pieces.
-        limits: for each shard with held-out pieces, how many of its pieces were scanned.
+        limits: for each shard with held-out pieces, the number of its pieces that were scanned.
     """
 
     chars: int
@@ -224,14 +224,14 @@ class Place:
     """A position in a stream before a batch of text; all fields have JSON types.
 
     Attributes:
-        turn: how many times the corpus has been read to its end.
+        turn: the number of times that the corpus has been read to its end.
         shard: the index of the shard in this turn's order.
-        position: where the shard's next document begins, as the shard itself encodes it; None for its beginning.
+        position: the position of the shard's next document, as the shard encodes it; None at the shard's beginning.
         split: the Splitter's fields before that document.
-        segments: how many of that document's segments have been read.
+        segments: the number of that document's segments that have been read.
         last: the document and the character at which the last packed segment ended (see TokenJoiner).
         carry: the tokens that do not fill a block yet.
-        skip: how many of the blocks from here on have been handed out.
+        skip: the number of blocks from here on that have been handed out.
     """
 
     turn: int = 0
@@ -313,7 +313,7 @@ class TokenStream:
     def _segments(self, number: int, place: Place) -> Iterator[tuple[tuple[object, Sequence[int], int], Segment]]:
         """Yield a shard's segments from a place on, except held-out ones.
 
-        Before each comes the place after it: the ``position``, ``split`` and ``segments`` of a Place.
+        With each segment comes the place after it: the ``position``, ``split`` and ``segments`` of a Place.
         """
         position, split, passed = place.position, tuple(place.split), place.segments
         limit, splitter = self.held_out.get(number, 0), Splitter(*split)
@@ -328,13 +328,13 @@ class TokenStream:
 class StreamedBlocks(BlockSource):
     """The blocks of a stream by number, requested in increasing order; item ``i`` is the i-th block of a run.
 
-    Each group of ``buffer`` consecutive blocks is shuffled; the seed and the group's number alone decide how. One chunk
-    of blocks is in memory while a thread reads the next. The Places of the last chunks are stored, so ``state_dict``
-    has one at or shortly before any block that training has reached.
+    Each group of ``buffer`` consecutive blocks is shuffled; the order depends only on the seed and the group's number.
+    One chunk of blocks is in memory while a thread reads the next. The Places of the last chunks are stored, so
+    ``state_dict`` has one at or shortly before any block that training has reached.
 
     Args:
-        buffer: how many consecutive blocks are shuffled among themselves; 1 for none.
-        known: some of the corpus' text, [blocks, sequence_length].
+        buffer: the number of consecutive blocks that are shuffled together; 1 for none.
+        known: some of the corpus's text, [blocks, sequence_length].
     """
 
     in_order = True

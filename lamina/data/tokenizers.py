@@ -65,7 +65,7 @@ def load_tokenizer(
         spec: ``bytes`` (the ids 0 to 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE
             trained on the corpus without its held-out part, cached); or a folder, a tokenizer.json or a hub name.
         corpus: the text that a BPE is trained on, by default the embedded corpus; otherwise unused.
-        cache_dir: where trained tokenizers are kept; default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
+        cache_dir: the folder of trained tokenizers; default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
         eval_fraction: the held-out share, which a BPE must not see; the same as in ``prepare_blocks``.
 
     Raises:

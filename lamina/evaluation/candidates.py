@@ -26,11 +26,11 @@ class Candidate:
     """A model to evaluate.
 
     Attributes:
-        name: in the records; no two candidates share one.
-        path: as the loader takes it.
-        arm: the line of the table that it belongs to: a checkpoint's own name, or what a study varies.
-        seed: of its run, where known.
-        status: how its run ended; a diverged, stuck or failed one is left out and counted.
+        name: the name in the records; no two candidates share one.
+        path: the path, as the loader takes it.
+        arm: the model's line of the table: a checkpoint's name, or the setting that a study varies.
+        seed: the seed of its run, if known.
+        status: the status of its run; a diverged, stuck or failed run is left out and counted.
     """
 
     name: str
@@ -71,7 +71,7 @@ Expand = Callable[[str], Sequence[Candidate] | None]
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
     """List one candidate per checkpoint, in the user's order; a study's folder stands for all its runs.
 
-    Raises UserError if none is to be evaluated.
+    Raises UserError if no candidate is left to evaluate.
     """
     expanded = {path: expand(path) for path in dict.fromkeys(paths)}
     several = sum(runs is not None for runs in expanded.values()) > 1  # the arms of two studies are not one line
@@ -118,8 +118,8 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
     """Load a causal language model in evaluation mode, and its tokenizer.
 
     Raises:
-        UserError: it is no checkpoint, does not predict next tokens, has no tokenizer, or the tokenizer has more tokens
-            than the model.
+        UserError: the path holds no checkpoint; the model does not predict next tokens or has no tokenizer; or the
+            tokenizer has more tokens than the model.
     """
     with _about_models():
         loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)

@@ -52,8 +52,8 @@ class Function:
 def contained(run_code: bool) -> Iterator[None]:
     """Sandbox the harness inside the context, where it reads and scores tasks, unless ``run_code``.
 
-    Templates are filled in by a sandbox, and no metric of the `evaluate` library (a script of the working folder or of
-    the hub) is loaded.
+    A sandbox fills in templates, and no metric of the `evaluate` library (a script in the working folder or on the hub)
+    is loaded.
     """
     if run_code:
         yield
@@ -98,7 +98,7 @@ def check_plain(config: Json, name: str) -> None:
     """Raise UserError if the file of a task or group holds more than plain values, in fields that run nothing.
 
     Args:
-        config: the file's content, its includes merged.
+        config: the file's content, merged with its includes.
     """
     waiting: list[object] = [config]
     for _ in range(LARGEST):

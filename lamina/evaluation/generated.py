@@ -37,8 +37,8 @@ class Passages:
 
     Attributes:
         books: each book's sentences, in its order.
-        sentences: those of all books.
-        words: every word of four lower-case letters and more, as often as it occurs.
+        sentences: the sentences of all books.
+        words: every word of at least four lower-case letters, as often as it occurs.
     """
 
     books: Mapping[str, Sequence[str]]
@@ -216,8 +216,8 @@ _FORMAT = "generated-1"
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
     """Draw different items of a task, reproducible by the seed.
 
-    Items of the test part (``held_out``) are made of text that is held out of training, too. No question of the
-    training part is among the test part's.
+    Items of the test part (``held_out``) are made from text that is also held out of training. No question of the
+    training part is in the test part.
     """
     source = passages(held_out=held_out)
     rng = random.Random(f"{task}|{held_out}|{seed}")
@@ -235,8 +235,8 @@ def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]
 def write(folder: Path, *, train: int = TRAIN, test: int = TEST, seed: int = 0, path: Path | None = None) -> None:
     """Write NAME/train.jsonl, NAME/test.jsonl and NAME.yaml for every task.
 
-    A row has ``question``, ``choices``, ``answer`` (an index), and ``instruction``, ``input``, ``output`` for
-    fine-tuning. ``path``: where the folder will be, which the task files name; by default where it is.
+    A row has ``question``, ``choices``, ``answer`` (an index), and for fine-tuning ``instruction``, ``input`` and
+    ``output``. ``path`` is the later path of the folder, for the task files; by default its present one.
     """
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     for task in NAMES:

@@ -42,12 +42,12 @@ class Runner:
         model: a causal language model, on its device.
         batch_size: sequences per forward pass; "auto": on a GPU as many as fit, else 8.
         limit: items per task; None for all.
-        seed: of the few-shot examples.
+        seed: the seed of the few-shot examples.
         chat_template: whether the questions go into the tokenizer's chat template.
-        system: the system's turn in it.
-        generation: arguments of ``generate`` that take the place of the tasks' own.
+        system: the system's turn in the template.
+        generation: arguments of ``generate`` that replace the tasks' own.
         run_code: whether a task's own code, and code that the model writes, is run.
-        processes: that share the items.
+        processes: the processes that share the items.
     """
 
     model: PreTrainedModel
@@ -83,7 +83,7 @@ class Runner:
     def _shared(self, answer: Callable[[list[T]], list[A]], requests: list[T]) -> list[A]:
         """Answer this process's share of the requests, then return all processes' answers, as if there were one.
 
-        The harness's own way gives each process other examples before its questions.
+        The harness's own sharing would put different examples before the questions of each process.
         """
         rank, size = self.processes.rank, self.processes.size
         mine = self.processes.together(lambda: answer(requests[rank::size]) if requests[rank::size] else [])

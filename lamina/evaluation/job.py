@@ -65,7 +65,7 @@ def evaluate(
     """Evaluate models, write the folder ``settings.output``, and return the content of result.json.
 
     ``settings`` are a whole record, or the user's values by name. With ``resume``, only scores that the folder lacks
-    are computed. ``expand`` finds the runs in a study's folder; by default every path is a checkpoint of its own.
+    are computed. ``expand`` finds the runs in a study's folder; by default every path is a single checkpoint.
 
     Raises:
         UserError: for invalid settings, an unknown task, data or a checkpoint that can't be read, an output folder in
@@ -100,7 +100,7 @@ def evaluate(
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
     """Return the table's columns and the tasks they need; None for the latter if there is only a perplexity.
 
-    Raises UserError for an unknown task, or a corpus that does not exist.
+    Raises UserError for an unknown task or a missing corpus.
     """
     columns: list[Wanted] = []
     if settings.corpus is not None:
@@ -134,7 +134,7 @@ class Evaluation:
 
     Args:
         expand: finds the runs in a study's folder.
-        processes: that share each task's items and the text; the first writes.
+        processes: the processes that share each task's items and the text; the first one writes.
     """
 
     def __init__(self, settings: EvalSettings, expand: Expand, processes: Processes, *, bar: bool):
@@ -376,9 +376,9 @@ class TaskMeasure:
     """The tasks that `lamina pretrain --eval-tasks` scores at each evaluation.
 
     Attributes:
-        settings: how the model is asked.
-        columns: the numbers, one record each.
-        tasks: what they need.
+        settings: the settings by which the harness queries the model.
+        columns: the columns, one per recorded number.
+        tasks: the tasks that the columns need.
     """
 
     settings: EvalSettings
@@ -403,7 +403,7 @@ class TaskMeasure:
     def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
         """Return the columns' scores by ``TASK`` or ``TASK:METRIC``; shares from 0 to 1.
 
-        The caller keeps the training undisturbed: the harness seeds the random generators.
+        The caller must protect the training's random state, since the harness seeds the random generators.
         """
         runner, results = runner_of(self.settings, model, tokenizer), {}
         numbers: dict[str, float] = {}

@@ -28,12 +28,12 @@ class Perplexity:
     """The summed loss of a text, and its counts of tokens, words and bytes.
 
     Attributes:
-        nll: the negative log-likelihood of the whole text, nats.
-        tokens: tokens, each scored once.
-        words: as lm-evaluation-harness counts them: the parts between stretches of white space, an empty one where a
-            text begins or ends with white space.
-        bytes: of the text in UTF-8.
-        documents: texts scored, each on its own.
+        nll: the negative log-likelihood of the whole text, in nats.
+        tokens: the number of tokens; each is scored once.
+        words: the number of words as lm-evaluation-harness counts them: the parts between stretches of white space, an
+            empty one where a text begins or ends with white space.
+        bytes: the number of UTF-8 bytes.
+        documents: the number of texts, each scored separately.
     """
 
     nll: float
@@ -60,9 +60,9 @@ Window: TypeAlias = tuple[list[int], list[int]]
 def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:
     """Cut a document into windows that score every token once; the first begins with ``prefix``.
 
-    The first window scores ``window`` tokens; each further one the next ``stride``, with at least ``window - stride``
-    tokens before them to read. With ``stride == window`` the windows share no scored token and almost no context, as in
-    lm-evaluation-harness's rolling log-likelihood.
+    The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens, after reading at
+    least the ``window - stride`` tokens before them. With ``stride == window`` the windows share no scored token and
+    almost no context, as in lm-evaluation-harness's rolling log-likelihood.
     """
     known = [prefix, *tokens]
     done = 0
@@ -90,13 +90,13 @@ def perplexity(
 
     Args:
         model: a causal language model in evaluation mode; input [batch, tokens], logits [batch, tokens, vocab_size].
-        tokenizer: of the model; its beginning-of-text token, else its end-of-text token, stands before each text.
+        tokenizer: the model's tokenizer; its beginning-of-text token, else its end-of-text token, precedes each text.
         window: tokens that the model reads at once.
         stride: tokens by which the window moves.
         batch_size: windows per forward pass.
-        share: windows that a process takes in turn, the same in all; by default a batch.
-        processes: that read the text together; the sum is in the windows' order, as in one.
-        progress: called with the number of tokens that were scored.
+        share: the number of windows that a process takes in turn, the same in all processes; by default a batch.
+        processes: the processes that share the text; losses are summed in the windows' order, as in one process.
+        progress: called with the number of newly scored tokens.
 
     Raises:
         UserError: no text has tokens; the tokenizer has neither token; the loss is not finite.

@@ -30,9 +30,9 @@ class Score:
 
     Attributes:
         task: the harness's name of the task or group.
-        filter: which of the harness's filters the answers went through; "none" for most tasks.
-        stderr: its standard error over the items; None where the harness has none.
-        items: scored; of a perplexity, its documents.
+        filter: the harness's filter of the answers; "none" for most tasks.
+        stderr: the standard error over the items; None if the harness has none.
+        items: the number of scored items; for a perplexity, of documents.
         num_fewshot: examples before each question.
         higher_is_better: whether a larger value is better.
     """
@@ -96,7 +96,7 @@ def to_rows(scores: Sequence[Score]) -> list[Json]:
 def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
     """Return the score that a column prints; None if the unit has none.
 
-    Of a group without a number of its own: the mean over its tasks.
+    For a group without a score, return the mean over its tasks.
     """
     names = [one.metric for one in scores if one.task == wanted.task] or [one.metric for one in scores]
     metric = wanted.metric or next((name for name in _MAIN if name in names), names[0] if names else None)
@@ -164,8 +164,8 @@ class ScoreLine:
     Attributes:
         means: a number per column, the mean over its runs, in percent for shares; NaN where there is none.
         stds: the sample standard deviations over the runs; NaN for fewer than two.
-        runs: evaluated.
-        left_out: the runs that were not, by reason: ``{"diverged": 2}``.
+        runs: the number of evaluated runs.
+        left_out: the number of runs that were not evaluated, by reason: ``{"diverged": 2}``.
     """
 
     arm: str

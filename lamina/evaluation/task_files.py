@@ -1,7 +1,7 @@
 """The tasks of lm-evaluation-harness and of a user's files, with data from the hub or a folder.
 
-A requested task is written as a small file, which includes the harness's or holds what a checked file of the user's
-says, and the harness's TaskManager reads these files alone.
+Each requested task is written to a small file that includes the harness's file or holds the content of a checked file
+of the user. The harness's TaskManager reads only these files.
 """
 
 # pyright: reportMissingImports=false
@@ -82,10 +82,10 @@ class Tasks:
 
     Attributes:
         own: the file and the content of each task and group in the folders.
-        broken: why files in the folders can't be read.
-        data: the folder to read the tasks' data from, ``NAME/CONFIG/SPLIT.jsonl`` (also .arrow, .parquet): NAME is the
-            hub's, CONFIG ``default`` for a data set without configurations; None for the hub.
-        run_code: whether a task may bring code of its own.
+        broken: the reasons why files in the folders can't be read.
+        data: the folder of the tasks' data, ``NAME/CONFIG/SPLIT.jsonl`` (also .arrow, .parquet): NAME is the hub's,
+            CONFIG ``default`` for a data set without configurations; None for the hub.
+        run_code: whether a task's own code may run.
     """
 
     own: Mapping[str, tuple[Path, Json]]
@@ -97,7 +97,7 @@ class Tasks:
     def find(data_dir: str | None, *folders: Path, run_code: bool = False) -> Tasks:
         """Read the task files in the folders, then those in ``data_dir``; later files override earlier ones of a name.
 
-        Raises UserError without the harness or the folder of the data.
+        Raises UserError if the harness or the folder of the data is missing.
         """
         if importlib.util.find_spec("lm_eval") is None:
             raise UserError("tasks: lm-evaluation-harness is not installed (allowed: pip install 'lamina[eval]')")
@@ -121,7 +121,7 @@ class Tasks:
     def require(self, names: Iterable[str], *, source: str, others: Sequence[str] = ()) -> None:
         """Raise UserError for an unknown task, group or tag; the message suggests the nearest name.
 
-        ``source`` says where files of the user's own may be; ``others`` are further names that are allowed.
+        ``source`` says in the message where the user's files may be; ``others`` are further allowed names.
         """
         for name in names:
             if name in self.own or self.tagged(name) is not None or name in _shipped():
@@ -154,8 +154,8 @@ class Tasks:
         """Load the harness's tasks and groups of a name, and their data.
 
         Raises:
-            UserError: a task would run code that may not run, or its data is neither on this machine nor reachable, or
-                can't be read.
+            UserError: a task would run forbidden code, or its data can't be read or are neither on this machine nor
+                reachable.
         """
         from lm_eval.tasks import TaskManager
 
@@ -240,8 +240,8 @@ def _members(listed: object) -> list[str]:
 def local_fields(config: Json, task: str, data: Path) -> Json:
     """Return the fields that make a task read its data from the folder; empty if it already reads files.
 
-    A split that the folder does not hold is None, so that the harness takes another. Raises UserError if the data set
-    is not there (with the nearest name that is), or no split of it that the task can be scored on.
+    A split that the folder lacks is None, so that the harness takes another one. Raises UserError if the data set is
+    missing (with the nearest name in the folder), or lacks a split on which the task can be scored.
     """
     name = config.get("dataset_path")
     if not isinstance(name, str) or name in READERS.values():

@@ -17,8 +17,8 @@ class Wanted:
     """A task to run, and the metric to print in a table.
 
     Attributes:
-        task: its name in lm-evaluation-harness, or of a generated task.
-        num_fewshot: examples before each question; None for the task's own number.
+        task: the name of lm-evaluation-harness's task, or of a generated one.
+        num_fewshot: examples before each question; None for the task's default.
         metric: the metric that the table prints; None for the task's main one.
         heading: the column's heading; "" for the task's name.
     """
@@ -104,7 +104,7 @@ SETS: dict[str, TaskSet] = {
 def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
     """Convert a user's names to columns: a set is replaced by its columns; in ``TASK@5``, 5 is the number of examples.
 
-    ``num_fewshot`` replaces every number of examples. No column appears twice. Raises UserError for a malformed number.
+    ``num_fewshot`` replaces every number of examples. No column is repeated. Raises UserError for a malformed number.
     """
     from lamina.evaluation.generated import NAMES
 

@@ -52,7 +52,7 @@ def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str |
 def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
     """Map option names, and the fields of classes in installed libraries' files, to types, without importing anything.
 
-    Each field has its type as it is written, each name an empty text.
+    A field gets its annotation as text, an option name an empty text.
     """
     names = {file: "" for file in files if "/" not in file}
     for package, _, rest in (file.partition("/") for file in files if "/" in file):
@@ -71,7 +71,8 @@ def is_text(option: str, files: tuple[str, ...]) -> bool:
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
     """Return the setting that passes on another library's option, and the option's name; None if there is none.
 
-    ``outside``: by the setting, the options or the library's files that declare them, as in ``Settings.outside``.
+    ``outside`` has by setting, as in ``Settings.outside``, another library's options or the library's files that
+    declare them.
     """
     if name not in offered and meaning(name, offered, near=True) is None:
         for setting, files in outside.items():

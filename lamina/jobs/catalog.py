@@ -1,7 +1,7 @@
 """The jobs, one row each, from which the command, the Python function, the page and the printed text are made.
 
 To add a job, add its settings, its function, its page (``lamina.reports.registry.report_of``) and its row here. Code is
-named by "module:name" and imported when it is needed, so that a row may name what stands floors above this one.
+named by "module:name" and imported when needed, so that a row may name code of rooms above this one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Switch:
 
     Attributes:
         prints: "module:function" from (folder, result) to the text to print in place of the usual one.
-        after: "module:function" of the folder, called once the page is written; Python has the switch, too.
-        passed: whether the job's function takes it; Python has it, too.
-        fails: "module:function" of the result: whether the exit code is 1.
+        after: "module:function", called with the folder once the page is written; the Python function has the switch as
+            well.
+        passed: whether the job's function takes it; the Python function then has it as well.
+        fails: "module:function" that decides from the result whether the exit code is 1.
     """
 
     name: str
@@ -49,25 +50,25 @@ class JobRow:
     """A job: its command, its Python function and its page.
 
     Attributes:
-        name: of the command.
-        function: of Python, where it is not the command's name with underscores.
-        kind: of the folder that the job writes.
+        name: the command's name.
+        function: the Python function's name, if not the command's with underscores.
+        kind: the kind of the job's folder.
         summary: a line for ``lamina --help``.
-        about: what the job does, for its own help; the first paragraph is also the Python function's.
+        about: what the job does, for the command's help; the first paragraph is also the Python function's.
         settings: "module:class" of its settings.
-        run: "module:function" of (settings, resume, overwrite, bar) and the passed switches; does the work.
+        run: "module:function" from (settings, resume, overwrite, bar) and the passed switches; does the work.
         returns: what the Python function returns, in a sentence or two.
-        outcome: what it returns, a class of ``lamina.api.results``, or "pd.DataFrame".
+        outcome: the type of the result, a class of ``lamina.api.results``, or "pd.DataFrame".
         prints: "module:function" from (folder, result) to the text to print at the end.
-        raises: what is refused, for the Python function's documentation.
+        raises: the errors, for the Python function's documentation.
         resumes: what --resume does, for the help; empty for a job that does not resume.
         positional: the settings without a flag; one that ends in "..." takes any number of words.
-        listing: "module:function" of what the help and --list list.
+        listing: "module:function" of the list that the help and --list print.
         inputs: the settings that name models to start from, the main one first.
         files: the settings that name data or code.
-        fails: "module:function" of the result: whether the exit code is 1.
-        folder: "module:function" from the settings to the output folder, where its default is no constant.
-        own_command: whether the command is written out, in a module of ``lamina.commands``.
+        fails: "module:function" that decides from the result whether the exit code is 1.
+        folder: "module:function" from the settings to the output folder, if its default is no constant.
+        own_command: whether a module of ``lamina.commands`` holds the command.
     """
 
     name: str
@@ -443,7 +444,7 @@ hold the table as the papers print it, results.csv every number, items/ every qu
 def refuse_other_kind(folder: Path, row: JobRow) -> None:
     """Raise UserError if the folder to resume was written by another kind of job.
 
-    Where environment.json is damaged, the job's own files decide, and it is written again.
+    If environment.json is damaged, the job's files decide, and it is written again.
     """
     kind = kind_of(folder)
     if kind in (row.kind, None):

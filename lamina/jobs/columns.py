@@ -1,7 +1,7 @@
 """The columns of a run's result, each declared once for result.json, results.csv, the ranking and the pages.
 
-To add a scalar, add its ``Column`` here and its value in ``lamina.training.pretrain``; nothing else. A value without a
-column, or a column without a value, is an error when the first run ends.
+To add a scalar, add only its ``Column`` here and its value in ``lamina.training.pretrain``. A value without a column,
+or a column without a value, is an error when the first run ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Column:
         format: how the pages print the number; None for a text.
         aggregate: how the ranking combines a placement's seeds: their mean or maximum, the first seed's text, or
             a value that ``lamina.reports.ranking`` computes itself ("own"); None: the ranking omits the column.
-        measured: whether ``outcome`` measures it; the others come from the settings or from whoever runs the trial.
+        measured: whether ``outcome`` measures it; all other columns come from the settings or from the caller of the
+            trial.
         in_ranking: its position in the table of placements, from the left; 0 for a column that is not in it.
         in_trials: whether it is in the table of all trials.
         share: the column whose number follows this one, as a percentage.

@@ -45,7 +45,7 @@ def cores() -> int:
 def git_revision() -> str | None:
     """Return the git revision of the source tree that this package is imported from; None outside a checkout.
 
-    It ends in "-dirty" where a tracked file was changed, other than what studies themselves write (``_WRITTEN``).
+    It ends in "-dirty" if a tracked file was changed, apart from files that studies write (``_WRITTEN``).
     """
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--"]
     command += [":(top)", *(f":(top,exclude){folder}" for folder in _WRITTEN)]

@@ -92,10 +92,10 @@ def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait:
     """Lock a job's folder and claim it for writing; yield whether it holds something to resume.
 
     With ``overwrite``, a folder with content is renamed to NAME.old, which is deleted at the first checkpoint (see
-    ``drop_old``) or result. If the work ends without either, NAME.old stays, and the log says so.
+    ``drop_old``) or result. If the work ends without one, NAME.old stays, and the log says so.
 
-    Raises UserError if it holds something and neither ``resume`` nor ``overwrite`` is set, if Lamina did not write its
-    content, if it is not a folder, if there is nothing to resume, or if another process holds it.
+    Raises UserError if the folder holds something and neither ``resume`` nor ``overwrite`` is set, if Lamina did not
+    write its content, if it is not a folder, if there is nothing to resume, or if another process holds it.
     """
     if overwrite and in_use(folder):
         with lock(folder, wait=wait):
@@ -193,8 +193,8 @@ def _is_ours(folder: Path) -> bool:
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     """Lock the folder, since two processes would overwrite each other's files; wait for up to ``wait`` seconds.
 
-    Raises UserError if another process holds the lock, or if what lies apart from the folder's content is a link.
-    Without ``fcntl`` (Windows) it locks nothing.
+    Raises UserError if another process holds the lock, or if a link is among the files kept apart from the folder's
+    content. Without ``fcntl`` (Windows) it locks nothing.
     """
     _make(folder)
     for name in _APART:

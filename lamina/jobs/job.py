@@ -28,9 +28,9 @@ class ResumePolicy:
     """The settings that a kind of job may change when it resumes.
 
     Attributes:
-        what: the noun in the messages: "run", "study".
+        what: the noun for the job in messages: "run", "study".
         free: the settings that may change.
-        compared: settings whose content the job compares itself: files and folders that may have moved.
+        compared: settings whose content the job itself compares: files and folders that may have moved.
     """
 
     what: str
@@ -45,10 +45,10 @@ class ResumePolicy:
         Args:
             stored: the folder's settings.
             given: the user's settings now.
-            defaults: for settings in neither.
+            defaults: the values of settings in neither.
 
         Raises:
-            UserError: if the user changed a setting that may not change; it names the first one.
+            UserError: if the user changed a setting that may not change; the message names the first one.
         """
         given = {name: value for name, value in given.items() if value != "auto" or name in self.free}
         for name, value in given.items():
@@ -66,8 +66,8 @@ class Job(Generic[S]):
     """A job's settings and its folder, made by ``open_job``; as a context manager it holds the folder.
 
     Attributes:
-        settings: complete; for a resumed job, those that its folder holds, with the changes that are allowed.
-        given: the user's settings by name; None if they were a whole record.
+        settings: the complete settings; for a resumed job, the folder's, with the allowed changes.
+        given: the user's settings by name; None if the user gave a whole record.
         resumes: whether the folder holds something to resume.
     """
 
@@ -115,12 +115,12 @@ def open_job(
     """Open a job: check its folder now, but touch it only in ``with``, so that slow or failing work can come first.
 
     Args:
-        given: such a record, or only the user's settings, by name.
-        resume: whether to resume what the folder holds; "auto": if it holds something.
-        overwrite: whether to replace it.
-        policy: what a resumed job may change.
+        given: a whole record, or only the user's settings, by name.
+        resume: whether to resume what the folder holds; "auto" resumes if it holds something.
+        overwrite: whether to replace the folder's content.
+        policy: the settings that a resumed job may change.
         stored: reads the settings of the job to resume.
-        wait: seconds to wait for another process that holds the folder.
+        wait: the seconds to wait for another process that holds the folder.
 
     Raises:
         UserError: for invalid settings, an output folder in use, nothing to resume, a setting that may not change.

@@ -54,8 +54,8 @@ class RunFolder:
 def parse_lines(path: Path) -> tuple[list[Json], str | None]:
     """Parse a growing file of JSON records, each with a step; return them and the file's first fault.
 
-    A line that is not such a record is a fault, and is left out. So is a step that goes back, except in the records of
-    rollbacks. A last line that a kill cut short is no fault. A missing file holds no records.
+    A line that is not such a record is a fault and is left out, and so is a step that goes back, except in the records
+    of rollbacks. A last line that a kill cut short is no fault. A missing file holds no records.
     """
     records: list[Json] = []
     fault, last = None, -1

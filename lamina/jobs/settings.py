@@ -1,15 +1,15 @@
 """The base of every job's settings: frozen records whose fields declare default, help text and limits.
 
-A record declares a field once, and everything else is derived from that: the command-line flag with its help text, the
-key in YAML and in config.yaml, the check of a value, and the command line that reproduces the settings:
+A record declares a field once, and everything else is derived from the declaration: the command-line flag with its help
+text, the key in YAML and in config.yaml, the check of a value, and the command line that reproduces the settings:
 
     class StepSettings(Settings, group="steps"):
         steps: int = setting(100, "optimizer steps", at_least(1))
         precision: Literal["auto", "fp32"] = setting("auto", "of the computation")
 
-Each is a frozen dataclass of keywords, without a decorator. Records are composed from smaller ones by inheritance. A
-record overrides an inherited default or help text with ``changed``, and lists inherited fields that it does not offer
-in ``without``.
+Each record is a frozen, keyword-only dataclass, without a decorator. Records are composed from smaller ones by
+inheritance. A record overrides an inherited default or help text with ``changed``, and lists inherited fields that it
+does not offer in ``without``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def setting(default: T, help: str, check: Check | None = None, *, decides: bool 
     """Declare a field of a settings record.
 
     Without ``check``, the type decides: a Literal's values, a bool, any text, a mapping. A number needs a check.
-    ``decides=False``: no number of what is computed depends on it, so a resumed job may have another value.
+    ``decides=False``: no computed number depends on the field, so a resumed job may have another value.
     """
     return _field(default, {"help": help, "check": check, "decides": decides})
 
@@ -88,12 +88,12 @@ def not_below(low: float) -> Check:
 class Settings:
     """The base of all settings records.
 
-    ``command_name`` is the record's ``lamina`` command. ``without`` names the inherited fields that the record does
-    not offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
-    files and help texts; the others follow base by base, the record's own last. ``group``, given beside the bases, is
+    ``command_name`` is the record's ``lamina`` command. ``without`` names the inherited fields that the record does not
+    offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in files
+    and help texts; the rest follows base by base, the record's own fields last. ``group``, given beside the bases, is
     the heading of a group's flags in ``--help all``; a command's own record has none. ``main`` names the ten settings
-    that ``--help`` shows. ``needed`` are those without which the job can't begin. ``outside`` has, by a setting that is
-    a mapping, another library's options that it takes, or the library's files that declare them.
+    that ``--help`` shows, and ``needed`` those without which the job can't begin. ``outside`` has, by mapping setting,
+    another library's options that it takes, or the library's files that declare them.
     """
 
     command_name: ClassVar[str] = ""
@@ -128,7 +128,8 @@ class Settings:
     def check_names(self) -> None:
         """Raise UserError for a missing file or an unknown name; a group adds its checks after super's.
 
-        Called once, before a job begins; loads no torch. A record that was read from a folder may name what has moved.
+        Called once, before a job begins; loads no torch. A record that was read from a folder may name files that have
+        moved.
         """
 
     @classmethod

@@ -18,8 +18,8 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
     """End the process with the code that ``leave`` returns if Ctrl-C arrives during an import.
 
     An import can lose a KeyboardInterrupt: in ``__set_name__`` it becomes a RuntimeError, in a weak reference's
-    callback a printed remark, in transformers a ModuleNotFoundError, and in torch's C++ code it aborts the process. If
-    SIGINT is ignored or somebody else handles it, that stays so.
+    callback a printed remark, in transformers a ModuleNotFoundError, and in torch's C++ code it aborts the process. A
+    SIGINT that is ignored or handled elsewhere stays so.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ class Status(StrEnum):
 
     Attributes:
         FINISHED: trained to the last step and learned.
-        SHORT: trained to the last step; its loss was still falling toward the margin described under ``STUCK``.
+        SHORT: trained to the last step; the loss was still falling toward the margin described under ``STUCK``.
         STUCK: trained to the last step; the eval loss never got below the corpus's unigram entropy by the margin.
         INTERRUPTED: Ctrl-C, a signal, or the end of its study stopped it; it can be resumed.
         DIVERGED: the divergence guard stopped it.

@@ -51,17 +51,18 @@ def build(
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, a folder that
             holds one, or a model's name on the hub (`lamina convert` keeps its weights, too).
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
-        num_layers: blocks, in place of the backbone's own number; ``hidden_size``, ``num_heads`` and ``vocab_size``
-            likewise.
-        head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification"; by default the
-            backbone's own: the first of its row in ``ADAPTERS``.
+        num_layers: the number of blocks, in place of the backbone's; likewise ``hidden_size``, ``num_heads`` and
+            ``vocab_size``.
+        head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification"; by default the first head
+            in the backbone's row of ``ADAPTERS``.
         num_labels: classes of a classifier; by default those of an image backbone's configuration, and 1 (a reward) for
             sequences.
-        init: an initializer's name, ``"name(std=0.01)"``, or "recommended": the one named beside the
-            placement (``lamina placements NAME``), that of its paper's main runs where the paper states it.
+        init: an initializer's name, ``"name(std=0.01)"``, or "recommended": the initializer of the paper's main runs
+            where the paper states it (``lamina placements NAME``).
         profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initializer that profiles the model
             (Admin's); random ones by default.
-        scaling: initial weights, and a named placement's multiplier, for other sizes (``lamina.modeling.scaling``).
+        scaling: scales the initial weights, and a named placement's multiplier, to other sizes
+            (``lamina.modeling.scaling``).
         adapter: other names of the backbone's modules, by the fields of ``lamina.modeling.modeling_lamina.Adapter``
             (``{"attention": "attn", "norm": "ln_f"}``); by default those of its configuration, ``lamina_adapter``.
         placement_options: the placement's options and those that every placement takes.
@@ -94,7 +95,7 @@ def build(
 def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[str, object] | None) -> str:
     """Set the user's adapter in the configuration, and return the head: the backbone's first by default.
 
-    Raises UserError for an adapter or a head that is none, and for a model beyond the memory.
+    Raises UserError for an invalid adapter or head, and for a model that exceeds the memory.
     """
     if adapter is not None:
         config.lamina_adapter = adapter
@@ -134,8 +135,8 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
 def _check_runs(model: PreTrainedModel) -> None:
     """Raise UserError if a model does not run, or computes other logits with its cache than without.
 
-    For untested backbones and configurations from files. Layers that pass on more than the stream can be built into a
-    model that fails, or forgets, at its first token.
+    Called for untested backbones and configurations from files. If layers pass on more than the stream, the built model
+    can fail, or forget, at its first token.
     """
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
         return
@@ -224,7 +225,7 @@ N = TypeVar("N", bound=type[LaminaNorm])
 def norm(kind: str) -> Callable[[N], N]:
     """Register a subclass of LaminaNorm as a kind of norm, for plans and for every placement's option ``norm``.
 
-    Raises UserError for a name that another module has (``refuse_namesake``), or that is no name.
+    Raises UserError for an invalid name, or one that another module has (``refuse_namesake``).
     """
     if not str(kind).isidentifier():
         raise UserError(f"norm: {kind!r} (allowed: a name)")

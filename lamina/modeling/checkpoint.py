@@ -85,7 +85,7 @@ def config_of(path: str | Path) -> PreTrainedConfig:
 def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a checkpoint as ``load`` takes it; None without one. The weights are not read.
 
-    Raises UserError for a folder without weights, or whose weights are cut short by their headers.
+    Raises UserError for a folder without weights, or with weights that are cut short by their headers.
     """
     source, _, more = _located(path)
     if Path(source).is_dir() and not more:

@@ -1,6 +1,6 @@
 """The configuration of a Lamina model: a transformers backbone and the resolved plan, saved layer by layer.
 
-Copied beside a checkpoint by transformers, so it imports nothing of the package.
+Transformers copies this file beside a checkpoint, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class LaminaConfig(PreTrainedConfig):
             ``num_hidden_layers``. Raises ValueError if the two numbers differ.
 
     ``config.hidden_size`` and every other field that only the backbone has are read from it, and setting one sets it
-    there. The fields in ``FLAT`` are also copied into ``to_dict`` and config.json; where such a copy is not what the
-    backbone has, loading raises ValueError. ``get_text_config`` returns the configuration itself: serving engines take
-    one with another text part for a multimodal model's. ``backbone_of`` gives the backbone's.
+    there. The fields in ``FLAT`` are also copied into ``to_dict`` and config.json; loading raises ValueError if such a
+    copy differs from the backbone's field. ``get_text_config`` returns the configuration itself, because serving
+    engines would take another text part for a multimodal model's. ``backbone_of`` gives the backbone's.
     """
 
     model_type = "lamina"
@@ -96,7 +96,7 @@ class LaminaConfig(PreTrainedConfig):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field on the configuration, here or the backbone's, from which it is read."""
+        """Set a field where it is read: here, or on the backbone's configuration."""
         backbone = self.__dict__.get("backbone_config")
         again = name in self.__dict__
         own = name in self.__dict__ or hasattr(type(self), name) or name in _TOKENS or name.startswith("_")

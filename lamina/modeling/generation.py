@@ -21,7 +21,7 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 class Teller(TextStreamer):
     """Passes on an answer in parts while it is generated; joined, they equal what ``Speaker.answer`` returns.
 
-    A possible beginning of a stop text is held back, and so is white space, until more text follows.
+    A possible beginning of a stop text, and white space, are held back until more text follows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], tell: Callable[[str], object]):
@@ -48,7 +48,7 @@ def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
 class Speaker:
     """A saved model that continues texts, or answers turns in its chat template.
 
-    Its arguments are those of ``lamina.generate``. Raises UserError if the folder has no such model, and for a text
+    The arguments are those of ``lamina.generate``. Raises UserError if the folder has no such model, and for a text
     that fills the model's context.
     """
 

@@ -1,6 +1,6 @@
 """The initial weights of a model, drawn by an initializer of core/initializers.py.
 
-Roles are read off the modules' own attribute names by a table (core/architectures.py), never guessed from substrings.
+A table (core/architectures.py) gives the roles by the modules' attribute names; they are never guessed from substrings.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 class Weight(Facts):
     """A parameter and the facts that an initializer may need; the role "wiring" is never drawn and does not decay.
 
-    ``sublayer`` is "attention", "feed_forward", "embedding" or "readout"; ``rows`` the channels out of a part that is
-    not one matrix. ``transposed``: its first axis are the channels in, as in GPT-2's Conv1D.
+    ``sublayer`` is "attention", "feed_forward", "embedding" or "readout". ``rows`` is the number of channels out of
+    each part, if there is more than one matrix. ``transposed`` says that the first axis holds the channels in, as in
+    GPT-2's Conv1D.
     """
 
     name: str

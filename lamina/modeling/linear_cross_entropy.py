@@ -4,9 +4,9 @@ With the last states H [tokens, hidden_size], the head's weight W [vocab_size, h
 
     L = 1/n sum_i ( log sum_v exp z_iv  -  z_i,t_i ),     z_i = s W h_i,  or  c tanh(s W h_i / c)
 
-over the n labels that are not ignored. Its gradient needs the logits' softmax P alone, dL/dz = (P - onehot(t)) / n, so
-each chunk of tokens gives its part of the loss and of both gradients in the forward pass and is then forgotten: of the
-logits, [chunk, vocab_size] stands in memory instead of several times [tokens, vocab_size].
+over the n labels that are not ignored. The gradient needs only the softmax P of the logits, dL/dz = (P - onehot(t)) /
+n. So each chunk of tokens adds its part of the loss and of both gradients in the forward pass and is then forgotten:
+memory holds [chunk, vocab_size] logits instead of several times [tokens, vocab_size].
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ChunkKernel = Callable[[torch.Tensor, torch.Tensor, float | None], tuple[torch.T
 class LinearLoss:
     """The ``linear_loss`` of a LaminaForCausalLM; it returns None if all logits fit into one chunk.
 
-    On a GPU it uses Liger's kernels where they are installed.
+    On a GPU it uses Liger's kernels if they are installed.
 
     Args:
-        compiled: compile the operations on a chunk's logits (worth it on a GPU, where they are bound by memory).
+        compiled: compile the operations on a chunk's logits (worthwhile on a GPU, where memory bounds them).
         elements: logits in a chunk (default: by device).
     """
 
@@ -70,14 +70,14 @@ class LinearLoss:
 
         Args:
             states: [batch, tokens, hidden_size]; the state of token i predicts label i + 1.
-            head: the readout; anything but a plain nn.Linear without bias (an adapter, a quantized or sharded weight)
-                is left to the model.
-            labels: [batch, tokens], -100 where there is none.
-            scale: of the logits.
+            head: the readout; the model itself handles anything but a plain nn.Linear without bias (an adapter, a
+                quantized or sharded weight).
+            labels: [batch, tokens], -100 for tokens without a label.
+            scale: the factor on the logits.
             softcap: the logits' bound c in c tanh(z / c).
             num_items_in_batch: the divisor of the summed losses (default: the labels that are not ignored).
             shift_labels: labels shifted already.
-            more: other arguments of the loss; with any of them the loss is left to the model.
+            more: other arguments of the loss; with any of them, the model itself computes the loss.
         """
         if type(head) is not nn.Linear or head.bias is not None or type(head.weight) is not nn.Parameter or more:
             return None
@@ -145,8 +145,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         """Sum the losses of ``hidden`` [tokens, hidden_size] under ``weight`` [vocab_size, hidden_size], in ``dtype``.
 
-        The gradients are kept as those of the sum, before the division by the number of labels: in float16 that would
-        take them below the smallest number. The weight's gathers in float32.
+        The kept gradients are those of the sum, before the division by the number of labels, which in float16 would
+        take them below the smallest number. The weight's gradient accumulates in float32.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             x, w = hidden.detach().to(dtype), weight.detach().to(dtype)

@@ -1,6 +1,6 @@
 """The models that transformers' Auto classes load: a backbone's modules, rewired by a plan.
 
-Copied beside a checkpoint by transformers with the files that it imports: its configuration and the wiring.
+Transformers copies this file beside a checkpoint, with the files that it imports: the configuration and the wiring.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Adapter:
     """The names of a model type's modules, and the heads that fit it. A name may be a path ("encoder.layer").
 
     Args:
-        layers: the backbone's list of layers; ``attention`` and ``feed_forward``: a layer's two modules, of several
-            names ("self_attn|mamba") the first that it has; ``norm``: the backbone's final norm.
+        layers: the backbone's list of layers; ``attention`` and ``feed_forward`` are a layer's two modules (of several
+            names, "self_attn|mamba", the first that it has); ``norm`` is the backbone's final norm.
         dropout: the configuration's field for the dropout that the layer (not its modules) applies to its branches.
         head_bias: whether the readout has a bias.
-        stacked: the attention's one projection to queries, keys and values, where it has one.
-        embedding_norm: a norm at the end of the backbone's embeddings. The plan's norm, or none, takes its place.
+        stacked: the attention's single projection to queries, keys and values, if it has one.
+        embedding_norm: a norm at the end of the backbone's embeddings, which the plan's norm replaces, if any.
         input: the name of the model's input.
         embeddings: the module that computes x^0 from the input, if that is more than a look-up by id.
         is_decoder: whether the model is causal and caches keys and values.
-        heads: the heads (names of HEADS) that fit, the default one first.
+        heads: the heads (names in HEADS) that fit, the default one first.
         roles: the roles of weights that core/architectures.py does not know, by the attribute name of their module.
         arguments: keyword arguments of the backbone's constructor.
     """
@@ -160,8 +160,8 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
     """Build the transformers model of ``config.backbone_config``, wired by ``config.plan``, and the embedding's norm.
 
-    Raises ValueError for an architecture whose layers can't be wired again, or for a plan that asks for norms on
-    projections that it does not have.
+    Raises ValueError for an architecture whose layers can't be rewired, and for a plan with norms on projections that
+    it lacks.
     """
     backbone_config, plan = backbone_of(config), config.plan
     if plan is None:
@@ -206,7 +206,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
 def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return a subclass of the backbone's model that records Blocks as its hidden states.
 
-    transformers keys its output recorders by the class, so it must exist before the model is built; it is kept in this
+    Transformers keys its output recorders by the class, so it must exist before the model is built. It is kept in this
     module under its name, so that models can be pickled.
     """
     try:
@@ -226,8 +226,8 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
     """Rename modules in the backbone's plans for tensor and expert parallelism and for FSDP.
 
-    The layers' own norms are gone from the plans: Lamina's stand where every process has all channels. Those on
-    queries, keys and values do so only in a head; over the full width the projections are gathered, as in OLMo 2.
+    The plans lose the layers' original norms: Lamina's stand where every process has all channels. Norms on queries,
+    keys and values do so only inside a head; over the full width the projections are gathered, as in OLMo 2.
     """
     parts = adapter.parts
     inside = re.compile(rf"({re.escape(adapter.layers)}\.(?:\*|\d+)\.)([^.]+)(?=\.|$)(.*)")
@@ -488,8 +488,8 @@ class LogitsStyle(NamedTuple):
 class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if labels are given.
 
-    If ``linear_loss`` is set, it computes the loss from the last states [batch, tokens, hidden_size], the head and the
-    labels. The logits are then None. It returns None if it does not apply.
+    ``linear_loss``, if set, computes the loss from the last states [batch, tokens, hidden_size], the head and the
+    labels, and the logits are None. If it does not apply, it returns None.
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None
@@ -578,7 +578,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
     ) -> SequenceClassifierOutputWithPast:
         """Score the last token that the mask [batch, tokens] keeps; without a mask, the last that is not padding.
 
-        The two differ where the text ends with the token that also pads, as in tokenizers that have one for both.
+        The two differ if the text ends with the token that also pads, as in tokenizers with one token for both.
         """
         kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         if attention_mask is None or attention_mask.ndim != 2:
@@ -655,7 +655,7 @@ class LaminaForImageClassification(LaminaWithHead):
     """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels].
 
     Labels are classes [batch], or probabilities [batch, num_labels] as mixup makes them; the loss is the cross-entropy.
-    A configuration with a ``problem_type`` has transformers' loss for it.
+    With a ``problem_type`` in the configuration, the loss is transformers' for that.
     """
 
     main_input_name = "pixel_values"

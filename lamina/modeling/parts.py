@@ -97,8 +97,8 @@ def drop_branches(model: PreTrainedModel, rate: float) -> None:
     """Drop branches at random for each item, with a probability that grows from 0 to ``rate`` over the layers.
 
     Layer l of N (from 0) has the probability rate * l / (N - 1), as in DeiT and ConvNeXt; a branch that stays is
-    divided by 1 - probability. Where a placement norms the branch, it is dropped after that norm. The model has no
-    further weights, and evaluates as before.
+    divided by 1 - probability. A normed branch is dropped after its norm. The model gets no further weights, and
+    evaluates as before.
     """
     body = body_of(model, "drop_path")
     last = max(1, len(body.layers) - 1)

@@ -32,10 +32,10 @@ PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus
 class Processes:
     """This process (``rank`` of ``size``), and its communication with the run's other processes.
 
-    ``tensor`` of them share each layer's matrices.
+    Groups of ``tensor`` processes share each layer's matrices.
 
-    Decisions that must be the same in all (stop, diverged, failed) use their own CPU collectives, so that no process
-    waits for one that has left, and none waits for a device.
+    Decisions that must be equal in all processes (stop, diverged, failed) use separate CPU collectives, so that no
+    process waits for one that has left, or for a device.
     """
 
     rank: int = 0
@@ -216,9 +216,9 @@ def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
     """Join the other processes that torchrun or accelerate launch started, if any, and leave them at the end.
 
     Args:
-        device: as the settings have it: "auto", "cpu", "cuda" (one GPU per process) or "mps".
-        parallel: as the settings have it: "auto", "ddp" or "fsdp2".
-        tensor: how many processes share each layer's matrices.
+        device: the setting: "auto", "cpu", "cuda" (one GPU per process) or "mps".
+        parallel: the setting: "auto", "ddp" or "fsdp2".
+        tensor: the number of processes that share each layer's matrices.
 
     Raises:
         UserError: for more processes than GPUs, a device that only one process can use, processes that could not meet.
@@ -276,8 +276,8 @@ def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
 def _settle() -> None:
     """Wait for gloo's threads to end, or at least to become idle, before the interpreter ends.
 
-    Such a thread lets go of a collective's tensors a moment after the collective has ended, and needs the interpreter
-    for it. If it is late, it aborts the process (exit status -6), and torchrun calls a finished run failed.
+    Such a thread releases a collective's tensors a moment after the collective has ended, and needs the interpreter for
+    that. If it is late, it aborts the process (exit status -6), and torchrun calls a finished run failed.
     """
     gc.collect()  # a process group that nothing keeps waits for its threads itself
     time.sleep(0.2)  # DTensor's caches keep FSDP2's group for good; its threads need a millisecond
@@ -286,7 +286,7 @@ def _settle() -> None:
 def parallel_of(parallel: str) -> str:
     """Resolve "auto" to "ddp", or to "fsdp2" if accelerate launch's configuration asks for it.
 
-    Accelerate's own switch is turned off, since we shard the model before Trainer sees it. Raises UserError for a
+    Accelerate's switch is turned off, since Lamina shards the model before Trainer sees it. Raises UserError for a
     configuration that asks for something else.
     """
     switches = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "") for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}

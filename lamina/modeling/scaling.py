@@ -1,14 +1,14 @@
 """Width and depth scaling: factors on rates, initial weights and Adam's epsilon that carry a rate to another size.
 
 Everett et al. 2024 (arXiv 2407.05872): with width n a weight is multiplied by n^-a, starts with the standard deviation
-n^-b and learns at the rate n^-c. The multiplier is folded into the other two: under Adam, whose steps don't depend on
-the gradient's size, (a, b, c) and (0, a + b, a + c) train the same function (up to Adam's epsilon and gradient
+n^-b and learns at the rate n^-c. Here the multiplier is folded into the other two. Under Adam, whose steps don't depend
+on the gradient's size, (a, b, c) and (0, a + b, a + c) train the same function (up to Adam's epsilon and gradient
 clipping), and a checkpoint stays a plain model.
 
 CompleteP (Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth every branch is divided by m^alpha.
-What stands in a block, its norms and biases included, learns at m^(alpha - 1) of the rate with an epsilon of m^-alpha;
-nothing starts smaller for the depth, and the weight decay stays. The multiplier is part of the plan (the placement's
-option ``depth_scaling``), so that a checkpoint has it.
+All parameters of a block, its norms and biases included, learn at m^(alpha - 1) of the rate with an epsilon of
+m^-alpha; initial weights and weight decay do not depend on the depth. The multiplier is part of the plan (the
+placement's option ``depth_scaling``), and so of every checkpoint.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Scaling:
     Args:
         width: one of SCHEMES, or "none".
         base_width: hidden size at which the width's scheme changes nothing.
-        k_embedding: with a scheme for the width, factor on the embedding's learning rate; k_hidden and k_readout
-            likewise.
+        k_embedding: with a scheme for the width, the factor on the embedding's learning rate; likewise k_hidden and
+            k_readout.
         depth: one of DEPTH_SCHEMES, or "none".
         base_depth: number of blocks at which the depth's scheme changes nothing.
     """
@@ -96,8 +96,8 @@ class Scaling:
     def depth_factors(self, weight: Weight) -> tuple[float, float]:
         """Return the depth's factors on a weight's learning rate and Adam's epsilon (CompleteP, Table 1).
 
-        A learned scale on the branch starts divided by m^alpha itself: folded as in ``Scaling``'s module, its rate
-        falls by as much again, and its gradient grows by what its epsilon would have fallen.
+        A learned scale on the branch starts divided by m^alpha. With the multiplier folded into it, its rate also falls
+        by m^alpha, and its gradient grows by the factor by which its epsilon would have fallen.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0
@@ -126,7 +126,7 @@ class StepFactors:
 class ScaledWeight:
     """A weight, its counterpart at the base sizes (on the meta device under width scaling), and its factors.
 
-    ``std`` is the factor on the standard deviation that its initializer gives it at the base sizes.
+    ``std`` is the factor on the standard deviation of its initializer at the base sizes.
     """
 
     weight: Weight
@@ -139,12 +139,12 @@ class ScaledWeight:
 def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledWeight]:
     """Yield every parameter of a Lamina model once, with its factors.
 
-    A hidden weight's or readout's learning rate goes by m = hidden size / base width, its standard deviation by the
-    ratio of its own fan-ins; one whose fan-in does not grow with the width (what leaves MLA's latent, whose rank is
+    The learning rate of a hidden weight or readout depends on m = hidden size / base width, its standard deviation on
+    the ratio of its fan-ins. A weight whose fan-in does not grow with the width (that reads MLA's latent, whose rank is
     fixed) keeps both. An embedding that the model multiplies by the square root of the width loses that factor again.
 
-    Raises UserError for tied embeddings and for a base width that the backbone or the placement cannot have, both
-    under width scaling, and for a plan without the multiplier of the depth's scheme.
+    Under width scaling, raises UserError for tied embeddings and for a base width that the backbone or the placement
+    cannot have; under depth scaling, for a plan without the multiplier.
     """
     scaling.check_options(model.config.plan["options"])
     base = base_model(model, scaling)
@@ -179,7 +179,7 @@ def kind_of(weight: Weight) -> Kind:
 def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
     """Build the model at the base width on the meta device, for its shapes; without width scaling, return the model.
 
-    Raises UserError if it cannot exist, or if its embeddings are tied.
+    Raises UserError if that model cannot exist, or if its embeddings are tied.
     """
     outer = model.config
     if scaling.width == "none":

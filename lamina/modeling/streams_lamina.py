@@ -2,7 +2,7 @@
 
     h = read(S)        S' = C( skip_scale * mix(s) + write * branch )
 
-Copied beside a checkpoint by transformers, so it imports only torch.
+Transformers copies this file beside a checkpoint, so it imports only torch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class State(NamedTuple):
 class LaminaWiring(nn.Module, ABC):
     """The base of learned wiring beyond norms and scales: not drawn by initializers, not decayed, in float32.
 
-    ``begin`` registers a parameter for each of ``starts``, or keeps its values as numbers where none is learned but
-    gains.
+    ``begin`` registers a parameter for each of ``starts``, or keeps their values as numbers if only gains are learned.
     """
 
     def begin(self, learned: bool = True) -> None:
@@ -196,7 +195,7 @@ def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[to
 class StateSources(LaminaWiring):
     """stream * x + the weighted sum of earlier states, which ``slots`` selects from the memory.
 
-    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6); of four ways the last is the stream's.
+    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6); of four ways, the last is the stream's.
     """
 
     def __init__(self, spec: dict, width: int, slots: Sequence[int], eps: float):
@@ -262,9 +261,9 @@ class Collapse(nn.Module):
 class BlockState(NamedTuple):
     """A block's part in the streams and the memory.
 
-    ``streams`` is the number that the first block makes of its input, 0 elsewhere. ``sources`` take the stream's place;
-    ``remembers``: the stream that enters goes into the memory, which then has ``slots`` states; ``has_memory``: there
-    is one.
+    ``streams`` is the number of streams that the first block makes of its input, 0 for all other blocks. ``sources``
+    replace the stream. ``remembers``: the stream that enters goes into the memory, which then has ``slots`` states.
+    ``has_memory``: the plan has a memory.
     """
 
     streams: int = 0

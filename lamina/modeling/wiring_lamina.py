@@ -2,7 +2,7 @@
 
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
-Copied beside a checkpoint by transformers, so it imports only torch, transformers and the streams.
+Transformers copies this file beside a checkpoint, so it imports only torch, transformers and the streams.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Record(dict):
 class LaminaNorm(nn.Module):
     """The base of all norms: a gain [hidden_size], None if it is not learned, and an epsilon.
 
-    With ``zero_centered`` the weight is the gain's difference from 1. A norm of one's own is a subclass with a
-    ``forward``; the parameters in ``more`` are there, too, and start at ``starts``.
+    With ``zero_centered`` the weight is the gain minus 1. A user's norm is a subclass with a ``forward``; the
+    parameters in ``more`` are also made, and begin at ``starts``.
     """
 
     divides = True  # whether it is x over the root mean square, or the deviation, of a token's channels
@@ -92,7 +92,7 @@ class LaminaNorm(nn.Module):
 class LaminaRMSNorm(LaminaNorm):
     """x / sqrt(mean(x^2) + eps) * gain over the last axis, statistics in float32 (bit for bit as LlamaRMSNorm).
 
-    With ``groups``, over each of as many equal parts of a token's channels on their own, hence causal.
+    With ``groups``, the statistics are over each of that many equal groups of a token's channels, hence causal.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ NORMS: dict[str, type[LaminaNorm]] = {
 class NormStyle:
     """The style of the backbone's norms, which a plan's norms of kind "backbone" take over.
 
-    ``kind`` is "rms" or "layer"; ``eps`` is the epsilon of every norm; ``bias``: whether a LayerNorm has one.
+    ``kind`` is "rms" or "layer", ``eps`` the epsilon of every norm, ``bias`` whether a LayerNorm has a bias.
     """
 
     kind: str = "rms"
@@ -201,9 +201,9 @@ class NormedProjections(nn.Module):
 
     The norms are ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each stands beside its projection, which stays
     the linear layer of transformers: code that wraps, swaps or merges linear layers (LoRA, quantization, serving
-    engines) leaves the norms alone. ``norm_projections`` mixes this class into the module's; its ``forward`` then calls
-    the methods here instead of the projections. With ``ways``, queries, keys and values are projected from three
-    states, which stand side by side in the last axis of the input.
+    engines) leaves the norms alone. ``norm_projections`` mixes this class into the module's class, whose ``forward``
+    then calls the methods here instead of the projections. With ``ways``, queries, keys and values are projected from
+    three states, side by side in the last axis of the input.
     """
 
     backbone_class: type[nn.Module]
@@ -262,8 +262,8 @@ def normed_class(
 ) -> type[NormedProjections]:
     """Make a subclass of a backbone's module that norms what ``normed`` names ("q", "k", "v", a last projection).
 
-    Its forward is the backbone's own, with the names of the projections that it calls replaced by the names of
-    NormedProjections' methods. Raises ValueError where the backbone's forward doesn't call them itself.
+    The subclass has the backbone's forward, in which calls of projections become calls of NormedProjections' methods.
+    Raises ValueError if the backbone's forward does not call the projections itself.
     """
     key = (base, normed, stacked, ways)
     if key not in _NORMED_CLASSES:
@@ -315,8 +315,8 @@ def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
 class Terms:
     """The terms of one sub-layer's equation in one forward pass, each [batch, tokens, hidden_size].
 
-    ``output`` is the module's, ``branch`` is out_scale * B(output), ``source`` is s, ``skip`` is skip_scale * s and
-    ``sum`` is skip + branch, the input of C.
+    ``output`` is the module's output, ``branch`` is out_scale * B(output), ``source`` is s, ``skip`` is skip_scale * s
+    and ``sum`` is skip + branch, the input of C.
     """
 
     output: torch.Tensor
@@ -337,8 +337,8 @@ class Residual(nn.Module):
     """A sub-layer as the plan's record says: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
 
     Constant scales are floats (a buffer would come back as garbage from the meta device), learned ones Parameters.
-    ``scaled`` names the scales that are applied even where they are 1: those that other layers of the plan have. Layers
-    that differ in a scale's value alone then have one graph, compiled once.
+    ``scaled`` names scales to apply even if they are 1, because other layers of the plan have them: layers that differ
+    only in a scale's value then share one graph, compiled once.
     """
 
     def __init__(
@@ -406,8 +406,8 @@ class Residual(nn.Module):
     ) -> torch.Tensor:
         """Compute y from ``x`` and ``block_input``, [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size].
 
-        The block's input is x by default; ``memory`` are earlier states [batch, tokens, hidden_size], ``ways`` what
-        queries, keys and values read in x's place [batch, tokens, 3, hidden_size].
+        The block's input is x by default. ``memory`` holds earlier states [batch, tokens, hidden_size]; ``ways`` are
+        the inputs of queries, keys and values in place of x [batch, tokens, 3, hidden_size].
         """
         hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
         if self.mixer is not None:
@@ -476,7 +476,7 @@ class Residual(nn.Module):
     def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
         """Call ``hook`` with the terms of every forward pass until the handle is removed.
 
-        A compiled block calls it only where it is run uncompiled, as for torch's own hooks inside it.
+        Like torch's hooks, it is called inside a compiled block only if the block runs uncompiled.
         """
         handle = RemovableHandle(self._terms_hooks)
         self._terms_hooks[handle.id] = hook
@@ -496,7 +496,7 @@ ONE_STREAM = BlockState()
 class Block(GradientCheckpointingLayer):
     """A layer of the model: the attention's Residual, then the feed-forward's.
 
-    ``arguments`` name what it is called with by position, after the stream.
+    ``arguments`` are the names of its positional arguments after the stream.
     """
 
     def __init__(
@@ -519,7 +519,7 @@ class Block(GradientCheckpointingLayer):
     def forward(self, hidden_states: torch.Tensor | State, *args: object, **kwargs: object) -> torch.Tensor | State:
         """Return the next stream from ``hidden_states``, both [batch, tokens, hidden_size]; attention gets the rest.
 
-        [batch, tokens, n, hidden_size] of n streams; a State where the plan has a memory.
+        With n streams they are [batch, tokens, n, hidden_size]; with a memory, a State.
         """
         if len(args) > len(self.arguments):
             raise TypeError(f"layers get more than the attention takes by name: {', '.join(self.arguments)}")
@@ -588,9 +588,8 @@ def norm_projections(
 ) -> None:
     """Put the plan's norms on an attention's queries, keys and values, and ``inner`` before its last projection.
 
-    With ``ways`` it reads three states, side by side. ``stacked`` names the one projection to all three, where there is
-    one. Raises ValueError, having changed nothing, where the attention has no such projections, or norms of its own on
-    them.
+    With ``ways`` the module reads three states, side by side. ``stacked`` names the single projection to all three, if
+    there is one. Raises ValueError, before any change, if the attention lacks such projections or already norms them.
     """
     last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), nn.Linear)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):

@@ -76,19 +76,20 @@ def read(
 ) -> tuple[Dataset, int]:
     """Read a source and encode each row by ``use``; also return how many rows were left out.
 
-    The encoded rows are in a file without a name, mapped into memory: no other run can take them for its own, and
-    nothing is left of it when the process ends, however it ends.
+    The encoded rows are in an unnamed file, mapped into memory: no other run can take it for its file, and nothing is
+    left of it when the process ends, however it ends.
 
     Args:
-        name: of the setting, for the messages.
+        name: the setting's name, for the messages.
         source: a file, hf:NAME, or generated:KIND.
-        use: raises ValueError with the reason why a row can't be used.
-        fields: what ``use`` returns; a row that lacks one has None.
-        state: what ``use`` has decided at earlier rows for later ones.
-        skip_bad: whether to leave such rows out and count them.
+        use: encodes a row, or raises ValueError with the reason why it can't be used.
+        fields: the fields that ``use`` returns; a field that a row lacks is None.
+        state: the decisions of ``use`` at earlier rows that affect later ones.
+        skip_bad: whether to leave out unusable rows and count them.
 
     Raises:
-        UserError: with its number, for a row that can't be used; for a source that can't be read or has no usable row.
+        UserError: for a row that can't be used (with its number), a source that can't be read, or one without a usable
+            row.
     """
     import pyarrow as pa
     from datasets import Dataset
@@ -144,8 +145,9 @@ def _batch(
 def _batches(encode: Callable[[int], T], count: int, state: Callable[[], object]) -> Generator[T, None, None]:
     """Yield ``encode``'s result for each batch of ``count`` rows, in order; with many rows, from several processes.
 
-    A batch that another process can't encode as this one would, for a bad row or for what is decided in it, is encoded
-    here, and processes that begin anew know it. They are forked: ``encode`` can't be sent to others.
+    A batch that a worker process can't encode as this one would, because of a bad row or of a decision at one of its
+    rows, is encoded here; workers that start afterwards know the decision. Workers are forked, since ``encode`` can't
+    be sent to them.
     """
     alone = count <= ALONE or sys.platform != "linux" or multiprocessing.current_process().daemon
     workers, before = 1 if alone else cores() // launched()[3], os.environ.get(_PARALLELISM)
@@ -245,9 +247,9 @@ def _of_file(path: Path) -> Dataset | Sequence[Fields]:
 def generated_rows(name: str, source: str) -> Iterator[Json]:
     """Generate rows of ``generated:KIND[:TASK[+TASK...]][@test]``, mixed from the named tasks or from all.
 
-    ``answers`` have a prompt and its completion, in the words that an evaluation asks with. ``preferences`` have a
-    prompt, the right answer as the chosen one, and as the rejected one another answer or the right one's words in
-    another order. Raises UserError, about the setting ``name``, for another kind, task or part.
+    ``answers`` have a prompt and its completion, in the words of an evaluation's questions. ``preferences`` have a
+    prompt, the right answer as the chosen one, and as the rejected one another answer or the right answer's words in
+    another order. Raises UserError, about the setting ``name``, for an unknown kind, task or part.
     """
     kind, _, rest = source.removeprefix(GENERATED).partition("@")[0].partition(":")
     split = source.partition("@")[2] or "train"
@@ -280,11 +282,12 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
 def trls_form(row: Fields, needed: Sequence[str]) -> Json:
     """Rename a row's fields to TRL's names; in the ``needed`` ones, give turns a ``role`` and a ``content``.
 
-    Alpaca's instruction and output are a prompt and its completion, ShareGPT's conversations are messages; texts alone,
-    as in LIMA, are the user's and the assistant's in turn. A ``text`` is a completion without a prompt. Of a row with
-    several forms, turns come first, then a prompt with its completion, then an instruction with its output.
+    Alpaca's instruction and output become a prompt and its completion, and ShareGPT's conversations become messages.
+    Texts alone, as in LIMA, become alternate turns of the user and the assistant. A ``text`` is a completion without a
+    prompt. In a row with several forms, turns come first, then a prompt with its completion, then an instruction with
+    its output.
 
-    Raises ValueError for an empty answer or a malformed turn, by the name that the row has for it.
+    Raises ValueError for an empty answer or a malformed turn, under the row's name for it.
     """
     named, called = dict(row), {}
     if pictures := next((name for name in ("images", "image") if row.get(name)), None):
@@ -377,8 +380,8 @@ def _no_form(row: Fields, forms: str) -> ValueError:
 def example_of(row: Fields) -> Json:
     """Convert a row to ``prompt`` and ``completion``, texts that are used unchanged, or to ``messages``.
 
-    ``asked``: the number of messages before a completion, which is trained on whole; without it, the assistant's turns
-    are. ``options``: the template's. Raises ValueError for a row of no known form.
+    ``asked`` is the number of messages before a completion, all of which is trained on; without it, the assistant's
+    turns are. ``options`` are the template's. Raises ValueError for a row of no known form.
     """
     named = trls_form(row, ("messages", "prompt", "completion"))
     if "messages" in named:
@@ -474,8 +477,8 @@ CHOICES = ("auto", "none", "tokenizer", *TEMPLATES)
 def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: str | None) -> str | None:
     """Return the Jinja template of a choice; None for text that is used unchanged.
 
-    ``default``: the name of the template that ``auto`` stands for where the tokenizer has none. Raises UserError for
-    an unknown name, a file that can't be read, and a tokenizer without a template.
+    ``default`` names the template that ``auto`` stands for if the tokenizer has none. Raises UserError for an unknown
+    name, a file that can't be read, and a tokenizer without a template.
     """
     known: object = tokenizer.chat_template  # of several, one may be the default
     found = known.get("default") if isinstance(known, dict) else known
@@ -518,12 +521,12 @@ class ExampleEncoder:
     """Encodes examples for a model.
 
     Attributes:
-        template: Jinja, for conversations; None for text that is used unchanged.
-        longest: tokens of the longest sequence.
-        loss_on_all: whether the prompt's tokens are labels, too.
-        wraps_texts: whether a text is a turn for the template; else it is used unchanged, as in TRL.
-        options: the template's, for prompts without an answer.
-        warned: whether a prompt has been seen that reads otherwise where its answer follows.
+        template: the Jinja template for conversations; None for text that is used unchanged.
+        longest: the maximum number of tokens in a sequence.
+        loss_on_all: whether the prompt's tokens are also labels.
+        wraps_texts: whether a text becomes a turn of the template; otherwise it is used unchanged, as in TRL.
+        options: the template's options, for prompts without an answer.
+        warned: whether a prompt has been seen whose text changes when its answer follows.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -537,7 +540,7 @@ class ExampleEncoder:
     def example(self, example: Fields) -> Json:
         """Encode the result of ``example_of`` as ``input_ids`` and ``labels``, cut to ``longest``.
 
-        Raises ValueError if no token to train on is left.
+        Raises ValueError if no token is left to train on.
         """
         if self.wraps_texts and "completion" in example:
             turns = as_turns(example["prompt"])
@@ -571,7 +574,7 @@ class ExampleEncoder:
         return self.render(as_turns(prompt), answers=True, options=self.options)
 
     def preference(self, preference: Fields) -> tuple[Json, Json]:
-        """Encode both answers of ``preference_of``, the better one first, each with the prompt. Raises ValueError."""
+        """Encode both answers of ``preference_of``, the better first, with the prompt; raises as ``example``."""
         prompt = preference["prompt"]
         both: list[Json] = [{"prompt": prompt, "completion": preference[name]} for name in ("chosen", "rejected")]
         if not isinstance(prompt, str):
@@ -587,7 +590,7 @@ class ExampleEncoder:
     def render(self, messages: Messages, *, answers: bool, options: Fields = MappingProxyType({})) -> str:
         """Render a conversation; with ``answers``, up to the start of the model's answer.
 
-        Raises ValueError for turns that the template does not take, UserError for a template that is no Jinja.
+        Raises ValueError for turns that the template does not accept, and UserError for a template that is no Jinja.
         """
         from jinja2 import TemplateSyntaxError
 
@@ -638,7 +641,7 @@ class ExampleEncoder:
     def _answers(self, messages: Messages, options: Fields) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; also return the first and last character of each assistant's turn.
 
-        Raises ValueError if a turn reads otherwise where others follow it, and no template marks the answers.
+        Raises ValueError if the text of a turn changes when further turns follow, and no template marks the answers.
         """
         text, spans = self.render(messages, answers=False, options=options), []
         if marked := _marked(self.tokenizer, str(self.template)):

@@ -39,8 +39,8 @@ class Measured:
 
     Attributes:
         loss: the mean over the pairs.
-        metrics: by TRL's name.
-        counts: of ``pairs``, and of the answers' ``tokens``, those ``chosen`` and those ``rejected``.
+        metrics: the metrics, by TRL's names.
+        counts: the numbers of ``pairs``, and of the answers' ``tokens``, in total, ``chosen`` and ``rejected``.
     """
 
     loss: float
@@ -52,10 +52,10 @@ class PairTrainer(TunedTrainer):
     """A mixin for TRL's RewardTrainer and DPOTrainer."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss over held-out pairs, and pass TRL its metrics to log: means over pairs or tokens.
+        """Return the mean loss over held-out pairs, and give TRL its metrics to log: means over pairs or tokens.
 
-        TRL's own evaluation averages batches, and repeats pairs until every process has as many. Trainer's, before
-        training, would also keep the model from being trained by DDP.
+        TRL's own evaluation averages batches, and repeats pairs until all processes have equally many. Trainer's
+        evaluation, before training, would also keep DDP from training the model.
         """
         batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
         losses = np.repeat(np.array([b.loss for b in batches], np.float32), [b.counts["pairs"] for b in batches])
@@ -143,7 +143,7 @@ def _margin(given: object) -> float:
 class RewardModeling(PairStage[RewardSettings]):
     """Trains on -log sigmoid(score(chosen) - score(rejected) - margin), InstructGPT's Eq. 1 for two answers.
 
-    The margin is a row's field, as in TRL and Llama 2's Eq. 2; a row without it has 0.
+    The margin is a field of the row, as in TRL and Llama 2's Eq. 2; 0 without it.
     """
 
     kind = Kind.REWARD
@@ -156,7 +156,7 @@ class RewardModeling(PairStage[RewardSettings]):
     def encoded(self, row: Fields) -> Json:
         """Encode a preference with its margin. Raises ValueError for an invalid margin or a cut answer.
 
-        TRL, too, leaves out pairs that are too long: the score at the last token would not be the whole answer's.
+        Pairs that are too long are left out, as in TRL: the score at the last token would not be the whole answer's.
         """
         margin = {"margin": _margin(row["margin"])} if "margin" in row else {}
         encoded = super().encoded(row)

@@ -88,7 +88,7 @@ class Rewards:
     """The weighted sum of several rewards of an answer.
 
     Attributes:
-        scores: each reward, by the name that records have for it.
+        scores: each reward, by its name in the records.
     """
 
     scores: Mapping[str, Score]
@@ -211,7 +211,7 @@ def _of_function(named: str, *, seconds: float = 0.0, announced: bool = False) -
 def _as_trl_asks(function: Callable[..., Passed], prompt: str, ids: Sequence[int], text: str, row: Fields) -> Passed:
     """Call a reward function of TRL's form, which takes lists by name and the row's fields, on one answer.
 
-    None, which TRL leaves out of the sum, is 0.
+    A result of None, which TRL leaves out of the sum, counts as 0.
     """
     asked = row.get("prompt", prompt)
     answer = [{"role": "assistant", "content": text}] if isinstance(asked, list) else text

@@ -1,8 +1,8 @@
 """Policies by reinforcement learning on TRL's online trainers: its RLOO and GRPO, and ReMax on the former.
 
-ReMax (Li et al. 2024, arXiv 2310.10505) as Adam-mini's code trains it takes one sampled and one greedy answer per
-prompt. With clipped rewards r, the policy's log-probabilities logp, those of the model that it started from ref, and
-the mask of the sampled answer's tokens:
+ReMax (Li et al. 2024, arXiv 2310.10505), as in Adam-mini's code, takes one sampled and one greedy answer per prompt.
+With clipped rewards r, the log-probabilities logp of the policy and ref of the model that it started from, and the mask
+of the sampled answer's tokens:
 
     advantage = r(sampled) - r(greedy)
     weight_t  = advantage - beta * (logp_t - ref_t)             the KL per step: each step is charged its own
@@ -61,8 +61,8 @@ class PolicyTrainer(TunedTrainer, _Online):
     """A mixin for TRL's RLOOTrainer and GRPOTrainer: prompts encoded here, Lamina's rewards, a separate reference.
 
     Args:
-        rewards: of answers, not clipped.
-        clip: the magnitude that rewards are clipped to; 0 for none.
+        rewards: the rewards of answers, not clipped.
+        clip: the largest magnitude of a reward; 0 for no clipping.
         beta: the factor on the KL. TRL's own argument stays 0 while the trainer is built, since it would load the
             reference model by name.
         reference: the model that the policy starts from, frozen; with LoRA it is the policy without its matrices.
@@ -158,9 +158,9 @@ class PolicyTrainer(TunedTrainer, _Online):
     def held_out(self) -> dict[str, float]:
         """Return reward, KL and length of a sampled answer per held-out prompt, and write them to held_out.jsonl.
 
-        ``eval_kl`` is the mean over answers of sum_t (logp_t - ref_t) in nats, whose expectation is the KL of the
-        policy's answers to those of the model that it started from. The random numbers are the same at each evaluation,
-        and those of training are left as they were.
+        ``eval_kl`` is the mean over answers of sum_t (logp_t - ref_t) in nats, whose expectation is the KL divergence
+        of the policy's answers from those of the model that it started from. The random numbers are the same at each
+        evaluation, and training's random state is restored.
         """
         data: Passed = self.eval_dataset
 
@@ -217,9 +217,9 @@ class PolicyTrainer(TunedTrainer, _Online):
 class ReMaxTrainer(PolicyTrainer):
     """ReMax on TRL's RLOOTrainer; the module's docstring has the equations.
 
-    Of the two answers per prompt the first is sampled, and the second is greedy: RLOO's baseline of the first, the mean
-    reward of the others, is then the greedy answer's reward. The greedy answers are dropped before the forward pass
-    that has a gradient.
+    Of the two answers per prompt the first is sampled, and the second is greedy. RLOO's baseline of the first, the mean
+    reward of all other answers, is then the greedy answer's reward. The greedy answers are dropped before the forward
+    pass that has a gradient.
     """
 
     def __init__(self, *args: Passed, kl_per: str, **kwargs: Passed):
@@ -278,7 +278,7 @@ def remax_weights(
     Args:
         advantage: [answers].
         logps: the policy's log-probabilities of the tokens in nats, [answers, tokens].
-        reference: those of the model that it started from.
+        reference: the log-probabilities under the model that the policy started from, [answers, tokens].
         mask: 1 for an answer's tokens, [answers, tokens].
     """
     kl = ((logps - reference) * mask).detach()
@@ -304,7 +304,7 @@ def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
 def reward_gain(path: Path) -> Json:
     """Return the gain in held-out reward from first to last evaluation, with a 95 % interval over the prompts.
 
-    The interval is Student's for paired differences. Empty for fewer than two evaluations or two prompts.
+    The interval is Student's for paired differences. The result is empty for fewer than two evaluations or two prompts.
     """
     from scipy import stats
 
@@ -392,8 +392,9 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 class PromptOrder(TrainOrder):
     """The training order of prompts for TRL's online trainers, with ``copies`` of each prompt in a row.
 
-    TRL answers the prompts of ``steps_per_generation`` micro-batches, by default a step's, at the first of them, trains
-    on all of them ``num_iterations`` times, and ignores what it is given at the others.
+    TRL generates answers once per ``steps_per_generation`` micro-batches (by default a step's), at the first of them,
+    and trains on all these answers ``num_iterations`` times. It ignores the prompts that it gets at the remaining
+    micro-batches.
     """
 
     def __init__(

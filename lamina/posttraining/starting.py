@@ -66,12 +66,12 @@ class Start:
     """The model that a job starts from.
 
     Attributes:
-        tokenizer: the model's, with an end-of-text and a padding token.
-        plan: where the norms sit; None for a model of transformers that Lamina does not convert, which stays as it is.
-        config: of the backbone, or of transformers' model.
-        longest: the longest that the job uses.
-        dtype: of the weights that are not quantized.
-        attention: the kernel, "auto" for the model's own.
+        tokenizer: the model's tokenizer, with an end-of-text and a padding token.
+        plan: the placement of the norms; None for a model of transformers that Lamina does not convert.
+        config: the configuration of the backbone, or of transformers' model.
+        longest: the maximum number of tokens in the job's sequences.
+        dtype: the dtype of weights that are not quantized.
+        attention: the attention kernel, "auto" for the model's default.
     """
 
     path: str
@@ -252,8 +252,8 @@ def _check_outline(start: Start, settings: TuningSettings) -> None:
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
     """Quantize all linear layers but the readout with bitsandbytes, on the run's device, if the settings ask for it.
 
-    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), int8 LLM.int8(). ``dtype``: in which nf4's
-    products are computed. Checkpoints hold such a model's trained weights alone.
+    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), int8 is LLM.int8(). ``dtype`` is the dtype
+    of nf4's products. Checkpoints of a quantized model hold only its trained weights.
     """
     if not settings.quantized:
         return
@@ -304,7 +304,7 @@ def lora_of(settings: TuningSettings) -> LoraConfig:
 def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | None:
     """Add LoRA matrices to a model's linear layers and freeze the layers; return None without LoRA.
 
-    A reward model's score is trained whole.
+    All weights of a reward model's score are trained.
     """
     if settings.lora_rank == 0:
         return None

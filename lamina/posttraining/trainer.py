@@ -57,7 +57,7 @@ def trl(name: str) -> Passed:
 def check_trl(options: Json, theirs: str, offered: Collection[str]) -> None:
     """Raise UserError for an option that the configuration of TRL's trainer lacks, or that Lamina decides.
 
-    ``offered``: the job's own settings.
+    ``offered`` are the job's own settings.
     """
     kind, own = trl(f"{theirs}Config"), {entry.name for entry in fields(TrainingArguments)}
     names = {entry.name for entry in fields(kind)}
@@ -168,7 +168,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
     ) -> list[T]:
         """Measure this process's share of ``count`` items, given their indices; by default the held-out examples.
 
-        ``size``: of a batch; by default that of an evaluation.
+        ``size`` is the batch size, by default an evaluation's.
         """
         data: Passed = self.eval_dataset
         number, processes = len(data) if count is None else count, self.processes

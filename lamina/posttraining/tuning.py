@@ -152,9 +152,9 @@ class BestWeights(TrainerCallback):
     """Keeps the trained weights of the evaluation with the lowest held-out loss or the best score on a task.
 
     Args:
-        by: "loss", or the task's name.
-        processes: the first of them writes.
-        resumed: the step that the run resumes from; a later best one is forgotten, since it comes again.
+        by: "loss", or a task's name.
+        processes: the run's processes, of which the first writes.
+        resumed: the step from which the run resumes; later best weights are forgotten, since their step is repeated.
     """
 
     trainer: TunedTrainer
@@ -215,7 +215,7 @@ class Watched:
     """A second text and tasks that tuning may make a model forget, measured with every evaluation.
 
     Args:
-        processes: the first of them scores the tasks.
+        processes: the run's processes, of which the first scores the tasks.
 
     Raises:
         UserError: for a text or a task that can't be read.
@@ -260,16 +260,16 @@ class TuningStage(TrainingStage[S]):
 
     Attributes:
         part: Lamina's part of the trainer.
-        theirs: the name of TRL's trainer and of its arguments, such as SFT.
+        theirs: the name of TRL's trainer and its arguments, such as SFT.
         head: the name of the trained model's head.
-        guarded: whether its loss, in nats, is watched for divergence; else only whether it is finite.
-        measure: the metric of an evaluation by which the run is judged.
+        guarded: whether the loss is in nats and is watched for divergence; otherwise it only has to be finite.
+        measure: the evaluation's metric that decides how the run ended.
         encodes: the fields of an encoded row.
-        columns: of the data set for TRL, each with the field of an encoded row that it takes.
+        columns: the columns of TRL's data set, each with the field of an encoded row that fills it.
         ordered: makes the training order.
-        monitored: the field of an encoded row that the layer monitor takes.
-        train: encoded examples.
-        held_out: those of an evaluation.
+        monitored: the field of an encoded row that the layer monitor reads.
+        train: the encoded examples.
+        held_out: the encoded examples of an evaluation.
         inputs: token ids [sequences, tokens] for the layer monitor.
         notes: counts for result.json.
     """
@@ -397,7 +397,7 @@ class TuningStage(TrainingStage[S]):
         self.identity = TuningIdentity(self, data, self.start.fingerprint, rewards)
 
     def reference(self) -> PreTrainedModel | NoReference:
-        """Load the model to which the policy is held; with LoRA, the policy itself serves as that."""
+        """Load the model to which the policy is held; with LoRA, return a placeholder for the policy without it."""
         if self.tuner is not None and not self.settings.changes_base:
             return NoReference(self.start.config)
         return self.shared(self.start.policy().eval().requires_grad_(False))
@@ -567,8 +567,8 @@ _COUNTS = {"examples": "examples to train on", "held_out": "examples held out", 
 def split(encoded_rows: Dataset, settings: TuningSettings, held_out: Dataset | None) -> tuple[Dataset, Dataset]:
     """Return the rows to train on and those to evaluate, by default a fixed share of all rows.
 
-    The share does not depend on the seed, so that runs of several seeds are evaluated on the same rows. If it has more
-    rows than ``eval_examples``, the others are trained on.
+    The share does not depend on the seed, so that runs with several seeds are evaluated on the same rows. If it has
+    more rows than ``eval_examples``, the surplus joins the training rows.
     """
     if held_out is not None:
         return encoded_rows, held_out.select(_thinned(range(len(held_out)), settings))
@@ -607,10 +607,10 @@ class TuningIdentity:
     """The settings and hashes of a run, as its checkpoints and its folder store them.
 
     Attributes:
-        stage: whose settings the run has.
+        stage: the stage, which has the run's settings.
         data: a hash of the encoded examples.
-        model: a hash of the model that it starts from.
-        rewards: a hash of the reward model or function; empty without.
+        model: a hash of the starting model.
+        rewards: a hash of the reward models and functions; empty without any.
     """
 
     stage: TuningStage[Any]

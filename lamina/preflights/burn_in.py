@@ -45,8 +45,8 @@ FP16_MAX = 65504.0
 class Proxy:
     """A stand-in for the planned run: settings, plan, and how weights and rates scale with the width.
 
-    ``settings`` are the planned ones except for width, heads and blocks per step; ``scaling`` is the planned run's
-    own or, for a narrower stand-in, the standard parametrization's with the planned width as its base.
+    ``settings`` are the planned ones except for width, heads and blocks per step. ``scaling`` is the planned run's or,
+    for a narrower stand-in, the standard parametrization's with the planned width as its base.
     """
 
     settings: PretrainSettings
@@ -251,8 +251,8 @@ class _LayerNumbers:
 class BurnIn:
     """The record of a burn-in.
 
-    ``losses``, ``gradient_norms`` (before clipping) and ``learning_rates`` have one entry per step; ``snapshots`` were
-    taken before the first step and after some others; ``stopped`` is why it ended early, or empty.
+    ``losses``, ``gradient_norms`` (before clipping) and ``learning_rates`` have one entry per step. ``snapshots`` were
+    taken before the first step and after some later steps. ``stopped`` is the reason for an early end, or empty.
     """
 
     proxy: Proxy
@@ -283,7 +283,7 @@ class BurnIn:
 def rates_until(settings: PretrainSettings, step: int) -> float:
     """Return the sum of the planned learning rates over the first ``step`` steps, in units of the peak.
 
-    In closed form (for the cosine, Dirichlet's kernel), since a run may have billions of steps.
+    The sum has a closed form (for the cosine, Dirichlet's kernel), since a run may have billions of steps.
     """
     warmup = in_steps(settings.warmup, settings.steps)
     rising = min(step, warmup)
@@ -299,7 +299,7 @@ class BurningIn:
     """A model that takes the first steps of a planned run; call ``train``, then ``record``.
 
     A planned warm-up longer than ``longest_warmup`` is shortened to that, so that the burn-in reaches the peak rate;
-    that is harder on the model than the run itself. ``tick`` is called after each step.
+    this is harder on the model than the planned run. ``tick`` is called after each step.
     """
 
     def __init__(
@@ -336,8 +336,8 @@ class BurningIn:
     def train(self, stops: Iterator[int]) -> None:
         """Train up to each step that ``stops`` yields, and measure there; end when ``stops`` does.
 
-        The next stop is requested after the measurement, so it may depend on it. A loss or gradient that is not
-        finite also ends the burn-in.
+        The next stop is requested after the measurement, and so may depend on it. A loss or gradient that is not finite
+        also ends the burn-in.
         """
         target = next(stops, None)
 
@@ -376,7 +376,7 @@ class BurningIn:
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
     """Return each probe sequence's unigram loss, by the train split's frequencies, in nats per token [sequences].
 
-    The add-one smoothed frequencies come from a million tokens; in a mix, from a million of each corpus.
+    The add-one smoothed frequencies come from a million tokens; in a mix, from a million tokens of each corpus.
     """
     count = max(1, MOST_TOKENS // blocks.stats.sequence_length)
     shares = blocks.train.frequencies(blocks.stats.vocab_size, count)

@@ -78,7 +78,7 @@ class Preflight:
 def ffn_share(shot: Snapshot) -> float:
     """Return the variance that the feed-forward adds, divided by its skip's, summed over the layers.
 
-    FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers: this sum then stays of order 1 at any depth.
+    FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers; this sum then stays of order 1 at any depth.
     """
     added, skip = shot.series("added_variance", "feed_forward"), shot.series("skip_variance", "feed_forward")
     return sum(added[layer] / skip[layer] if skip[layer] > 0 else math.inf for layer in added)
@@ -124,8 +124,9 @@ def burn_in_of(
 ) -> BurnIn:
     """Burn in a planned run; measure halfway, at the end, and after each further quarter.
 
-    It takes the requested steps, or the warm-up plus half the requested steps if that is more. Another quarter
-    follows while ``is_undecided`` holds for the features, up to three times the requested steps and 60 % of the run.
+    The burn-in takes the requested steps, or the warm-up plus half the requested steps if that is more. Further
+    quarters follow while ``is_undecided`` holds for the features, up to three times the requested steps and 60 % of the
+    run.
     """
     steps, warmup = burn_in_steps(settings, run)
     flops = FLOPS[device] if settings.flops is None else settings.flops
@@ -153,7 +154,7 @@ def burn_in_of(
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
     """Return the number of steps of the burn-in, and of its warm-up, at most twice the requested steps.
 
-    A warm-up that is too short is unfair: placements that survive with a long one would count as lost.
+    Too short a warm-up is unfair: placements that survive with a long one would count as lost.
     """
     warmup = min(in_steps(run.warmup, run.steps), 2 * settings.burn_in)
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup

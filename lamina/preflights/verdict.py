@@ -1,7 +1,7 @@
 """The verdict on a burn-in: the numbers that decide it, the fitted rules, and the verdict in words.
 
-The rules' coefficients are data (calibration.json), fitted by benchmarks/preflight_calibration.py on real runs. No
-placement's, initializer's or backbone's name is used.
+The rules' coefficients are data (calibration.json), fitted by benchmarks/preflight_calibration.py on real runs. The
+rules use no names of placements, initializers or backbones.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def kind_of(numbers: Features, fitted: Json) -> Kind:
 def learns(numbers: Features, fitted: Json) -> bool:
     """Return whether the model uses its input and its held-out loss is clearly below a constant prediction's.
 
-    Clearly: by a fitted margin plus two standard errors.
+    "Clearly below" means by a fitted margin plus two standard errors.
     """
     clear = numbers.excess + CLEAR * numbers.excess_error < -fitted["evidence"]["margin"]
     return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
@@ -153,9 +153,9 @@ def projected(numbers: Features) -> float:
 def deciding_share(numbers: Features, fitted: Json) -> float:
     """Return the share of the planned run's summed rates by which a run that learns should show it.
 
-    While the loss still falls toward a constant prediction's: the share needed to get clearly below it at the pace of
-    the burn-in's second half, times a fitted factor, since the fall slows down. Once it has come close: a fitted
-    multiple of the share spent. At most 1, the whole run.
+    While the loss still falls toward a constant prediction's, it is the share needed to get clearly below that at the
+    pace of the burn-in's second half, times a fitted factor, since the fall slows down. Near a constant prediction's
+    loss, it is a fitted multiple of the share spent. It is at most 1, the whole run.
     """
     rule = fitted["deciding"]
     if not still_falling(numbers):

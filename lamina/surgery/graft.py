@@ -1,9 +1,9 @@
 """Grafting of another placement onto a trained model: weights stay, and new norms are fitted on a text.
 
 Both models run on the same text, the new one sub-layer by sub-layer. A new norm's gain is the least-squares fit, by
-channel, of what it gives to what the old model has there: an input of a module, a branch, or the stream. What a norm
-that is gone did, and the new factors on the skip, go into the projections around the module in the same way. Where the
-formulas agree the models do; elsewhere the gap is what the new placement cannot say.
+channel, of the norm's output to the old model's tensor at that point: an input of a module, a branch, or the stream. In
+the same way, the projections around a module absorb the effect of removed norms and of new factors on the skip. If the
+formulas agree, so do the models; otherwise the gap in the loss is what the new placement cannot express.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Grafting(TypedDict):
 def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str, overwrite: bool = False) -> Grafting:
     """Write a trained model with another placement into a new folder; ``lamina.api.models.graft`` has the arguments.
 
-    Gains are fitted on the first half of the text of ``settings``, both models' losses measured on the second. If it
-    cannot, raises UserError, ``output`` as it was.
+    Gains are fitted on the first half of the text of ``settings``, and both models' losses are measured on the second.
+    Raises UserError if the graft fails, and leaves ``output`` as it was.
     """
     source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, field="model").dtype
@@ -217,7 +217,7 @@ def _keep(found: list[torch.Tensor]) -> Callable[[nn.Module, Args, Kwargs], None
 class _Matching:
     """One pass through the new model, which fits each new norm and factor when it is reached.
 
-    ``scale``: the new stream is this times the old one, where no norm stands on it.
+    ``scale`` is the new stream divided by the old one, where no norm stands on the stream.
     """
 
     def __init__(self, old: LaminaForCausalLM, new: LaminaForCausalLM, told: Told):

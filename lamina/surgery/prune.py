@@ -69,7 +69,8 @@ def prune(
 ) -> Pruning:
     """Write a model without some layers into a new folder; ``lamina.api.models.prune`` has the arguments.
 
-    Layers and losses are measured on the text of ``settings``. If it cannot, raises UserError, ``output`` as it was.
+    Layers and losses are measured on the text of ``settings``. Raises UserError if pruning fails, and leaves ``output``
+    as it was.
     """
     source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, "model").dtype

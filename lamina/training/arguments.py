@@ -168,7 +168,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
     """Raise UserError for an argument under ``trainer`` that this kind of job does not accept.
 
-    It is one that a run sets itself, that its records depend on, or that does not exist.
+    Such an argument is set by the run itself, changes what its records depend on, or does not exist.
     """
     names = {entry.name for entry in fields(TrainingArguments) if entry.init}
     for name, value in trainer.items():

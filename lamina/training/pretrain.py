@@ -64,7 +64,7 @@ def pretrain(
 ) -> Json:
     """Train a model, from scratch or from a checkpoint; see ``lamina.training.run.train``.
 
-    ``guard`` makes what ends the run early.
+    ``guard`` makes the guard that may end the run early.
     """
     return train(Pretraining(guard), settings, resume=resume, overwrite=overwrite, bar=bar)
 
@@ -273,9 +273,9 @@ MOST_TOKENS = 2**24
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
     """Return the loss in nats, on the held-out blocks, of a table of token pairs from the first ``steps`` steps.
 
-    A model above it has shown nothing of its depth. A block that the run has read several times counts once. Of a
-    stream, the table has the text that its unigram entropy has, too. None where no next token is predicted, or nothing
-    was read.
+    A model above this loss has not shown that it uses its depth. A block that the run has read several times counts
+    once. For a stream, the table is made from the same text as its unigram entropy. Returns None if no next token is
+    predicted, or nothing was read.
     """
     if not isinstance(splits, Blocks) or steps < 1:
         return None
@@ -307,18 +307,18 @@ class StreamPosition:
 class Branches(TrainerCallback):
     """Trains each decay branch where it leaves the trunk, and records its loss in metrics.jsonl.
 
-    A run of n steps under warm-up, stable, decay differs from a longer one only from the step on at which its rate
-    begins to fall. So a branch trains from the trunk's state at that step, over the blocks that follow, with the rate
-    falling as it would have in the shorter run, and the trunk continues as if nothing had happened (Hägele et al.,
-    arXiv 2405.18392, Section 4).
+    A run of n steps under warm-up, stable, decay differs from a longer run only in the steps after its rate begins to
+    fall. So a branch trains from the trunk's state at that step, over the blocks that follow, with the rate falling as
+    it would have in the shorter run, and the trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section
+    4).
 
     Args:
-        run: the trunk, whose items are in the form that its order names.
+        run: the trunk, whose order names its items.
 
     Attributes:
-        rows: the branches that have ended: ``branch_steps``, ``tokens``, ``branch_loss`` and
-            ``branch_bigram_entropy``, the loss of a table of the pairs of tokens in the branch's blocks.
-        trainer: of the trunk; set before the training begins.
+        rows: the records of the finished branches: ``branch_steps``, ``tokens``, ``branch_loss`` and
+            ``branch_bigram_entropy``, the loss of a table of the token pairs in the branch's blocks.
+        trainer: the trunk's Trainer; set before the training begins.
 
     Raises:
         UserError: for branches in several processes, or of a model with experts.

@@ -49,7 +49,7 @@ class ResolvedRun:
 
     Attributes:
         settings: complete and checked; precision and compilation are decided.
-        plan: where the norms sit.
+        plan: the placement of the norms.
         backbone: the backbone's configuration with the settings' sizes; the objective adds what the data decides.
     """
 
@@ -93,9 +93,9 @@ def resolve_run(
     """Determine a run's plan and backbone, and check all that can be checked before the corpus is read.
 
     Args:
-        processes: how many share a batch.
-        parallel: how they share the work, "ddp" or "fsdp2".
-        trained: whether this machine trains the model as it is, so that it has to fit into its memory.
+        processes: the number of processes that share a batch.
+        parallel: their way of sharing the work, "ddp" or "fsdp2".
+        trained: whether this machine trains the model in this size, so that it must fit into memory.
 
     Raises:
         UserError: that names the field.
@@ -162,7 +162,7 @@ def initial_model(
 def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
     """Count forward and backward FLOPs per token: 6 per weight outside the embedding, 12 N d T for full attention.
 
-    Of routed experts, those that one token uses.
+    Of routed experts, only those that one token uses count.
     """
     config = backbone_of(model.config)
     embedding = model.get_input_embeddings()
@@ -244,7 +244,7 @@ def check_modules(
 ) -> None:
     """Raise UserError for what only built modules show: norm groups that do not divide a width, too little memory.
 
-    One layer of each kind is built on the meta device. ``trained``: as for ``resolve_run``.
+    One layer of each kind is built on the meta device. ``trained`` is as for ``resolve_run``.
     """
     kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
     with torch.device("meta"):

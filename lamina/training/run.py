@@ -1,6 +1,6 @@
 """One training run: from settings to a folder with records, checkpoints, a result and a model.
 
-The stage supplies the model, the data and the Trainer. The run itself is the same for all stages: one claim of the
+The stage supplies the model, the data and the Trainer. Everything else is the same for all stages: one claim of the
 folder, one search for the checkpoint, one recorder, one verdict, one push.
 """
 
@@ -82,14 +82,14 @@ class TrainingStage(ABC, Generic[S]):
     """A kind of training run. It reads its data once per run and builds a model for each attempt.
 
     Attributes:
-        kind: of the run's folder.
-        policy: what a resumed run may change.
+        kind: the kind of the run's folder.
+        policy: the settings that a resumed run may change.
         evaluates_first: whether a new run is evaluated before its first step.
-        tokens_per_step: tokens of one optimizer step; 0 where they are counted.
-        settings: complete, after ``read``; so are the following.
-        plan: where the norms sit; None for a model of transformers as it is.
+        tokens_per_step: tokens of one optimizer step; 0 if they are counted during the run.
+        settings: the complete settings; like the following, set by ``read``.
+        plan: the placement of the norms; None for a model of transformers that stays unchanged.
         processor: the tokenizer or image processor that is saved with the model.
-        identity: what a resumed run is compared with.
+        identity: the content with which a resumed run is compared.
     """
 
     kind: ClassVar[Kind]
@@ -181,8 +181,8 @@ def train(
     """Train, write the run's folder, and return its result.json.
 
     ``settings`` are a whole record, or only the user's settings, by name. A run that diverges, gets stuck or is
-    interrupted ends with that status, not with an exception. With ``resume``, a folder with a finished run is left
-    unchanged; otherwise the run resumes from its newest whole checkpoint.
+    interrupted ends with that status, not with an exception. With ``resume``, a folder with a finished run stays
+    unchanged; any other run resumes from its newest whole checkpoint.
 
     If torchrun or accelerate launch started several processes, all call this with the same settings: the first one
     writes the folder, and all return the same result.
@@ -249,7 +249,7 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
 def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, resumes: bool, seconds: float) -> Json:
     """Run, and write result.json unless a UserError ends the run.
 
-    A new run that a UserError ends before its first record leaves the folder as empty as it was. ``seconds``: the run's
+    If a UserError ends a new run before its first record, the folder's content is deleted. ``seconds`` is the run's
     time before it was resumed.
     """
     began = time.monotonic()
@@ -342,15 +342,15 @@ class TrainingRun:
     """One attempt at a run in this process, new or resumed from a checkpoint.
 
     Args:
-        stage: which has read its data.
-        rollbacks: the run's so far.
+        stage: the stage, which has read its data.
+        rollbacks: the run's rollbacks so far.
         resume: whether to resume from the newest good checkpoint.
 
     Attributes:
-        average: of the weights; set by the stage with the model, as the following.
+        average: the average of the weights; set by the stage with the model, like the following.
         step_factors: with width or depth scaling, each parameter's factors.
-        followed: the layers of a model that is not Lamina's, as they were found; None for one of Lamina's.
-        items: what the run trains on, where a stage reads it while it trains.
+        followed: the layers found in a model that is not Lamina's; None for a Lamina model.
+        items: the training items of a stage that reads them during the training.
     """
 
     average: WeightAverage | None = None

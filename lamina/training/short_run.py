@@ -1,7 +1,7 @@
 """The first steps of a run without a folder: the run's own Trainer, with no records, evaluations or checkpoints.
 
 Jobs that examine a run before it starts train here, so that batches, losses, clipping, precision, accumulation, expert
-balance, optimizer and learning rates are the run's own.
+balance, optimizer and learning rates equal the run's.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ShortRun(TrainerCallback):
     """A run that ends once its caller has seen enough, or when a loss or a gradient is not finite.
 
     Args:
-        settings: of the run; ``auto`` means fp32 and not compiled.
-        model: new, as the run would build it; it is moved to ``device``.
+        settings: the run's settings; ``auto`` means fp32 and not compiled.
+        model: a new model, built as for the run; it is moved to ``device``.
         train: the blocks to train on.
         device: cpu or cuda.
         step_factors: with width or depth scaling, each parameter's factors.
@@ -49,7 +49,7 @@ class ShortRun(TrainerCallback):
         losses: the training loss of every step so far, averaged over the micro-batches.
         gradient_norms: the gradient's norm of every step before clipping.
         learning_rates: the learning rate of every step (of the parameters whose factor is nearest to 1).
-        stopped: why the run ended early; empty if it did not.
+        stopped: the reason why the run ended early; empty if it did not.
     """
 
     def __init__(

@@ -35,10 +35,10 @@ def _folder(source: str) -> str:
 
 
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
-    """Fill in the settings that the checkpoint of ``from_model`` decides; unchanged without one.
+    """Fill in the settings that the checkpoint of ``from_model`` decides, if there is one.
 
-    ``given``: the user's settings; if unknown, those that differ from their defaults. Raises UserError for a user's
-    setting that differs from the checkpoint's, a checkpoint that can't be read, an output folder that holds it.
+    ``given`` are the user's settings; if unknown, those that differ from their defaults. Raises UserError for a user's
+    setting that differs from the checkpoint's, a checkpoint that can't be read, and an output folder that holds it.
     """
     if settings.from_model is None:
         return settings
@@ -130,7 +130,7 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
 def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load a checkpoint with this head as a Lamina model in training mode. Raises UserError as conversion does.
 
-    ``config``: the run's backbone, whose positions the model gets.
+    ``config`` is the run's backbone; the model gets its number of positions.
     """
     folder = _folder(source)
     loaded: Any = conversion.load(folder, dtype=dtype, head=head)
@@ -147,7 +147,7 @@ def _read(folder: str) -> _Read:
 
 @lru_cache(maxsize=4)
 def _read_once(folder: str, changed: int | None) -> _Read:
-    """Read the plan and the configuration; a new ``changed`` time reads them again."""
+    """Read the plan and the configuration, once for each ``changed``, the time of the last change."""
     refuse_damaged(Path(folder))
     try:
         with local_when_unreachable():

@@ -41,13 +41,13 @@ class CheckpointedTrainer(_Trainer):
     """A mixin for Trainer and TRL's trainers: Lamina's checkpoints in place of Trainer's.
 
     Attributes:
-        processes: this process and the run's others; a model that ``sharding.shard`` has sharded is used unchanged.
-        guard: checks every step's loss and gradient norm, on a GPU when a checkpoint is written; part of it.
-        states: further objects in a checkpoint's run state, resumed with the trainer.
-        keep_also: whether an older checkpoint is not pruned, by its run state.
+        processes: the run's processes; a model that ``sharding.shard`` has sharded is used unchanged.
+        guard: checks every step's loss and gradient norm, on a GPU only at recorded steps.
+        states: further objects whose state is checkpointed, and resumed with the trainer.
+        keep_also: decides by its run state whether an older checkpoint is kept.
         rate_factor: the rollbacks' factor on all learning rates.
-        average: of the weights; a checkpoint holds it, and evaluations use it.
-        background: writes checkpoints while training goes on; None if training waits for them.
+        average: the average of the weights; it is checkpointed, and evaluations use it.
+        background: writes checkpoints during training; None if training waits for them.
         sharded: whether each process holds a part of the model.
     """
 
@@ -170,7 +170,7 @@ class OrderedTrainer(_Trainer):
     """A mixin for Trainer and TRL's trainers: Lamina's training order, weight decay and schedules.
 
     Attributes:
-        order: which examples each step trains on; None for the trainer's own sampler.
+        order: the examples of each step; None for the trainer's own sampler.
         schedule: the share of the peak learning rate by steps done; None for the arguments' own schedule.
     """
 
@@ -220,8 +220,9 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         experts: counts and balances the experts' tokens.
         step_factors: with width or depth scaling, each parameter's factors.
         second: items of a second corpus, whose mean loss is measured with every evaluation.
-        collate_eval: how held-out items become a batch; None for ``data_collator``.
-        scores: of logits and labels, further measures of each held-out item by name; their means join ``evaluation``.
+        collate_eval: joins held-out items to a batch; None for ``data_collator``.
+        scores: computes further measures of each held-out item, by name, from logits and labels; ``evaluation`` gets
+            their means.
         measure_tasks: scores the bare model on tasks with every evaluation, in the first process.
     """
 
@@ -308,8 +309,8 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the loss over the held-out blocks, each counted once, for any number of processes.
 
-        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. All but the
-        loss is in ``evaluation`` when the callbacks are told of it.
+        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. All numbers but
+        the loss are in ``evaluation`` when the callbacks are called.
         """
         second = None if self.second is None else self._measured(self.second)["eval_loss"]
         tasks = None
@@ -331,7 +332,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
     def _measured(self, held_out: Any) -> dict[str, float]:
         """Return the mean loss over all predictions and the mean scores over items, each item counted once.
 
-        Over all processes; draws no random number.
+        The means are over all processes; no random number is drawn.
         """
         model: Any = self.model if self.average is None else self.average.model
         rank, size = self.processes.data_rank, self.processes.data_size

@@ -37,7 +37,7 @@ class Augmentation:
         flip: the probability of a horizontal flip.
         rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), 0 (off) to 1.
         random_erasing: the probability that a rectangle becomes noise (Zhong et al. 2020, arXiv 1708.04896).
-        repeats: how often an image is drawn before the next one (Hoffer et al. 2020, arXiv 1901.09335).
+        repeats: the number of draws of an image before the next one (Hoffer et al. 2020, arXiv 1901.09335).
     """
 
     size: int
@@ -74,7 +74,7 @@ class Augmentation:
     ) -> torch.Tensor:
         """Flip, distort and erase normalized pixel values [channels, height, width].
 
-        ``mean`` and ``std`` [channels, 1, 1] normalized them: RandAugment works on values from 0 to 1.
+        ``mean`` and ``std`` [channels, 1, 1] are those of the normalization: RandAugment works on values from 0 to 1.
         """
         if self.flip and _uniform(generator) < self.flip:
             pixels = pixels.flip(-1)
@@ -103,8 +103,8 @@ class Augmentation:
 def crop_box(width: int, height: int, smallest: float, generator: torch.Generator) -> tuple[int, int, int, int]:
     """Draw a crop's box (left, upper, right, lower) as Inception does (Szegedy et al. 2015, arXiv 1409.4842).
 
-    Its share of the area is uniform from ``smallest`` to 1, the logarithm of its ratio of sides from 3/4 to 4/3. After
-    ten boxes that do not fit, it is the largest box in the middle.
+    The box's share of the area is uniform from ``smallest`` to 1, the logarithm of its ratio of sides from 3/4 to 4/3.
+    After ten boxes that do not fit, it is the largest box in the middle.
     """
     low, high = map(math.log, _RATIO)
     for _ in range(10):
@@ -137,9 +137,9 @@ class ImageItems(ItemSource[ImageItem]):
     """Images of a set, resized and normalized by an image processor of transformers.
 
     Attributes:
-        numbers: of the images to take, [items].
+        numbers: the numbers of the images to take, [items].
         processor: resizes, crops and normalizes.
-        augmentation: how ``for_run`` changes the images of a training.
+        augmentation: the changes that ``for_run`` makes to training images.
     """
 
     images: LabeledImages
@@ -215,7 +215,7 @@ class Mixing:
 
     Attributes:
         mixup: alpha of mixup's Beta distribution; 0 for none.
-        cutmix: alpha of CutMix's; 0 for none. With both, each batch takes one of them, with equal chances.
+        cutmix: alpha of CutMix's distribution; 0 for none. With both, each batch takes one of them, with equal chances.
         label_smoothing: the share of a target that is spread evenly over all classes.
     """
 
@@ -266,8 +266,8 @@ def mix(x: torch.Tensor, share: float) -> torch.Tensor:
 def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
     """Paste a box of each image's partner into it; return the images and the share left of each.
 
-    The box has the sides of the image times sqrt(1 - share) and is cut off at the edges; the share is then that of the
-    area outside it.
+    The box's sides are the image's times sqrt(1 - share), cut off at the edges; the returned share is that of the area
+    outside it.
     """
     height, width = images.shape[-2:]
     side = (1.0 - share) ** 0.5
@@ -302,9 +302,9 @@ def prepare_images(
 
     Args:
         corpus: see ``lamina.data.images.labeled_images.ALLOWED``.
-        augmentation: of the training images; its size is that of all images.
-        eval_fraction: the share of each class that is held out, where the set has no split of its own.
-        center_crop: the share of the shorter side that the crop of the middle keeps.
+        augmentation: the augmentation of the training images; its size is that of all images.
+        eval_fraction: the share of each class that is held out, unless the set has a split for that.
+        center_crop: the share of the shorter side that the middle crop keeps.
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:

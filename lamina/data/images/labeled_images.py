@@ -48,7 +48,7 @@ class LabeledImages(ABC):
         spec: the name of the set as the user wrote it.
         classes: the names of the classes, in the order of their numbers.
         labels: the class of each image, [images] of int64.
-        held_out: the numbers of the images of the set's own test split; None if it has none.
+        held_out: the numbers of the images in the set's test split; None without one.
         channels: 1 for gray, 3 for RGB.
     """
 
@@ -85,8 +85,8 @@ class LabeledImages(ABC):
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training images and those of the held-out images.
 
-    They are the set's own splits if it has them. Otherwise ``eval_fraction`` of every class with two images or more is
-    held out, at least one image of each: always the same ones.
+    They are the set's own splits, if it has any. Otherwise ``eval_fraction`` of every class with two images or more is
+    held out, at least one image of each, and always the same ones.
     """
     every = np.arange(len(images.labels))
     if images.held_out is not None:
@@ -139,7 +139,7 @@ def in_8_bits(picture: Image, mode: str) -> Image:
 def open_images(spec: str) -> LabeledImages:
     """Open the labeled images with this name, without decoding any.
 
-    Raises UserError if there are none, a class is empty, or the library that reads them is not installed.
+    Raises UserError if there are no images, a class is empty, or the library that reads them is not installed.
     """
     if hub_datasets.is_hub(spec):
         images: LabeledImages = _of_hub(spec)

@@ -95,10 +95,10 @@ def _decompression_errors() -> tuple[type[Exception], ...]:
 def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
     r"""Open a file, decompressed, as UTF-8 text without byte order mark and with unchanged line ends (``\n``).
 
-    ``start``: the byte of the text to begin at. A compressed file is decompressed up to there.
+    ``start`` is the byte of the text to begin at; a compressed file is decompressed up to there.
 
     Raises:
-        NotTextError: the file is binary, not UTF-8 or damaged; raised inside the with block, too.
+        NotTextError: the file is binary, not UTF-8 or damaged; also raised inside the with block.
         UserError: zstandard is needed and not installed, or reading the file is not permitted.
     """
     damaged = _decompression_errors()
@@ -140,7 +140,7 @@ def encodable_text(text: str) -> str:
 def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
     """List the files below a folder, sorted by relative name, without hidden files and folders.
 
-    Links to files are read, links to folders are not followed, since they may lead in a circle; ``linked`` gets them.
+    Links to files are read. Links to folders are not followed, since they may lead in a circle; ``linked`` gets them.
 
     Raises UserError for a folder that must not be read.
     """
@@ -182,7 +182,7 @@ def state_of(path: Path) -> FileState:
 def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[FileState], text_field: str) -> str | None:
     """Hash the names, sizes and times of change of files that exceed 1 GiB together.
 
-    None for less than that: then the content itself can be hashed.
+    Returns None for less than that: then the content itself can be hashed.
     """
     if sum(size for size, _ in states) <= _HASHED_BYTES:
         return None
@@ -197,7 +197,7 @@ class Document:
     """A self-contained text: a file, or a row of a .jsonl file, a .parquet file or a data set.
 
     A long file (more than 16 million characters; one million when streamed) comes as several Documents, of which all
-    but the first have ``continues``. White space alone counts only there.
+    but the first have ``continues``. Only these may consist of white space alone.
     """
 
     text: str
@@ -215,10 +215,10 @@ def read_file(
     """Yield a file's documents from ``start`` on, each with the position after it.
 
     Args:
-        path: of the file; its suffix says whether it holds rows.
+        path: the file's path; its suffix tells whether it holds rows.
         text_field: the field of a row that holds its text.
         part_chars: plain text comes in parts of about this many characters.
-        on_rows: called for a file that is read as plain text, but begins with a JSON row that has the field.
+        on_rows: called for a file that is read as plain text but begins with a JSON row that has the field.
 
     Raises:
         NotTextError: the file is binary, not UTF-8, damaged, or no valid .parquet file.

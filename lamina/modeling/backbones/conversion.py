@@ -1,6 +1,6 @@
 """Conversion of checkpoints between transformers and Lamina, for the architectures whose placement is known.
 
-Nothing is trained, guessed or dropped: every tensor is used exactly once, or a UserError names it.
+Nothing is trained, guessed or dropped: each tensor is used exactly once, or a UserError names it.
 """
 
 from __future__ import annotations
@@ -64,16 +64,17 @@ class Equivalent:
     """A model type of transformers that computes a placement.
 
     Args:
-        placement: its placement, as ``lamina.placements.resolve`` reads it.
-        one_norm: whether it reads the stream for both branches by the attention's norm.
+        placement: the model type's placement, as ``lamina.placements.resolve`` reads it.
+        one_norm: whether both branches read the stream by the attention's norm.
         norms: the position in Lamina's block of each of a layer's norms, by transformers' name.
-        qk_norm: its norms on queries and keys: "off", "head" or "full" (the full width).
+        qk_norm: the norms on queries and keys: "off", "head" or "full" (the full width).
         bias: whether queries, keys and values have biases.
-        pairs: whether its rotary embedding turns neighboring channels, not those half a head apart.
+        pairs: whether the rotary embedding turns neighboring channels, not those half a head apart.
         gate_and_up: whether one projection computes the gate and the feed-forward's input.
         gain_offset: the number to subtract from a gain before it is stored, see ``Conversion``.
-        scales_branches: whether its configuration has the factor on the branches, which else goes into the weights.
-        fields: of its configuration, beyond the sizes.
+        scales_branches: whether the configuration has the factor on the branches, which otherwise goes into the
+            weights.
+        fields: fields of the configuration, beyond the sizes.
     """
 
     placement: str
@@ -154,7 +155,7 @@ def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
     """Copy buffers that no checkpoint stores (rotary frequencies): casting a model rounds them, loading does not.
 
-    ``names``: target's name -> source's name.
+    ``names`` maps the target's names to the source's.
     """
     buffers = dict(source.named_buffers())
     for name, buffer in target.named_buffers():
@@ -169,7 +170,7 @@ def from_transformers(
 
     Args:
         model_or_path: the model, or a folder (or a name on the hub) with safetensors; remote code is never run.
-        dtype: of the weights that are read from a path; "auto" keeps the checkpoint's.
+        dtype: the dtype of weights that are read from a path; "auto" keeps the checkpoint's.
 
     Returns:
         A LaminaForCausalLM in evaluation mode that shares no weights with the source. Its logits are equal, but for
@@ -217,11 +218,10 @@ def to_transformers(
 ) -> PreTrainedModel:
     """Convert a Lamina model to the model of transformers with the same logits, in evaluation mode.
 
-    With the placement of its backbone's own architecture it is the inverse of ``from_transformers``. Another placement
-    goes to an architecture that computes it; where a factor goes into a gain, float32 logits differ by rounding.
+    With the placement of the backbone's own architecture this is the inverse of ``from_transformers``. Another
+    placement goes to an architecture that computes it; if a factor goes into a gain, float32 logits differ by rounding.
 
-    Raises UserError where there is no such model, saying what it lacks, and for whatever ``from_transformers``
-    raises it.
+    Raises UserError, saying what is lacking, if there is no such model; and for whatever ``from_transformers`` does.
     """
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
     if not isinstance(model, LaminaForCausalLM):
@@ -241,7 +241,7 @@ def to_transformers(
 def own_plan(config: PreTrainedConfig) -> Plan:
     """Return a convertible model's placement at its depth, with the options that its configuration has fields for.
 
-    Raises UserError for a model type that has no conversion.
+    Raises UserError for a model type without a conversion.
     """
     conversion = conversion_of(config.model_type)
     options = {option: getattr(config, name) for option, name in conversion.options.items()}
@@ -456,7 +456,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
 def computed(plan: Plan) -> Plan:
     """Return a plan with defaults for everything that does not change its function: names, initial values.
 
-    A norm of kind "rms" counts as "backbone": every backbone of the table has RMSNorms.
+    A norm of kind "rms" counts as "backbone", since every backbone of the table has RMSNorms.
     """
 
     def norm(spec: Norm) -> Norm:
@@ -523,7 +523,7 @@ def convert(
 ) -> ConversionRecord:
     """Convert a saved model into a new folder; ``lamina.api.models.convert`` has the arguments.
 
-    If it cannot, raises UserError and leaves ``output`` as it was.
+    Raises UserError if that fails, and leaves ``output`` as it was.
     """
     source = source_beside(source, output, overwrite=overwrite)
     is_ours = isinstance(read_config(source), LaminaConfig)
@@ -560,7 +560,7 @@ def convert(
 def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a folder to save a model in; at the end move its files and the source's tokenizer to ``output``.
 
-    After an error ``output`` is as it was.
+    After an error, ``output`` is as it was before.
     """
     transformers_logging.disable_progress_bar()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -604,7 +604,7 @@ def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
 def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple[float, float]:
     """Return the largest absolute difference between two models' logits, and the first model's largest logit.
 
-    On 4 blocks of 64 random tokens (fewer if the model's context is shorter), drawn from a separate generator.
+    The models run on 4 blocks of 64 random tokens (fewer if the context is shorter), drawn from a separate generator.
     """
     config = backbone_of(first.config)
     length = min(64, getattr(config, "max_position_embeddings", None) or 64)

@@ -1,7 +1,7 @@
 """Loading of saved models from a path: one way to load weights and tokenizers, with one set of errors.
 
-Whatever a folder holds, the result is the model or a UserError of one line. Weights are safetensors, nothing is
-unpickled and no code beside a checkpoint runs unless the caller says so.
+Whatever a folder holds, the result is the model or a UserError of one line. Weights are safetensors; nothing is
+unpickled, and no code beside a checkpoint runs, unless the caller allows it.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def read_config(
         path: a folder with config.json, or a name on the hub.
         field: the user's name for the path ("model", "checkpoint"); every message begins with it.
         trust_remote_code: run the code that the configuration asks for.
-        weights: whether the weights will be loaded, too; a Lamina model then needs its plan.
-        more: for ``AutoConfig.from_pretrained``.
+        weights: whether the weights will also be loaded; a Lamina model then needs a plan.
+        more: further arguments of ``AutoConfig.from_pretrained``.
 
     Raises:
         UserError: if there is no configuration, its model type is unknown, or a field is invalid.
@@ -284,11 +284,12 @@ def load_weights(
         path: a folder with weights, or a name on the hub.
         config: the model's configuration, as ``read_config`` returns it.
         field: the user's name for the path; every message begins with it.
-        dtype: of the weights; "auto" keeps the checkpoint's.
-        pickles: read a .bin file, tensors only, if there is nothing else.
-        optional: whether the checkpoint may lack a tensor of the model; without it, it may lack none.
+        dtype: the dtype of the weights; "auto" keeps the checkpoint's.
+        pickles: read a .bin file, tensors only, if there are no safetensors.
+        optional: decides by name whether the checkpoint may lack a tensor of the model; without it, none may be
+            missing.
         extra: whether the checkpoint may have tensors that the model does not use.
-        more: for ``from_pretrained``.
+        more: further arguments of ``from_pretrained``.
 
     Raises:
         UserError: naming the first tensor that is missing, extra, of another shape, of a layer that the configuration

@@ -41,10 +41,10 @@ def resolve_backbone(
 ) -> PreTrainedConfig:
     """Return the backbone's configuration with the given sizes in place of its own.
 
-    ``backbone``: a preset's name, a transformers configuration, a folder that holds one, or a model's name on the hub
+    ``backbone`` is a preset's name, a transformers configuration, a folder that holds one, or a model's name on the hub
     ("HuggingFaceTB/SmolLM2-135M"), of which only the configuration is read. With another ``hidden_size`` the
-    feed-forward keeps its ratio (rounded up to a multiple of 8) and the head keeps its width as far as it divides.
-    Raises UserError naming the invalid field.
+    feed-forward keeps its ratio (rounded up to a multiple of 8), and the head keeps its width if that divides the new
+    size. Raises UserError naming the invalid field.
     """
     if not isinstance(backbone, PreTrainedConfig):
         backbone = text("backbone", backbone)
@@ -153,8 +153,8 @@ def count_parameters(config: PreTrainedConfig) -> Count:
 
     A model type that is registered without a head counts without one.
 
-    Layers after the leading dense ones are alike, so two shallow models on the meta device suffice: a depth of 512
-    takes no longer than one of 2.
+    Layers after the leading dense ones are alike, so two shallow models on the meta device suffice: counting a depth of
+    512 takes no longer than counting a depth of 2.
     """
     first = (getattr(config, "first_k_dense_replace", None) or 0) + 1
     if config.num_hidden_layers <= first:

@@ -55,7 +55,7 @@ class Checkpoints:
     """The checkpoints of a run, each whole or absent.
 
     Args:
-        folder: that holds them: checkpoints/ in the run's folder.
+        folder: the folder of the checkpoints, checkpoints/ in the run's folder.
     """
 
     def __init__(self, folder: Path):
@@ -69,7 +69,7 @@ class Checkpoints:
     def newest(self, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
         """Return the newest whole checkpoint whose run state is ``allowed``; log a warning for each broken one.
 
-        The log also names files in that checkpoint that its manifest does not list: they are not read.
+        The log also names files in that checkpoint that its manifest does not list, and that are not read.
         """
         for path in reversed(self.paths()):
             broken = what_is_broken(path)
@@ -116,8 +116,8 @@ class Checkpoints:
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
         """Keep the last ``keep`` checkpoints up to STEP, and none after it: a rollback has abandoned those.
 
-        The newest one whose run state ``keep_also`` accepts stays, too. So does one that is named after another step:
-        it may be the only copy of its content.
+        Also keep the newest one whose run state ``keep_also`` accepts, and any that is named after another step: it may
+        be the only copy of its content.
         """
         named_right = [path for path in self.paths() if _of_its_step(path)]
         retained = [p for p in named_right if step_of(p) <= step][-keep:]
@@ -138,7 +138,7 @@ class Background:
     """Finishes one checkpoint at a time in a separate thread while training continues.
 
     Attributes:
-        processes: the run's, with collectives of their own, which don't cross training's.
+        processes: the run's processes, with separate collectives, which do not mix with training's.
     """
 
     def __init__(self, processes: Processes):

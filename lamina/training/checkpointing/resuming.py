@@ -107,12 +107,12 @@ class Rollback:
     """One rollback.
 
     Attributes:
-        number: from 1.
-        step: of the checkpoint that was restored; 0 for the initial weights.
+        number: its number, from 1.
+        step: the step of the restored checkpoint; 0 for the initial weights.
         diverged_at: the step at which the guard stopped the run.
         skipped: first and last position of the skipped data in the training order, in steps.
-        ahead: by how many steps the order is ahead after ``step`` from now on.
-        learning_rate_factor: the product of all rollbacks so far.
+        ahead: the number of steps that the order is ahead after ``step`` from now on.
+        learning_rate_factor: the product of all rollbacks' factors so far.
     """
 
     number: int
@@ -177,7 +177,8 @@ class Rollbacks:
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
         """Add a rollback to ``step`` and write it to disk before anything acts on it.
 
-        ``factor``: on the learning rate; ``skip``: steps' worth of data to skip, None for all up to ``diverged_at``.
+        ``factor`` multiplies the learning rate. ``skip`` is the number of steps whose data are skipped; None skips all
+        data up to ``diverged_at``.
         """
         before = ahead(self.skips, step + 1)
         until = diverged_at + ahead(self.skips, diverged_at) if skip is None else step + before + skip
@@ -203,8 +204,8 @@ def stored_settings(
 ) -> Json | None:
     """Return a run's settings: those in config.yaml over those in its newest checkpoint; None without either.
 
-    Raises UserError if the file is cut short and no checkpoint holds the settings, and if both exist and differ in more
-    than the ``free`` settings: somebody edited the file.
+    Raises UserError if the file is cut short and no checkpoint holds the settings. Also raises it if both exist and
+    differ in a setting outside ``free``, since then somebody has edited the file.
     """
     path, known = folder / CONFIG, known_of(folder)
     settings = known.get("settings", {})
@@ -227,7 +228,7 @@ def stored_settings(
 def result_to_keep(folder: Path) -> Json | None:
     """Return the result of the run in a folder; None or an interrupted one if there is something to resume.
 
-    Raises UserError if there is, and its records are damaged.
+    Raises UserError if the run can be resumed, but its records are damaged.
     """
     result = read_result(folder)
     if result is None or result["status"] not in ENDED:
@@ -253,7 +254,7 @@ def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
 def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
     """Return the checkpoint to resume from; None to begin at step 0, also after a rollback to the start.
 
-    Raises UserError if there are checkpoints but none is usable: beginning again would lose the run.
+    Raises UserError if there are checkpoints but none is usable: a new beginning would lose the run.
     """
     checkpoint = Checkpoints(folder).newest(rollbacks.allows)
     if checkpoint is not None:

@@ -47,11 +47,11 @@ class ModelCard:
 
     Attributes:
         head: the name of the model's head in ``HEADS``.
-        data: name and value of each fact about the data, in their order.
-        result: of the run, as result.json holds it.
+        data: the name and value of each fact about the data, in order.
+        result: the run's result, as in result.json.
         command: the command line that trains the model again; the card leaves out this machine's folders.
-        base_model: the model that the training began with, if any: a folder, or a name on the hub.
-        measures: the title and the format of each measure to print; None for those of pretraining.
+        base_model: the model that the training began with, a folder or a name on the hub; empty without one.
+        measures: the title and format of each measure to print; None prints those of pretraining.
     """
 
     head: str

@@ -45,11 +45,12 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
     """Shard a model's parameters by FSDP2: one unit per block, and one for embedding, final norm and readout.
 
     The optimizer's weights stay in float32. With ``bf16`` the blocks' matrices are gathered in bfloat16 and their
-    gradients reduced in float32, which is what autocast computes in one process; norms, learned scales and the stream
+    gradients reduced in float32, which is what autocast computes in one process. Norms, learned scales and the stream
     stay in float32 (a bfloat16 embedding would make the stream bfloat16). Learned scalars become vectors of one
-    element, for FSDP2 can't shard a scalar; checkpoints and models hold them as scalars.
+    element, since FSDP2 can't shard a scalar; checkpoints and models hold them as scalars.
 
-    With ``processes.tensor`` > 1 so many neighbors first share the linear layers' matrices, by transformers' plan.
+    With ``processes.tensor`` > 1, groups of that many neighboring processes first share the linear layers' matrices, by
+    transformers' plan.
     """
     whole = init_device_mesh(device, (processes.data_size, processes.tensor), mesh_dim_names=("data", "tensor"))
     if processes.tensor > 1:
@@ -145,7 +146,7 @@ def reshard(model: nn.Module) -> None:
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict with each tied weight once: the model's own tensors, and copies of scalars.
 
-    Of a model of which ``only_trained`` weights are kept, these.
+    For a model after ``only_trained``, return only the trained weights.
 
     All processes of a sharded model must call it, and ``set_scalars`` after changing the tensors.
     """
@@ -226,8 +227,8 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: ProcessGroup | None = None) -> None:
     """Write sharded tensors by torch.distributed.checkpoint into a folder, one safetensors file per process.
 
-    ``group``: of the processes' collectives, by default training's. Raises the first process's error in all processes;
-    OSError if a disk is full.
+    ``group`` is the process group of the collectives, by default training's. Raises the first process's error in all
+    processes, and OSError if a disk is full.
     """
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:

@@ -1,8 +1,9 @@
 """A checkpoint's contents: a Trainer's state, written and read in the same way for one process, DDP and FSDP2.
 
-One process, or DDP: model.safetensors beside config.json, as transformers loads them, and optimizer/states.safetensors.
-FSDP2: one safetensors file per process in model/ and optimizer/, by torch.distributed.checkpoint. Each reads the
-other's files, with any number of processes: tensors are found by name and split as the reader needs them.
+With one process or DDP: model.safetensors beside config.json, as transformers loads them, and
+optimizer/states.safetensors. With FSDP2: one safetensors file per process in model/ and optimizer/, by
+torch.distributed.checkpoint. Each form can be read by the other, with any number of processes: tensors are found by
+name and split as the reader needs them.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def write(
 ) -> Callable[[], None]:
     """Write a checkpoint's small files, each process its own, and return a function that writes the tensors.
 
-    An error in one process is raised in all. With ``copied`` the tensors are copied to the CPU now, and may be written
-    by another thread, with processes of its own.
+    An error in one process is raised in all. With ``copied`` the tensors are copied to the CPU now; another thread,
+    with separate collectives, may then write them.
     """
     model = bare(trainer)
     sharded, writes = sharding.is_sharded(model), processes.first

@@ -1,8 +1,8 @@
 """Blocks compiled in place: torch.compile one block at a time, so that depth costs no compile time.
 
-All blocks share the code of one forward function, and what differs only by layer (weights, indices, scales) is an
-input of its graph. So a model compiles one graph per *kind* of layer, that is per wiring and, in some backbones, per
-kind of attention. A scale with many values (1/sqrt(l)) costs one more graph, compiled for any value.
+All blocks share the code of one forward function, and whatever differs between layers (weights, indices, scales) is an
+input of its graph. So a model compiles one graph per *kind* of layer: per wiring and, in some backbones, per kind of
+attention. A scale with many values (1/sqrt(l)) costs one more graph, compiled for any value.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False) -> None
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step, in allocations of up to 32 MiB (its maximum).
 
-    By default it returns the memory of freed activations to the system, which must zero it page by page when the next
-    step allocates it again: 3 to 8 % of a step on a CPU. Does nothing without glibc.
+    By default glibc returns the memory of freed activations to the system, which must zero it page by page when the
+    next step allocates it again: 3 to 8 % of a step on a CPU. Does nothing without glibc.
     """
     if not sys.platform.startswith("linux"):
         return

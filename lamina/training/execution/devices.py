@@ -19,8 +19,8 @@ S = TypeVar("S", bound=SpeedSettings)
 def decided(settings: S) -> S:
     """Replace ``auto`` in precision and compilation by a rule, so that a run's numbers never depend on a stopwatch.
 
-    On a GPU that computes in bfloat16: bf16, and compiled from ``COMPILED_FROM`` steps on, but for CUDA graphs.
-    Elsewhere fp32 and eager.
+    On a GPU that computes in bfloat16: bf16, compiled from ``COMPILED_FROM`` steps on unless CUDA graphs are used.
+    Elsewhere: fp32, not compiled.
     """
     device = device_of(getattr(settings, "device", "auto"))
     fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

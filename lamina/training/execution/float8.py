@@ -39,8 +39,8 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
 def to_float8(model: nn.Module, device: str) -> None:
     """Make the linear layers of a model's blocks multiply in float8, each tensor scaled by its largest magnitude.
 
-    Left as they are: embedding and readout, routers, experts' joint matrices, and layers with a size that is no
-    multiple of 16. On a CPU the products are emulated. Raises UserError if no layer is left.
+    These stay unchanged: embedding and readout, routers, experts' joint matrices, and layers with a size that is no
+    multiple of 16. On a CPU the products are emulated. Raises UserError if no layer is left to change.
     """
     torchao = importlib.import_module("torchao.float8")  # an extra
 

@@ -71,7 +71,7 @@ class Replay:
     """The CUDA graphs of a model's blocks; while they are in use, the blocks' weights must not move in memory.
 
     Args:
-        blocks: all of the model's, in the order in which they are called.
+        blocks: all blocks of the model, in the order in which they are called.
         capture: makes the functions that replay (default: torch.cuda's).
     """
 

@@ -48,7 +48,7 @@ class Alarm:
 
     Attributes:
         rule: one of ``ORDER``.
-        value, usual: the value, and what it is compared with.
+        value, usual: the value, and the one that it is compared with.
     """
 
     step: int
@@ -77,8 +77,8 @@ class Alarm:
     def order(self) -> tuple[float, ...]:
         """The sort key: oldest alarm first; within a step, the one that explains most.
 
-        Of values that are not finite, the one where they arose: states spread to later layers, gradients to earlier
-        ones.
+        Of values that are not finite, the one at their origin explains most: states spread to later layers, gradients
+        to earlier ones.
         """
         place = 2 * self.layer + (self.sublayer == "feed_forward")
         forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
@@ -92,17 +92,17 @@ class Alarm:
 class Alarms(Rules):
     """Raises alarms from the rows of each step; a series alarms once until it is back in its range.
 
-    A gradient that stands out is told once it has done so more often in a row than its limit, or once another series
-    follows it, the loss' included; else the step is a notable batch.
+    A gradient that stands out becomes an alarm once it has done so in more consecutive steps than its limit, or once
+    another series, such as the loss, follows it; otherwise the step is a notable batch.
 
     Args:
-        folder: of the run, whose alarms.jsonl gets a line for each alarm, oldest first; None: no file is written.
+        folder: the run's folder, whose alarms.jsonl gets a line for each alarm, oldest first; None writes no file.
 
     Attributes:
         told: alarms and notable batches so far, oldest first.
         marked: the steps at which something stood out in the last call.
-        news: what the last call has to tell: the first alarm of an event, as a sentence without its end.
-        worst: the highest score of each fitted limit so far; of a gradient that rises, for how many steps in a row.
+        news: the news of the last call: the first alarm of an event, as a sentence without the final period.
+        worst: the highest score so far for each fitted limit; for a rising gradient, the number of consecutive steps.
     """
 
     folder: Path | None = None
@@ -200,7 +200,7 @@ class Alarms(Rules):
         return told
 
     def _once(self, found: Found) -> list[Alarm]:
-        """Return the alarm of a series that has just left its range; one of gradients must first stay outside."""
+        """Return the alarm of a series that has just left its range; a gradient must first stay outside it."""
         if not (found.left or found.name or self._out):
             return []
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
@@ -300,7 +300,7 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
     """Return the first alarm of the last event that began before the loss ``rose``.
 
-    Of the first event, if the loss did not rise or nothing left before it did.
+    Take the first event if the loss did not rise, or if nothing had left its range before it did.
     """
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]
@@ -315,7 +315,8 @@ def says_where(alarm: Alarm) -> bool:
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
     """Return the first alarm within 20 steps of ``first`` that locates the failure.
 
-    Records show late what gradients and losses show at every step. Without one, the first that has a place.
+    Records show late what gradients and losses show at every step. If no such alarm locates it, return the first one
+    that names a place.
     """
     near = [alarm for alarm in alarms if first.step <= alarm.step <= first.step + EVENT]
     within = [alarm for alarm in near if alarm.layer >= 0 or alarm.role != "all"] or [first]
@@ -325,7 +326,7 @@ def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
 def read_alarms(folder: Path) -> list[Alarm]:
     """Read a run's alarms and notable batches, oldest first; empty if the file is missing.
 
-    Another version's, or damaged ones, are left out with one warning.
+    Alarms of another version and damaged lines are left out with one warning.
     """
     lines, names = parse_lines(folder / ALARMS)[0], {each.name for each in fields(Alarm)}
     for line in lines:

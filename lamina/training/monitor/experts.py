@@ -51,7 +51,7 @@ def has_bias(router: nn.Module) -> bool:
 def choose(mode: str, routers: dict[int, Any]) -> str:
     """Resolve ``mode`` for these routers to "none", "bias" or "loss".
 
-    Raises UserError for an unknown mode, and for one that the routers do not support.
+    Raises UserError for an unknown mode and for a mode that the routers do not support.
     """
     one_of("expert_balance", mode, get_args(Balance))
     biased = bool(routers) and all(has_bias(router) for router in routers.values())
@@ -68,7 +68,7 @@ class ExpertBalance(TrainerCallback):
     """Counts every expert's tokens over the micro-batches of a step, and keeps the experts balanced.
 
     Args:
-        model: a built Lamina model; a dense one has no routers, and nothing happens.
+        model: a built Lamina model; for a dense one, which has no routers, nothing happens.
         mode: "auto" (bias if the routers have a correction bias, else loss), "none" (only count), "bias" or "loss".
         rate: the bias's step u, or the loss's factor alpha.
     """
@@ -117,7 +117,7 @@ class ExpertBalance(TrainerCallback):
         return self.rate * torch.stack(losses).sum() if losses else None
 
     def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Trainer calls this right after the optimizer's step."""
+        """End the step; Trainer calls this right after the optimizer's step."""
         self.finish_step()
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ class ExpertBalance(TrainerCallback):
     def rows(self, step: int) -> list[Row]:
         """Return the loads of the last step as tidy rows: each expert's share of the step's tokens.
 
-        A layer's loads add up to ``top_k``; if they are balanced, each is top_k / num_experts.
+        A layer's loads add up to ``top_k``; balanced loads are all top_k / num_experts.
         """
         return [
             (step, layer, "feed_forward", "expert", expert, "expert_load", value)
@@ -164,7 +164,7 @@ def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> 
 
     Args:
         shares: scores [sequences * tokens, num_experts] that add up to 1 for each token.
-        chosen: experts [sequences * tokens, top_k]; with a bias of 0, those with the best scores.
+        chosen: the chosen experts [sequences * tokens, top_k]; with a bias of 0, those with the best scores.
         sequences: the number of equally long sequences that the tokens belong to.
     """
     num_experts = shares.shape[-1]

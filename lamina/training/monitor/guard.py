@@ -32,13 +32,14 @@ class DivergenceGuard:
     """Watches losses and gradient norms; the reason it gives names the series that left its range first.
 
     A run has diverged when a loss or gradient is not finite, or when its loss stays for ``patience`` steps above its
-    best by more than ``margin`` nats and more than 3 standard deviations of its noise. A loss is the median of those
-    of the last ``patience`` / 4 steps, the best the lowest median of ``patience`` steps: neither is a lucky batch's.
+    best by more than ``margin`` nats and more than 3 standard deviations of its noise. To be independent of lucky
+    batches, the loss is a median over the last ``patience`` / 4 steps, and the best the lowest median over ``patience``
+    steps.
 
     Attributes:
-        alarms: gets the run's rows, and knows which series have left.
-        above_since: the step from which on the loss has been above its best.
-        paths: of the layers of a model that isn't Lamina's.
+        alarms: receives the run's rows, and knows which series have left their range.
+        above_since: the first step of those for which the loss has been above its best.
+        paths: the paths of the layers in a model that is not Lamina's.
     """
 
     margin: float
@@ -122,9 +123,9 @@ def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGu
 class OutlierRule:
     """Decides whether a step's loss or gradient norm is an outlier, as in OLMo-core's SkipStepOptimizer.
 
-    It is one if it is not finite, or more than ``sigmas`` standard deviations above the mean of the last ``window``
-    steps' values, of at least half a window. A skipped step's values enter the window, as in OLMo-core, so that a new
-    level is accepted after a while.
+    An outlier is not finite, or more than ``sigmas`` standard deviations above the mean of the last ``window`` steps
+    (at least half a window). A skipped step's values enter the window, as in OLMo-core, so that a new level is accepted
+    after a while.
     """
 
     sigmas: float
@@ -154,12 +155,13 @@ Point = tuple[float, float]  # step, loss
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
     """Return a clause with two losses if the loss still falls at the end of ``steps`` steps; None otherwise.
 
-    It still falls if, at the pace of the end, as many steps again would lower it by STILL_FALLING nats; or, for a loss
-    above ``entropy`` (the plateau on which runs get stuck), if that pace is at least UNSLOWED of the whole run's.
+    It still falls if, at the pace of the end, as many further steps would lower it by STILL_FALLING nats. A loss above
+    ``entropy``, the plateau on which runs get stuck, also still falls if that pace is at least UNSLOWED of the whole
+    run's.
 
     ``records`` are the lines of metrics.jsonl. The pace of the end is that of the eval loss over the last fifth of the
-    run (up to two fifths if none was measured in between); without such evaluations, that of the training loss,
-    averaged over the last fifth and the one before. A run with a single recorded loss counts as still falling.
+    run (up to two fifths if none was measured in between). Without such evaluations it is that of the training loss,
+    averaged over the last fifth and over the fifth before. A run with a single recorded loss counts as still falling.
     """
     records = list(records)
     evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")

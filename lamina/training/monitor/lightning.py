@@ -36,13 +36,13 @@ class LightningMonitor(WatchCallback, _callback()):
     >>> trainer = lightning.Trainer(callbacks=[lamina.LightningMonitor("runs/mine")])
     >>> trainer.fit(module, data)
 
-    Its model is the module's only child that holds all parameters, or else the module. With ``on_divergence="stop"``,
-    training ends after the step at which the guard finds a divergence. A run that Lightning resumes from a checkpoint
-    continues its records.
+    The watched model is the module's only child that holds all parameters, or else the module itself. With
+    ``on_divergence="stop"``, training ends after the step at which the guard finds a divergence. A run that Lightning
+    resumes from a checkpoint continues its records.
 
     Args:
         output: the folder of the records.
-        overwrite: replace what it holds.
+        overwrite: whether to replace the folder's content.
         on_alarm, settings: those of ``lamina.watch``.
 
     Raises:

@@ -1,7 +1,7 @@
 """Measures of parameters by sub-layer: gradients, updates, weights, moments, and gains of norms.
 
-Updates and first moments rise before gradient and loss do where a run becomes unstable, in some layers before the
-others.
+In an unstable run, updates and first moments rise before the gradient and the loss do, and in some layers before the
+rest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def owned_parameters(model: nn.Module) -> Owned:
 def found_parameters(model: nn.Module, structure: Structure | None) -> Owned:
     """List any model's parameters with their owners; without a structure the model owns them all.
 
-    Parameters that several layers share (ALBERT) count in the first of them; tied ones in the embedding. Those of
+    Parameters that several layers share (ALBERT) count in the first of them, tied ones in the embedding. Parameters of
     another stack of layers (a decoder behind the encoder) are neither embedding nor readout, but "other".
     """
     if structure is None:
@@ -107,13 +107,14 @@ def clip(model: nn.Module, limit: float) -> torch.Tensor:
 class GradientNorms:
     """The gradient's L2 norm by sub-layer and block, of the embedding, and of the readout.
 
-    Sharded parameters' (FSDP2) squared local parts are summed over the processes, so the norms are those of one.
+    For sharded parameters (FSDP2) the squares of the local parts are summed over the processes, so that the norms equal
+    those of one process.
 
     Args:
-        model: a Lamina model, or any other whose parameters are ``owned``.
+        model: a Lamina model, or any other model whose parameters are ``owned``.
         owned: each parameter with its owner, as ``found_parameters`` returns them.
-        exact: whether a CPU's sums are made in short pieces, which are added in float64: torch's norm of a tensor of
-            2**24 floats is off by 7e-4 there. A run's own records keep torch's bits.
+        exact: whether a CPU sums in short pieces and adds these in float64: torch's norm of a tensor of 2**24 floats is
+            off by 7e-4 there. A run's own records keep torch's bits.
     """
 
     def __init__(self, model: nn.Module, owned: Owned | None = None, *, exact: bool = False):
@@ -195,7 +196,7 @@ def reading_waits(tensor: torch.Tensor) -> bool:
 class FirstFailure:
     """The first step whose gradient norm is not finite, and its ``squares()``, kept on the device until read.
 
-    On a GPU a run reads its norms where it records. By then every weight may be NaN, and no layer stands out.
+    On a GPU a run reads its norms only when it records. By then every weight may be NaN, and no layer stands out.
     """
 
     def __init__(self) -> None:
@@ -235,16 +236,18 @@ def largest_rate(optimizers: Optimizers) -> float | None:
 
 
 class Samples:
-    """Finds what else than the optimizers changes a fixed sample of weights and moments between two steps.
+    """Finds changes to a fixed sample of weights and moments between two steps that the optimizers did not make.
 
-    Nothing else than the optimizers changes them in most trainings, so that no limit needs fitting. Metrics:
-    ``written_ratio``, the norm of what was changed there since the last record, over the weights';
-    ``forgotten_share``, the most that was changed of a tensor of the optimizer's, over its norm: 1 where it is lost.
+    In most trainings only the optimizers change weights and moments, so no limit needs fitting. Metrics:
+    ``written_ratio``, the norm of all changes to the weights since the last record, divided by the weights' norm;
+    ``forgotten_share``, the largest change to one of the optimizer's tensors, divided by that tensor's norm: 1 if the
+    tensor is lost.
 
-    Nothing waits for the device before ``rows``. A sample is of this session: the first step has none before it.
+    Nothing waits for the device before ``rows``. A resumed run begins with a new sample, so its first step is not
+    compared.
 
     Attributes:
-        resumed: whether steps were done before: then an optimizer without a state has lost it.
+        resumed: whether the run has earlier steps; an optimizer without a state has then lost it.
     """
 
     resumed = False
@@ -309,7 +312,7 @@ class Samples:
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
         """Return the changes since the last record as tidy rows, none where only the optimizers wrote.
 
-        Where the weights are sharded, all processes call it.
+        All processes of a sharded model must call it.
         """
         drift, count, last = self._drift, len(self._sizes), self._last
         self._drift = None if recorded else drift
@@ -345,22 +348,22 @@ def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
 class UpdateRatios(TrainerCallback):
     """Measures recorded optimizer steps by sub-layer and block, and of embedding and readout.
 
-    w are the weights before the optimizer's step and w' those after it, so that the update is all that the step does:
-    clipping, the learning rate and weight decay included. Metrics: ``update_norm`` |w' - w|, ``weight_norm`` |w|,
-    ``update_ratio`` |w' - w| / |w|, and where the optimizer has Adam's moments after the step, ``first_moment`` |m| and
-    ``second_moment``, the norm of sqrt(v) (both in units of the gradient). Where an optimizer's groups have different
-    learning rates: ``rate_ratio``, the largest over that of most parameters.
+    w are the weights before the optimizer's step and w' those after it, so the update includes clipping, the learning
+    rate and weight decay. Metrics: ``update_norm`` |w' - w|, ``weight_norm`` |w|, ``update_ratio`` |w' - w| / |w|, and
+    if the optimizer has Adam's moments after the step, ``first_moment`` |m| and ``second_moment``, the norm of sqrt(v)
+    (both in units of the gradient). If the learning rates of the groups differ, ``rate_ratio`` is the largest divided
+    by that of most parameters.
 
-    At a recorded step the weights are held twice between the backward pass and the end of the step; at the others
+    At a recorded step the weights are held twice between the backward pass and the end of the step; at all other steps
     only ``samples`` of them are. Nothing waits for the device before ``rows``.
 
     Args:
-        model: a Lamina model; unless there are ``groups``.
+        model: a Lamina model; unused if there are ``groups``.
         groups: the parameters by sub-layer.
 
     Attributes:
-        rate: the largest learning rate of the step that was measured last.
-        samples: say what something else than the optimizers wrote.
+        rate: the largest learning rate of the last measured step.
+        samples: finds changes that the optimizers did not make.
     """
 
     rate: float | None = None

@@ -54,7 +54,7 @@ _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses 
 class MonitoredTrainer(_Trainer):
     """A mixin for Trainer and TRL's trainers: the guard checks per-layer gradient norms before clipping.
 
-    Trainer's own hook before the optimizer step runs after clipping, hence the two overridden methods.
+    Two methods are overridden because Trainer's own hook before the optimizer step runs after clipping.
     """
 
     processes: Processes
@@ -106,7 +106,8 @@ class MonitoredTrainer(_Trainer):
     def failed_loss(self, loss: torch.Tensor) -> float | None:
         """Add a micro-batch's loss to the series; return its mean over processes if that is not finite, else None.
 
-        Where reading it waits for the device, it is read at recorded steps. fp16's scaler skips such a step.
+        If reading the value waits for the device, it is read only at recorded steps. The loss scaler of fp16 skips such
+        a step.
         """
         self.series.add_loss(loss)
         late = reading_waits(loss)
@@ -172,8 +173,8 @@ class RunRecorder(TrainerCallback):
     """Writes metrics.jsonl, layers/ and alarms.jsonl, shows progress, feeds the guard, and stops at Ctrl-C.
 
     Attributes:
-        realized: each corpus's share of a mix by a step.
-        trainer: whose callback it is; set before training begins.
+        realized: returns each corpus's share of a mix by a step.
+        trainer: the Trainer that calls back; set before training begins.
     """
 
     metrics: MetricsWriter | NoWriter

@@ -1,7 +1,7 @@
 """The rules behind the alarms: what each series of a run is compared with, and how far it may differ.
 
-Each is a pure function of the rows so far, so that records can be judged again. The limits stand in
-``limits.json``, with the runs that they were fitted on (benchmarks/alarms.py).
+Each rule is a pure function of the rows so far, so that records can be judged again. The limits are in ``limits.json``,
+with the runs that they were fitted on (benchmarks/alarms.py).
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Past:
     """How a metric's series are compared with their own past.
 
     Attributes:
-        rises, falls: whether a value above the past, or below it, is told.
-        fewest: values that are needed.
-        calm: values below which a rise is none: attention still learns to choose, a gain that began at 0 grows.
+        rises, falls: whether a value above, or below, the past counts.
+        fewest: the number of past values that are needed.
+        calm: the value below which a rise does not count: attention still learns to choose, a gain that began at 0
+            grows.
     """
 
     rises: bool = True
@@ -90,8 +91,8 @@ _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose update
 class Found(NamedTuple):
     """A judgment: the rule, the row, the usual value, and whether the series has left its range.
 
-    ``name`` and ``score`` are of the fitted limit, if the rule has one: it has left where the score is above it; a
-    gradient that rises, where it was so for more steps in a row than the limit.
+    ``name`` and ``score`` belong to the fitted limit, if the rule has one. The series has left its range if the score
+    is above that limit; for a rising gradient, if it was so for more consecutive steps than the limit.
     """
 
     rule: str
@@ -131,8 +132,8 @@ class Rules:
 
     Attributes:
         half: whether the model computes in float16, whose largest number is 65504.
-        vocabulary: how many tokens a model chooses among; None if that is not known.
-        limits: by rule and metric.
+        vocabulary: the number of tokens that the model chooses among; None if unknown.
+        limits: the fitted limits by rule and metric.
     """
 
     half: bool = False
@@ -203,8 +204,8 @@ class Rules:
     def _calm(self, sublayer: str, metric: str, past: Past) -> float:
         """Return the value below which a rise does not count.
 
-        For gradients and moments it is the model's usual one: a sub-layer or an embedding with a small part of it can
-        go up tenfold in healthy training, for a step or for good, and changes nothing of the model's.
+        For gradients and moments it is the model's usual value: a sub-layer or an embedding with a small part of it can
+        rise tenfold in healthy training, briefly or for good, without an effect on the model.
         """
         if metric not in GRADIENTS or sublayer == "model":
             return past.calm
@@ -218,9 +219,8 @@ class Rules:
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge sub-layers by those of the same kind in other layers.
 
-        Of gradients and updates, the first layer's are of their own kind in most models. At the start of a training, a
-        gradient far below both neighbors' is one of weights that are too small. What lies outside is compared with the
-        layers, for lack of peers.
+        In most models the first layer's gradients and updates differ from the rest, so this comparison leaves it out.
+        At the start of a training, a gradient far below both neighbors' belongs to weights that are too small.
         """
         for members in _groups(rows, "weight_norm"):
             usual = statistics.median(row[6] for row in members)
@@ -279,8 +279,8 @@ class Rules:
     def _written(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge changes to weights and moments that no optimizer made.
 
-        What is so from the first record on is the loop's own way. Many parts at once may be averaged with others': then
-        it must be more than their own updates could have done.
+        A change that is present from the first record on belongs to the training loop. Averaging with other models may
+        change many parts at once; the change must then exceed what their own updates could have done.
         """
         of = {(row[1:4], row[5]): row for row in rows if row[5] in _HANDS and math.isfinite(row[6])}
         recorded = any(row[5] == "update_norm" for row in rows)
@@ -315,7 +315,7 @@ class Rules:
     def _loss(self, row: Row) -> Iterator[Found]:
         """Judge the loss by two control charts (CUSUM) of its distance from its median, in units of its noise.
 
-        After a step that a loss scaler left out, the weights are the same, and the loss says nothing new.
+        After a step that a loss scaler skipped, the weights are the same, and the loss says nothing new.
         """
         if self._skipped:
             return
@@ -400,9 +400,10 @@ def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
 def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float) -> tuple[float, float]:
     """Return the usual value, and the logarithm of a value's ratio to it; 0 within the noise.
 
-    ``gaps``: how many times as long as between the last two values it is since the last one. The course goes on as
-    between these, if that is nearer. At 0, of what is measured at every step, it goes on from half to half while its
-    past is short: at a training's start gradients grow or shrink manyfold.
+    ``gaps`` is the time since the last value, divided by the time between the last two values. If the trend of these
+    two, continued, comes nearer to the value, it is the usual one. With ``gaps`` 0, for what is measured at every step,
+    the trend continues from one half of the past to the other while the past is short: at the start of a training,
+    gradients grow or shrink manyfold.
     """
     usual, half = statistics.median(recent), len(recent) // 2
     last, before, steps = recent[-1], recent[-2], gaps

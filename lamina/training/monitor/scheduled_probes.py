@@ -38,7 +38,7 @@ class ScheduledProbes(TrainerCallback):
     """Runs probes before the first step, every ``every`` steps and at the last; writes probes/NAME/part-STEP.parquet.
 
     A probe that does not apply to the model, or that fails at a step, leaves a note in probes/NAME/notes.jsonl; neither
-    ends the run. In a run of several processes, the first one probes; a model whose weights are sharded is not probed.
+    ends the run. With several processes only the first one probes, and a model with sharded weights is not probed.
     """
 
     trainer: MonitoredTrainer  # set before training begins

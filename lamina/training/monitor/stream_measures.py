@@ -61,8 +61,8 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
 
     The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| among all elements (each
     sequence's tokens and channels) of x^0 and of the stream after every sub-layer; the row with ``index`` 0 is the
-    largest. An element that stays large through several sub-layers counts in each of them. Of several streams all are
-    measured together, and there are ``stream_rms`` (``index``: the stream) and ``stream_cosine``, the pairs' mean.
+    largest. An element that stays large through several sub-layers counts in each of them. Several streams are measured
+    together; ``stream_rms`` has a row per stream (``index``), and ``stream_cosine`` is the mean over their pairs.
     """
     base = body_of(model, "layer monitor")
     points: dict[Spot, Point] = {(-1, "block", 0): Point(base.layers[0], "", "input")}
@@ -94,10 +94,10 @@ class PassNumbers:
     """What one process measured in a forward pass, as numbers.
 
     Attributes:
-        states: by spot the number of elements and their ``state_statistics``.
-        streams: likewise the means over tokens of ``stream_figures``, where there are several.
-        logits: each layer's largest.
-        loads: by layer the tokens, and each expert's share of their choices.
+        states: by spot, the number of elements and their ``state_statistics``.
+        streams: by spot, the means over tokens of ``stream_figures``, if there are several streams.
+        logits: the largest logit of each layer.
+        loads: by layer, the number of tokens, and each expert's share of their choices.
         largest: the largest |x| of all states, largest first.
     """
 
@@ -112,9 +112,10 @@ class ForwardMeter:
     """Measures one forward pass; a few numbers per sub-layer stay on the device until ``take``.
 
     Args:
-        points: where the stream is measured; several streams where a point would collapse them.
-        structure: of a model whose attention logits and choices of experts are measured; None: they are not.
-        top: how many of the largest |x| of all states are kept.
+        points: the points at which the stream is measured; several streams at a point that would collapse them.
+        structure: the structure of a model whose attention logits and choices of experts are measured; None measures
+            neither.
+        top: the number of largest |x| of all states to keep.
 
     Attributes:
         half: whether a pass ran under autocast to float16, which accelerate begins inside the model's call.
@@ -316,7 +317,8 @@ def largest_logit(
 ) -> torch.Tensor:
     """Compute the largest logit of a fused attention, after scale and bias, over the visible keys.
 
-    Args as those of ``scaled_dot_product_attention``: query [batch, heads, queries, width]. In float32.
+    The arguments are those of ``scaled_dot_product_attention``: query [batch, heads, queries, width]. Computes in
+    float32.
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     groups = query.shape[-3] // key.shape[-3] if query.ndim >= 3 else 1

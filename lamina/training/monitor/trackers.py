@@ -27,8 +27,8 @@ STEP = "train/global_step"  # what Trainer's own callbacks draw against
 def series_of(row: Row) -> str:
     """Return the name of a row's series: SECTION/LAYER.SUBLAYER.ROLE.
 
-    A section is a metric of eight layers, "gradient_norm.layers_000-007", or of what is outside the layers: trackers
-    put all that is before the slash under one heading.
+    Each section has one metric of eight layers ("gradient_norm.layers_000-007") or of the parts outside the layers:
+    trackers group everything before the slash under one heading.
     """
     _, layer, sublayer, role, index, metric, _ = row
     first = layer // SECTION * SECTION
@@ -49,8 +49,8 @@ def installed(report_to: str) -> list[str]:
 class Trackers:
     """Logs rows to TensorBoard, W&B and trackio, from the first row on.
 
-    W&B and trackio: into the run that is open, as Trainer's callbacks leave one, else into one of its own, named like
-    the folder, in the project of WANDB_PROJECT (default: lamina).
+    W&B and trackio log into the open run, such as one that Trainer's callbacks leave. Without one, they open a run with
+    the folder's name in the project of WANDB_PROJECT (default: lamina).
 
     Raises:
         UserError: for a tracker that is not installed.

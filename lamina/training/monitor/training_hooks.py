@@ -61,9 +61,9 @@ class Followed:
     """A model's layers, or the reason why they could not be followed.
 
     Attributes:
-        structure: None where no layers were found.
-        whole: whether the stream itself was proved to be what is watched; the parameters are placed in any case.
-        notes: for the user, a line each.
+        structure: the model's structure; None if no layers were found.
+        whole: whether the watched tensor was proved to be the stream; the parameters are located in any case.
+        notes: notes for the user, a line each.
     """
 
     structure: Structure | None
@@ -109,7 +109,7 @@ def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) ->
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Inputs]:
     """Find the module whose forward names the arguments, and return it with them: wrappers may only take ``*args``.
 
-    Only a module that holds all of the wrapper's parameters is looked into.
+    Of a wrapper's modules, only one that holds all of its parameters is examined.
     """
     while not (inputs := named_inputs(module, args, kwargs)):
         count = sum(1 for _ in module.parameters())
@@ -123,8 +123,8 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
 def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Followed:
     """Find a model's layers with a small part of a batch; never raises, since training continues in any case.
 
-    The passes run in evaluation mode and leave gradients and random generators as they were. Compiled parts run
-    uncompiled: their hooks are called, and nothing is compiled for a small pass. The user's own hooks are called, too.
+    The passes run in evaluation mode and leave gradients and random generators unchanged. Compiled parts run
+    uncompiled: their hooks are called, and nothing is compiled for a small pass. The user's own hooks also run.
     """
     problem = "" if inputs else "it was called without a tensor"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
@@ -203,11 +203,11 @@ class Taken:
     """The outcome of a step.
 
     Attributes:
-        loss: what the model returned, or a trainer; None where neither did.
-        norm: of its gradient, before clipping; None where no gradient was seen.
-        stepped: whether an optimizer took it.
+        loss: the loss that the model or a trainer returned; None without one.
+        norm: the norm of its gradient before clipping; None if no gradient was seen.
+        stepped: whether an optimizer took the step.
         measured: whether its update was measured.
-        rate: the largest learning rate that the optimizers took it with, or have now if none did.
+        rate: the largest learning rate with which the optimizers took the step; the current one if none did.
     """
 
     loss: torch.Tensor | None
@@ -235,10 +235,10 @@ def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple
     """Call ``act`` once a step has its gradients: after its closure has computed them, or now without one.
 
     Args:
-        args, kwargs: of ``optimizer.step``, as its pre-hooks get them; ``args`` begin with the optimizer.
+        args, kwargs: the arguments of ``optimizer.step``, as its pre-hooks get them; ``args`` begin with the optimizer.
         act: called before the update, once for each call of the closure (LBFGS calls it several times a step).
 
-    Returns the arguments that take their place; None: they stay.
+    Returns new arguments for the step, or None if the old ones stay.
     """
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
     if not callable(closure):
@@ -267,7 +267,7 @@ _PATCHED = ExitStack()  # while there are listeners
 def listening(listener: Instruments) -> Iterator[None]:
     """Notify ``listener`` before torch computes gradients and before it clips them, by patches of torch's functions.
 
-    Several may listen, and leave in any order; torch's functions are its own again once the last has left.
+    Several listeners may come, and leave in any order; torch's functions are restored once the last has left.
     """
     if not _LISTENERS:
         patches: list[tuple[object, str, Telling]] = [
@@ -344,8 +344,8 @@ Judge = Callable[[torch.Tensor], bool]
 class Instruments:
     """Hooks on a model's forward pass, on gradient clipping and on its optimizers' steps.
 
-    A step's squared gradient norms by sub-layer stay on the device until ``gradient_rows``, the other measurements of
-    a step that is ``due`` until ``rows``. Nothing waits for the device before.
+    A step's squared gradient norms by sub-layer stay on the device until ``gradient_rows``, and all other measurements
+    of a step that is ``due`` until ``rows``. Nothing waits for the device before that.
     """
 
     resumed = False  # whether steps were done before
@@ -397,9 +397,9 @@ class Instruments:
         """Attach the hooks inside the context.
 
         Args:
-            judge: tells from the gradient norm whether the step is skipped; None: none is.
-            found: called once, when the layers have been looked for.
-            untold: called where a forward pass begins after an optimizer's step that nobody has ended.
+            judge: decides from the gradient norm whether to skip the step; None skips none.
+            found: called once, after the search for the layers.
+            untold: called if a forward pass begins after an optimizer's step that nobody has ended.
         """
         self._judge, self._found, self._untold = judge, found, untold
         base = getattr(self.model, "base_model", None)
@@ -463,7 +463,7 @@ class Instruments:
     def differentiates(self, loss: torch.Tensor) -> None:
         """Keep the loss that a loop differentiates; it counts where neither model nor user gives one.
 
-        What comes after the optimizer's step is another model's.
+        After the optimizer's step, a loss belongs to another model.
         """
         whole, scaled = self._scaled
         self._scaled = None, None
@@ -550,7 +550,7 @@ class Instruments:
     def step_loss(self) -> torch.Tensor | None:
         """Return the loss of the step so far: the sum of its shares, or the mean over its micro-batches.
 
-        What the loop differentiated are shares.
+        Losses that the loop differentiated are shares.
         """
         shares = not self.losses
         if not (kept := self._differentiated if shares else self.losses):
@@ -578,7 +578,7 @@ class Instruments:
     def gradient_rows(self) -> list[Row]:
         """Return the gradients of the steps since the last call as tidy rows, without frozen sub-layers.
 
-        A step that was left out because its gradient was infinite (by a GradScaler) has none.
+        A step that a GradScaler skipped because of an infinite gradient has no rows.
         """
         if not self._squares:
             return []
@@ -598,7 +598,7 @@ class Instruments:
         return rows
 
     def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
-        """Count earlier steps in a row with this batch, once others were seen; and labels that are its tokens."""
+        """Count the steps in a row with this batch, once others were seen, and the labels that equal its tokens."""
         self._varied |= mark != self._mark and math.isfinite(self._mark)
         self._repeats, self._mark = self._repeats + 1 if mark == self._mark else 0, mark
         shares = (same / labels, following / labels) if labels > 0 else ()
@@ -607,13 +607,13 @@ class Instruments:
         return rows + (again if self._repeats and self._varied else [])
 
     def written_rows(self, step: int) -> list[Row]:
-        """Return what no optimizer has written, as tidy rows, at a step that is not due."""
+        """Return changes that no optimizer made, as tidy rows, at a step that is not due."""
         return [] if self._updates is None else self._updates.samples.rows(step, recorded=False)
 
     def rows(self, step: int, processes: Processes) -> list[Row]:
         """Return a due step's stream, gains, updates, moments and weights as tidy rows.
 
-        All processes call it: the stream's rows are of all their micro-batches.
+        All processes must call it: the stream's rows combine all their micro-batches.
         """
         seen = PassNumbers()
         if self._meter is not None:

@@ -61,8 +61,8 @@ class WatchedRecords:
     """The records of a watched run: metrics.jsonl, layers/, alarms.jsonl, watched.json and result.json.
 
     Args:
-        resume: whether to continue the folder's records after ``step``; "auto": if there are any.
-        step: the last step that was done before.
+        resume: whether to continue the folder's records after ``step``; "auto" continues them if there are any.
+        step: the last earlier step; 0 for a new run.
 
     Raises:
         UserError: for a folder in use, or one whose records are of another version.
@@ -108,9 +108,9 @@ class Monitor:
     """Measures a training run step by step and writes its records; made by ``lamina.watch`` or ``LayerMonitor``.
 
     Args:
-        instruments: on the model and its optimizers.
-        records: of the first process; None in the others.
-        step: the last step that was done before.
+        instruments: the hooks on the model and its optimizers.
+        records: the writer in the first process; None in all other processes.
+        step: the last earlier step; 0 for a new run.
         on_alarm: called in the first process with the first alarm of each event.
     """
 
@@ -191,7 +191,7 @@ class Monitor:
     def end_step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step after the optimizer's, or a micro-batch of accelerate's ``accumulate``.
 
-        Raises Diverged where the run should stop, and UserError for a loss that is not one number.
+        Raises Diverged if the run should stop, and UserError for a loss that is not one number.
         """
         self._told = True
         if not self._open:
@@ -226,7 +226,7 @@ class Monitor:
     def _look(self, due: bool, rate: float | None) -> None:
         """Read and judge the steps since the last call, and record this one if it is due. Raises Diverged.
 
-        ``rate``: the learning rate of the step that has ended.
+        ``rate`` is the learning rate of the step that has ended.
         """
         gradients, series = self.instruments.gradient_rows(), self._series_rows()
         new = self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
@@ -338,8 +338,8 @@ class Watch:
     """The context manager that ``lamina.watch`` returns.
 
     Attributes:
-        monitor: while the context is open; None where the records cannot be continued (``open_monitor``).
-        diverged: the guard's verdict, once it has one.
+        monitor: the monitor while the context is open; None if the records can't be continued (``open_monitor``).
+        diverged: the guard's verdict, if there is one.
     """
 
     def __init__(self, begin: Callable[[], Monitor | None]):
@@ -362,12 +362,11 @@ class Watch:
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step: call it once after each ``optimizer.step()``, with the step's loss.
 
-        Under accelerate's ``accumulate``, a call after an ``optimizer.step()`` that accelerate left out ends a
-        micro-batch; the step's loss is the mean over them.
+        Under accelerate's ``accumulate``, a call after an ``optimizer.step()`` that accelerate skipped ends a
+        micro-batch; the step's loss is the mean over its micro-batches.
 
-        Does not wait for the device but where a record is due (every ``every``-th step). With
-        ``on_divergence="stop"``, a divergence ends the ``with`` block here. Raises UserError for a loss that is not one
-        number.
+        Waits for the device only if a record is due (every ``every``-th step). With ``on_divergence="stop"``, a
+        divergence ends the ``with`` block here. Raises UserError for a loss that is not one number.
         """
         assert self._open, "monitor.step() belongs into the with block of lamina.watch"
         if self.monitor is not None:
@@ -414,25 +413,25 @@ def watch(
     ...         optimizer.zero_grad()
     ...         monitor.step(loss)
 
-    Without ``monitor.step``, a step ends where the next forward pass begins, so that one line before a loop watches it
+    Without ``monitor.step``, a step ends when the next forward pass begins, so that one line before a loop watches it
     until the process ends: ``lamina.watch(model, optimizer, output="runs/mine").start()``. A step's loss is then the
-    ``loss`` of the model's output, or else what the loop calls ``backward`` on.
+    ``loss`` of the model's output, or else the tensor on which the loop calls ``backward``.
 
     Works with any model whose layers the probes can follow, with gradient accumulation, clipping, DDP and FSDP2 (call
-    it in every process, after the model is wrapped). `lamina report OUTPUT` draws the records, `lamina diagnose
-    OUTPUT` reads them. The training itself computes the same bits as without it, unless ``skip_outliers`` changes it.
+    it in every process, after the model is wrapped). `lamina report OUTPUT` draws the records, `lamina diagnose OUTPUT`
+    reads them. The training computes the same bits as without ``watch``, unless ``skip_outliers`` changes it.
 
     Args:
         model: the model that is trained.
-        optimizer: its optimizer, or a list of several that step together.
+        optimizer: the model's optimizer, or a list of several that step together.
         output: the folder of the records.
-        resume: continue the records of ``output`` after ``step``; "auto": if there are any. A training that goes on
-            after a step does so without records then, where they cannot be continued (another version's).
-        overwrite: replace them.
-        step: the steps that were done before.
-        on_alarm: called in the first process with the first alarm of each event, which has ``step``, ``layer``,
-            ``sublayer``, ``metric`` and ``value``, and is a sentence as a text. An error that it raises ends the
-            training.
+        resume: continue the records of ``output`` after ``step``; "auto" continues them if there are any. If they can't
+            be continued (another version's), a training with ``step`` above 0 goes on without records.
+        overwrite: replace the records of ``output``.
+        step: the number of earlier steps.
+        on_alarm: called in the first process with the first alarm of each event. The alarm has ``step``, ``layer``,
+            ``sublayer``, ``metric`` and ``value``, and converts to a sentence by ``str``. An error in the function ends
+            the training.
         settings: see ``WatchSettings``: every, layers, attention, on_divergence, divergence_margin,
             divergence_patience, skip_outliers, report_to.
 
@@ -459,8 +458,8 @@ def open_monitor(
 ) -> Monitor | None:
     """Begin a monitor; all processes of a run call it.
 
-    None where ``resume="auto"`` finds records after ``step`` steps that cannot be continued, which is said in one line:
-    a training that has begun does not end for its records. Raises UserError otherwise.
+    Returns None, after one line in the log, if ``resume="auto"`` finds records after ``step`` steps that can't be
+    continued: a training that has begun does not end because of its records. Otherwise raises UserError.
     """
     processes = Processes()
     if distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1:
@@ -521,11 +520,11 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     >>> trainer.train()
 
     With ``on_divergence="stop"``, training ends after the step at which the guard finds a divergence. A run that
-    Trainer resumes from a checkpoint continues its records; where they cannot be continued, one line says so.
+    Trainer resumes from a checkpoint continues its records; if they can't be continued, one line in the log says so.
 
     Args:
         output: the folder of the records.
-        overwrite: replace what it holds.
+        overwrite: whether to replace the folder's content.
         on_alarm, settings: those of ``lamina.watch``.
 
     Raises:

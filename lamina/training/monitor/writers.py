@@ -46,8 +46,8 @@ class LastEvaluation:
     """The results of the last evaluation.
 
     Attributes:
-        step: after which it took place; -1: there was none yet.
-        loss: on the held-out blocks, in nats per token.
+        step: the step after which it took place; -1 if there was none yet.
+        loss: the loss on the held-out blocks, in nats per token.
         second: the loss on the second corpus.
         scores: the objective's further measures.
         tasks: the scores on eval_tasks.
@@ -126,7 +126,8 @@ class StepSeries:
 def spike_columns(folder: Path) -> Json:
     """Count spikes and surges of a run's losses and gradients, from its layers/; by the names of ``SPIKES``.
 
-    Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge; surges for an empty one.
+    Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge; surges are None for an empty
+    one.
     """
     series: dict[str, dict[int, float]] = {LOSS: {}, NORM: {}}
     for step, *_, metric, value in read_rows(folder, [LOSS, NORM]):
@@ -192,7 +193,7 @@ class MetricsWriter:
     """metrics.jsonl: one line per record, written at once.
 
     Args:
-        folder: the run's.
+        folder: the run's folder.
         rollbacks: the records of the rollbacks so far.
     """
 
@@ -281,7 +282,7 @@ def _number(part: Path) -> int:
 class LayersWriter:
     """layers/part-*: rows are collected and written in parts, so that a kill loses at most the last part.
 
-    A part is a Parquet table, or an .npz of NumPy's (a column each, no pickle) where pyarrow is not installed.
+    A part is a Parquet table or, without pyarrow, an .npz of NumPy's (an array per column, no pickle).
     """
 
     rows_per_part = 20_000
@@ -375,7 +376,7 @@ WATCHED = "watched.json"
 def read_about(folder: Path) -> Json:
     """Read watched.json; empty if it is missing.
 
-    Raises UserError if it is damaged, or the records are of another version than this package writes.
+    Raises UserError if the file is damaged, or if another version has written the records.
     """
     if not (folder / WATCHED).exists():
         return {}

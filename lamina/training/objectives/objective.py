@@ -32,9 +32,9 @@ class Objective(ABC):
 
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
-        guess: what the loss of a model is that knows only how frequent each target is.
-        own: the settings that only some objectives use, this one among them.
-        without: the settings of all other objectives that it does not use.
+        guess: a name for the loss of a model that knows only how frequent each target is.
+        own: the settings of this objective that not all objectives use.
+        without: the settings that all other objectives use, and this one does not.
     """
 
     head: ClassVar[str]
@@ -82,7 +82,7 @@ class Objective(ABC):
     ) -> PreTrainedConfig:
         """Copy a backbone's configuration and set the vocabulary or the classes of the data.
 
-        ``from_model``: the checkpoint that the run continues, whose sizes stay. Raises UserError if they do not fit.
+        ``from_model`` is the checkpoint that the run continues, whose sizes stay. Raises UserError if they do not fit.
         """
 
     def collate(self, settings: PretrainSettings, splits: Splits) -> Collate | None:
@@ -134,7 +134,7 @@ def all_own() -> frozenset[str]:
 def objective_of(config: PreTrainedConfig, requested: str = "auto", backbone: str | None = None) -> Objective:
     """Return a backbone's objective: the requested one, or for "auto" the first that its heads allow.
 
-    ``backbone``: its name, for the message. Raises UserError for an objective that does not fit it.
+    ``backbone`` is its name, for the message. Raises UserError for an objective that does not fit it.
     """
     fitting = [head for head in adapter_of(config).heads if head in _registry.names()]
     name = backbone or config.model_type

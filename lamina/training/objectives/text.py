@@ -69,7 +69,7 @@ def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
     """Copy a configuration with this vocabulary size; with ``from_model``, keep the checkpoint's size.
 
-    Raises UserError for more tokens than the checkpoint ``from_model`` has.
+    Raises UserError if ``vocab_size`` exceeds the vocabulary of the checkpoint ``from_model``.
     """
     if from_model is None:
         return resolve_backbone(config, vocab_size=vocab_size)

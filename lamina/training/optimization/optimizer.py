@@ -55,10 +55,9 @@ def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "ada
 def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
     """Return the factors of a matrix that Muon updates; outside the blocks, those of AdamW.
 
-    The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) asks of an update the norm sqrt(out/in).
-    Muon's is rate * 0.2 * sqrt(max(out, in)), whatever the input, so all alignments have the same factor:
-    1/sqrt(m) where both sides grow. The depth's factors are Adam's, whose updates do not know their gradient's size
-    either.
+    The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out/in).
+    Muon's are rate * 0.2 * sqrt(max(out, in)), whatever the input, so all alignments have the same factor: 1/sqrt(m) if
+    both sides grow. The depth's factors are Adam's, whose updates do not depend on the size of the gradient either.
     """
     if scaled.kind != "hidden" or scaled.weight.layer < 0:
         return scaled.factors
@@ -79,7 +78,7 @@ class MuonAdamW(torch.optim.Optimizer):
     rate and decay.
 
     Args:
-        groups: each with parameters, rate and decay; ``muon`` is True or missing.
+        groups: groups with parameters, rate and decay; ``muon`` is True or missing.
         adamw: AdamW's other options.
     """
 
@@ -128,7 +127,7 @@ def parameter_groups(
 ) -> list[Json]:
     """Group the parameters by learning rate and decay; groups whose rate factor is nearest to 1 come first.
 
-    Gains, biases and learned scales do not decay. ``epsilon`` is Adam's, in the groups that have a factor on it.
+    Gains, biases and learned scales do not decay. ``epsilon`` is Adam's, in groups with a factor on it.
     """
     groups: dict[tuple[float, bool, float, float, bool], Json] = {}
     decay = set(decaying(model))
@@ -213,8 +212,8 @@ class WeightAverage(TrainerCallback):
     """The average after step t: decay * average + (1 - decay) * weights; after the first step, the weights.
 
     Args:
-        model: before its first step; it is copied.
-        decay: below 1.
+        model: the model before its first step; it is copied.
+        decay: the factor on the average, below 1.
     """
 
     def __init__(self, model: PreTrainedModel, decay: float):

@@ -27,10 +27,10 @@ class TrainOrder(Sampler[list[int]]):
         gradient_accumulation: micro-batches in a step.
         skips: skipped data as pairs (step, ahead): after ``step`` the order is ``ahead`` steps ahead. For each step,
             the last pair before it counts.
-        done: steps already trained: the first micro-batch is the one after them.
-        rank: of this process, among ``size``.
-        lengths: of the blocks, in tokens: a pass is shuffled, and then each ``STRETCH`` micro-batches of it sorted by
-            length, so that a micro-batch holds blocks of about the same length.
+        done: steps already trained; the first micro-batch follows them.
+        rank: the rank of this process among ``size``.
+        lengths: the lengths of the blocks in tokens. Each pass is shuffled, and then every ``STRETCH`` micro-batches of
+            it are sorted by length, so that a micro-batch holds blocks of about the same length.
         shuffled: False for blocks that come in their own endless order (a mix, which keeps its shares).
     """
 
