@@ -57,11 +57,10 @@ def build(
             in the backbone's row of ``ADAPTERS``.
         num_labels: classes of a classifier; by default those of an image backbone's configuration, and 1 (a reward) for
             sequences.
-        init: an initializer's name, ``"name(std=0.01)"``, or "recommended": the initializer of the paper's main runs
-            where the paper states it (``lamina placements NAME``).
+        init: an initializer's name, ``"name(std=0.01)"``, or "recommended": the one of the paper's main runs.
         profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initializer that profiles the model
             (Admin's); random ones by default.
-        scaling: scales the initial weights, and a named placement's multiplier, to other sizes
+        scaling: scales initial weights, and a named placement's multiplier, to other sizes
             (``lamina.modeling.scaling``).
         adapter: other names of the backbone's modules, by the fields of ``lamina.modeling.modeling_lamina.Adapter``
             (``{"attention": "attn", "norm": "ln_f"}``); by default those of its configuration, ``lamina_adapter``.
