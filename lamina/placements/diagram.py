@@ -339,18 +339,11 @@ def _expression(subs: list[Sublayer], module: str, x: str) -> str:
     inside = f"[{_ln([s.norms['inner_norm'] for s in subs])} inside]" if sub.inner_norm else ""
     read = "x" if sub.read == "block_input" else x
     branch = f"{module}{inside}( {factor}{pre + ' ' if pre else ''}{read} )"
-    branch = f"{out}( {branch} )" if out else branch
-    branch = (
-        _factor([s.out_scale for s in subs], sub.out_scale_learned, "b = " if sub.coupling != "none" else "") + branch
-    )
-    skip_scale = _skip_label(subs)
-    factor = (
-        ""
-        if not skip_scale
-        else f"{skip_scale} "
-        if sub.coupling != "none" or " " not in skip_scale
-        else f"[{skip_scale}] "
-    )
+    coupled, skip_scale = sub.coupling != "none", _skip_label(subs)
+    factor = _factor([s.out_scale for s in subs], sub.out_scale_learned, "b = " * coupled)
+    branch = factor + (f"{out}( {branch} )" if out else branch)
+    bare = coupled or " " not in skip_scale
+    factor = (f"{skip_scale} " if bare else f"[{skip_scale}] ") if skip_scale else ""
     skip = {"stream": x, "block_input": "x", "both": f"({x} + x)" if factor else f"{x} + x"}[sub.skip]
     return f"{post}( {factor}{skip} + {branch} )" if post else f"{factor}{skip} + {branch}"
 

@@ -207,7 +207,7 @@ def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tup
 def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
     """Call ``see(layer, input, output)`` for each softmax over the last axis within a layer, of one forward pass."""
 
-    class Watch(TorchDispatchMode):
+    class SoftmaxMode(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Callable[..., Output], types: object, args: Args = (), kwargs: Kwargs | None = None
         ) -> Output:
@@ -219,7 +219,7 @@ def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, tor
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention in one kernel has no softmax to see
     try:
-        with layers_running(layers) as inside, Watch():
+        with layers_running(layers) as inside, SoftmaxMode():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -280,11 +280,8 @@ def condition_rows(site: LayerSite) -> list[Row]:
             weight = getattr(module, "weight", None)
             if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
                 continue
-            name, parts = path.removeprefix(site.path + "."), (weight,)
-            side = feed_forward.stacked_side(module)
-            if side is not None:
-                parts = weight.chunk(2, side)
-            for half, part in enumerate(parts):
+            name, side = path.removeprefix(site.path + "."), feed_forward.stacked_side(module)
+            for half, part in enumerate((weight,) if side is None else weight.chunk(2, side)):
                 role = name if side is None else f"{name}[{half}]"
                 value = condition_number(part)
                 rows.append((site.index, "feed_forward", role, 0, "condition_number", value, math.nan))

@@ -139,8 +139,7 @@ def read_study(folder: Path) -> Study:
         )
         for row in rows_of(results)
     )
-    settings = header.pop("settings", None)
-    settings = settings if isinstance(settings, dict) else {}
+    settings: Json = header.pop("settings", {})  # study_header refuses any other type
     common = dict(settings)
     if isinstance(init := common.get("init"), str):
         common["init"] = init.removeprefix("same:")
@@ -169,21 +168,18 @@ def study_header(folder: Path) -> Json:
 
 def read_run(folder: Path) -> Study:
     """Read a single run's folder as a study of one trial."""
-    config, result = read_mapping(folder / CONFIG), read_mapping(folder / RESULT)
-    environment = read_mapping(folder / ENVIRONMENT)
     trial = Trial(name=folder.name, placement="", folder=folder)
-    flat = flatten(config)
-    plan = trial.plan
+    config, result, plan = read_mapping(folder / CONFIG), trial.result, trial.plan
     placement = str(config.get("placement") or (plan.placement if plan else "") or folder.name)
     if isinstance(config.get("placement"), dict):
         placement = plan.placement if plan else str(config["placement"].get("name", folder.name))
-    row = {key: value for key, value in {**flat, **result}.items() if key in NUMBERS or key in TEXTS}
+    row = {key: value for key, value in {**flatten(config), **result}.items() if key in NUMBERS or key in TEXTS}
     row |= {"trial": folder.name, "placement": placement, "status": str(result.get("status") or "unfinished")}
     results = complete(pd.DataFrame([row]))
     if pd.isna(results.loc[0, "steps"]) and len(trial.metrics):
         results.loc[0, "steps"] = trial.metrics["step"].max()
     trial = Trial(name=folder.name, placement=placement, folder=folder, status=str(row["status"]))
-    header = {"command": environment.get("command") or config.get("command")}
+    header = {"command": trial.environment.get("command") or config.get("command")}
     return Study(folder=folder, header=header, settings=config, results=results, trials=(trial,))
 
 

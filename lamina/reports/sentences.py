@@ -186,11 +186,8 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
             texts.append(f"Gradients by layer do not set the first and the last of the ranking apart: they are {even}")
     growth = {p: g for p in summary["placement"] if (g := _ratio(variances.get(p), -1))}
     if growth:
-        first, most, least = (
-            next(iter(growth)),
-            max(growth, key=growth.__getitem__),
-            min(growth, key=growth.__getitem__),
-        )
+        first = next(iter(growth))
+        most, least = (end(growth, key=growth.__getitem__) for end in (max, min))
         if growth[most] > 2:
             grows = f"grows {_times(growth[most])} from the first block to the last in {most}"
             even = "stays level" if _size(growth[first]) < _LEVEL else f"changes {_times(_size(growth[first]))}"

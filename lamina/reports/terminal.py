@@ -9,6 +9,7 @@ import json
 import math
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from lamina.core.json_types import Json
@@ -38,17 +39,8 @@ _TUNED = {
 _ABOUT_ONE = 2.0  # the share of a feed-forward's variance that counts as 1
 
 
-def pretrained(folder: Path, result: Json) -> str:
+def _run(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
     """Say how a run ended, and where its page and its model are."""
-    return _run(folder, result, _PRETRAINED)
-
-
-def tuned(folder: Path, result: Json) -> str:
-    """Say how a run after pretraining ended, and where its page and its model are."""
-    return _run(folder, result, _TUNED)
-
-
-def _run(folder: Path, result: Json, forms: Mapping[str, str]) -> str:
     values = {name: result.get(name) for name in forms}
     numbers = [forms[n].format(v) for n, v in values.items() if isinstance(v, int | float) and v == v]
     text = result["status"] + (f": {', '.join(numbers)}" if numbers else "")
@@ -57,6 +49,9 @@ def _run(folder: Path, result: Json, forms: Mapping[str, str]) -> str:
         return text
     text += f"\nthe page:  {folder / PAGE}"
     return text + (f"\nthe model: {folder / 'model'}" if (folder / "model").is_dir() else "")
+
+
+pretrained, tuned = (partial(_run, forms=forms) for forms in (_PRETRAINED, _TUNED))
 
 
 def compare(folder: Path, results: Frame) -> str:

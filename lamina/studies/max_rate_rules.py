@@ -33,9 +33,8 @@ from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.writers import LOSS, Row
 from lamina.training.setting_groups import in_steps
 
+# Why a run stopped; NONE: it reached the end of the warm-up.
 NON_FINITE, SPIKE, PLATEAU, STUCK, NONE = "non-finite", "spike", "plateau", "stuck", "none"
-RULES = (NON_FINITE, SPIKE, PLATEAU, STUCK, NONE)
-"""Why a run stopped; ``none``: it reached the end of the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Stop:
     """Where a rising rate failed.
 
     Attributes:
-        rule: one of ``RULES``.
+        rule: the name of the rule that held, or ``NONE``.
         step: the last step before the failure.
         loss: the smoothed loss there.
         seen: the step at which the rule held.

@@ -134,7 +134,7 @@ class Forked:
 
 
 class Alone:
-    """A trial in its own interpreter."""
+    """A trial in its own interpreter, handled as ``Forked``."""
 
     def __init__(self, request: Json):
         self.process = subprocess.Popen(
@@ -149,15 +149,12 @@ class Alone:
             self.process.stdin.flush()
 
     def exit_code(self) -> int | None:
-        """Return the trial's exit code; None while it runs."""
         return self.process.poll()
 
     def terminate(self) -> None:
-        """Ask the trial to save a checkpoint and end."""
         self.process.terminate()
 
     def kill(self) -> None:
-        """End the trial at once."""
         self.process.kill()
 
 

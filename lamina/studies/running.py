@@ -70,13 +70,11 @@ ROUND_SECONDS = 0.1  # between two looks at the running trials
 BUSY_SECONDS = 2.0  # between two attempts at a trial that another driver runs
 
 
-def run_trials(
-    trials: Mapping[str, Task],
-    *,
-    workers: int,
-    ended: Callable[[str, Json], None],
-    tick: Callable[[list[str]], None],
-) -> None:
+Ended: TypeAlias = Callable[[str, Json], None]
+"""Gets a trial's name and its result."""
+
+
+def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
     """Run every trial, ``workers`` at a time; ``ended`` gets each trial's id and result, ``tick`` the running ids.
 
     On KeyboardInterrupt the running trials save a checkpoint and end as `interrupted`; then the exception is raised
@@ -141,12 +139,7 @@ def _stop_signals() -> Iterator[list[int]]:
         yield stopped
 
 
-def _reap(
-    running: dict[str, Process],
-    trials: Mapping[str, Task],
-    ended: Callable[[str, Json], None],
-    missing: str = "failed",
-) -> list[str]:
+def _reap(running: dict[str, Process], trials: Mapping[str, Task], ended: Ended, missing: str = "failed") -> list[str]:
     """Report the trials whose processes have ended; return those that another driver runs."""
     busy = []
     for trial, process in list(running.items()):
@@ -166,10 +159,6 @@ def _reap(
             write_json(folder / RESULT, result)
         ended(trial, result)
     return busy
-
-
-Ended: TypeAlias = Callable[[str, Json], None]
-"""Gets a trial's name and its result."""
 
 
 class Executor(Protocol):

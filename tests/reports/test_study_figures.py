@@ -11,17 +11,17 @@ from lamina.papers.pages.drawing import Request
 from lamina.papers.pages.folder import arms, read_folder
 from lamina.papers.pages.lines import value_title
 from lamina.papers.pages.page import _figures, claims_report
-from lamina.papers.pages.study_figures import KINDS, _parts, _rows, drawings, sweep
+from lamina.papers.pages.study_figures import KINDS, _parts, _rows, chosen, sweep
 from lamina.papers.study_catalog import names, read_study
 from lamina.reports.style import look
 
 
 def kinds(study) -> list[str]:
-    return [drawing.name.removeprefix("mix-ppl-cpu-") for drawing in drawings(study)]
+    return [drawing.name.removeprefix("mix-ppl-cpu-") for drawing in chosen(study)[0]]
 
 
 def drawn(study, name: str):
-    return next(drawing for drawing in drawings(study) if drawing.name == f"mix-ppl-cpu-{name}")
+    return next(drawing for drawing in chosen(study)[0] if drawing.name == f"mix-ppl-cpu-{name}")
 
 
 def test_an_arms_mean_is_that_of_the_trials_that_trained_at_its_rate(tmp_path):
@@ -129,7 +129,7 @@ def test_the_pages_figures_have_the_same_points(everything):
         assert tuple(traces[series.label].x) == series.x
         assert tuple(traces[series.label].y) == series.y
         assert traces[series.label].line.dash == series.look.dash
-    for drawing in drawings(everything):
+    for drawing in chosen(everything)[0]:
         assert page.plot(drawing).data
 
 
@@ -137,7 +137,7 @@ def test_figures_beyond_the_first_few_are_named_and_written_for_a_paper(tmp_path
     pytest.importorskip("matplotlib")
     folder = write_claims_study(tmp_path / "study")
     study = read_folder(folder)
-    everything = [drawing.name for drawing in drawings(study)]
+    everything = [drawing.name for drawing in chosen(study)[0]]
     assert len(everything) > 1
     monkeypatch.setattr(study_figures, "_MOST", 1)
     shown, left_out = study_figures.chosen(study)
@@ -150,7 +150,7 @@ def test_figures_beyond_the_first_few_are_named_and_written_for_a_paper(tmp_path
 
 def test_figures_for_a_paper_are_svg_and_pdf_and_the_same_again(everything, tmp_path):
     pytest.importorskip("matplotlib")
-    for drawing in drawings(everything):
+    for drawing in chosen(everything)[0]:
         svg, pdf = matplotlib_figures.write(drawing, tmp_path)
         assert ElementTree.parse(svg).getroot().tag.endswith("svg")
         assert svg.stat().st_size > 3000
@@ -237,7 +237,7 @@ def test_a_loss_has_the_unit_of_what_was_trained(tmp_path):
     study = read_folder(write_claims_study(tmp_path / "text"))
     assert value_title(study, "eval_loss") == "eval loss (nats per token)"
     images = changed(write_claims_study(tmp_path / "images"), lambda rows: rows.assign(accuracy=0.7, top5_accuracy=0.9))
-    assert {drawing.y.title for drawing in drawings(images)} == {"eval loss (nats per image)"}
+    assert {drawing.y.title for drawing in chosen(images)[0]} == {"eval loss (nats per image)"}
     assert "eval loss (nats per image)" in claims_report(tmp_path / "images").read_text("utf-8")
     pairs = write_claims_study(tmp_path / "pairs", then={"reward": {"from": "sft"}, "sft": {}})
     assert value_title(read_folder(pairs), "eval_loss") == "eval loss (nats)"

@@ -123,10 +123,8 @@ class StudyPlan:
         """Update ``chosen``, and return the trials that are needed given the results so far, seed by seed."""
         scale, wanted = self.scale, []
         if scale.tuning is None:
-            for seed in scale.seeds:
-                for number, _ in enumerate(self.arms):
-                    for rate in scale.rates or (None,):
-                        wanted += self._chain(number, rate, seed)
+            for seed, number, rate in product(scale.seeds, range(len(self.arms)), scale.rates or (None,)):
+                wanted += self._chain(number, rate, seed)
             return list({(trial.key, *trial.values.values()): trial for trial in wanted}.values())
         seeds = scale.tuning_seeds
         rates = [self._rates(scale.tuning, number, seeds, result) for number, _ in enumerate(self.arms)]

@@ -64,13 +64,8 @@ _MAPS = {"angular_distance": "angular_distance", "similarity": "cosine"}
 _MAPPED = ("angular_distance",)  # drawn as a map unless the study says otherwise
 
 
-def drawings(study: StudyFolder) -> list[Drawing]:
-    """Return the figures of a study, in the paper's own form first; none for a study without a result."""
-    return chosen(study)[0]
-
-
 def chosen(study: StudyFolder) -> tuple[list[Drawing], list[Drawing]]:
-    """Return the figures of a study, and those left out: of the figures by its axes, all but the first few."""
+    """Return a study's figures, those of its YAML first, and those left out: by its axes, all but the first few."""
     written = _made(study, _written(study))
     made = list({**written, **_made(study, _default(study)), **written}.values())
     count = max(_MOST, len(written))

@@ -41,7 +41,7 @@ from lamina.probes.engine.measure import refuse_meta, structure_of
 from lamina.probes.structure.hooks import base_of, evaluating, watch
 from lamina.probes.structure.hooks import forward as run
 from lamina.probes.structure.proof import combination, prove
-from lamina.probes.structure.sites import NormSite, Point, Structure, SublayerSite
+from lamina.probes.structure.sites import LayerSite, NormSite, Point, Structure, SublayerSite
 
 _SEQUENCES = 3
 _LENGTHS = (13, 11, 17, 19, 23)
@@ -146,20 +146,8 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
         return _of_streams(streams, model, inputs, kind, notes)
     structure = structure_of(model, inputs, layers=layers)
     root = base_of(model, structure, inputs)
-    proved = prove(structure, inputs, root)
-    kinds = {(s.index, i): sub.kind for s in proved.layers for i, sub in enumerate(s.sublayers)}
-    structure = replace(
-        structure,
-        layers=tuple(
-            replace(
-                s,
-                sublayers=tuple(
-                    replace(sub, kind=kinds.get((s.index, i), sub.kind)) for i, sub in enumerate(s.sublayers)
-                ),
-            )
-            for s in structure.layers
-        ),
-    )
+    layers = zip(structure.layers, prove(structure, inputs, root).layers, strict=True)
+    structure = replace(structure, layers=tuple(_with_kinds(site, proved) for site, proved in layers))
     sums = sums_of(structure, root, inputs)
     notes += structure.notes
     bare = [
@@ -189,6 +177,12 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
         error=max(total.error for found in sums for total in found),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _with_kinds(site: LayerSite, proved: LayerSite) -> LayerSite:
+    """Return the layer with the kinds of the proved sub-layers, if these were found."""
+    pairs = zip(site.sublayers, proved.sublayers or site.sublayers, strict=True)
+    return replace(site, sublayers=tuple(replace(sublayer, kind=one.kind) for sublayer, one in pairs))
 
 
 def _several_streams(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> StreamLayers | None:

@@ -271,8 +271,7 @@ class _Fit:
         for norm in norms:
             if norm.role == "inner_norm" or (norm.role == "post_norm") is not post:
                 continue
-            tensors = [self.tensors.get((self.site.index, number, norm.role, side)) for side in ("input", "output")]
-            x, y = tensors
+            x, y = (self.tensors.get((self.site.index, number, norm.role, side)) for side in ("input", "output"))
             kind = "norm" if x is None or y is None else norm_kind(norm.module, x, y)
             found[norm.role] = f"{found[norm.role]} of {kind}" if norm.role in found else kind
         return found
@@ -325,11 +324,8 @@ def _learned(before: _Fit, after: _Fit, found: Sum) -> Sum:
     for i, ((number, sublayer), branch) in enumerate(zip(before.group, found.branches, strict=True)):
         place = len(before.names) + i
         scale = _marked(branch.scale, before.factors[place], after.factors[place])
-        pre, again, pre_scale = (
-            before.pre_factor(number, sublayer),
-            after.pre_factor(number, sublayer),
-            branch.pre_scale,
-        )
+        pre, again = (fit.pre_factor(number, sublayer) for fit in (before, after))
+        pre_scale = branch.pre_scale
         if pre is not None and again is not None and pre_scale is not None:
             pre_scale = _marked(pre_scale, pre, again)
         branches.append(replace(branch, scale=scale, pre_scale=pre_scale))

@@ -25,7 +25,7 @@ from lamina.probes.engine.inputs import NOISE, Inputs, batches_of, reads_images
 from lamina.probes.engine.losses import is_causal
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe, Sample, make_all, sample_of
-from lamina.probes.structure.discovery import declared_structure, find_structure
+from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.hooks import base_of, evaluating, forward, watch
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
@@ -311,7 +311,7 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
             f"model: {type(model).__name__} could not be run on {', '.join(tiny)} alone: {text} (allowed: a model of "
             "one tower, a decoder, an encoder or a vision model)"
         ) from error
-    return declared_structure(model) or find_structure(model, tiny, layers=layers)
+    return find_structure(model, tiny, layers=layers)
 
 
 def new_head(model: nn.Module, structure: Structure) -> list[str]:

@@ -130,14 +130,12 @@ def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenS
         x = x.unflatten(0, (batch, tokens))
     if x.ndim < 3 or len(x) != batch:
         return TokenStates(x.reshape(1, -1, x.shape[-1]), None)
-    if valid is not None and tokens not in x.shape[1:-1]:
-        valid = None
-    if valid is not None:
-        shape = [batch] + [tokens if i == x.shape[1:-1].index(tokens) else 1 for i in range(x.ndim - 2)]
-        valid = valid.reshape(shape).expand(x.shape[:-1]).flatten(1)
-        x = x.flatten(1, -2)
-        return TokenStates(x.masked_fill(~valid.unsqueeze(-1), 0.0), valid)
-    return TokenStates(x.flatten(1, -2), None)
+    flat = x.flatten(1, -2)
+    if valid is None or tokens not in x.shape[1:-1]:
+        return TokenStates(flat, None)
+    shape = [batch] + [tokens if i == x.shape[1:-1].index(tokens) else 1 for i in range(x.ndim - 2)]
+    valid = valid.reshape(shape).expand(x.shape[:-1]).flatten(1)
+    return TokenStates(flat.masked_fill(~valid.unsqueeze(-1), 0.0), valid)
 
 
 def stream_figures(streams: torch.Tensor) -> torch.Tensor:

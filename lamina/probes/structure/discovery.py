@@ -274,14 +274,12 @@ class TracedLayer:
             branch.kind = "mixer"
             return
         shape = self.record.shapes
-        downs = [c for c in linears if shape[c.output][-1] == width]
-        down = downs[-1] if downs else None
+        down = next((c for c in reversed(linears) if shape[c.output][-1] == width), None)
         if down is not None:
             ups = [c for c in linears if c.ended < down.began and shape[_first(c)][-1] == width]
             if ups:
                 branch.up, branch.down = ups, down
                 branch.pre = self._pre(leaves, ops, down, shape[_first(down)][-1])
-                return
 
     def _pre(self, leaves: list[Call], ops: list[Op], down: Call, inner: int) -> Point | None:
         """Return the point before the nonlinearity: an activation module's input, or a projection's output."""
@@ -375,16 +373,14 @@ def _has_parameters(call: Call) -> bool:
 def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:
     """Find a model's layers by running it once on ``inputs`` (tiny ones: all tensors are held meanwhile).
 
-    ``layers``: the path of the list of layers (``encoder.block``), if they cannot be found, or others are meant.
+    A Lamina model with several streams or a memory declares its layers. ``layers``: the path of the list of layers
+    (``encoder.block``), if they cannot be found, or others are meant.
 
     Raises:
         UserError: if no layers are found; the message says what was searched for and how to name them.
     """
-    if declared_structure(model) is not None:
-        raise UserError(
-            "model: its layers hand on several streams, or earlier states beside the stream, and the probes follow one "
-            "(allowed: a model without a wiring)"
-        )
+    if (declared := declared_structure(model)) is not None:
+        return declared
     more = {"use_cache": False} if takes_cache(type(model)) else {}
     with evaluating(model):
         record = trace(model, {**inputs, **more})
@@ -587,10 +583,8 @@ def _stream_input(call: Call, record: Trace) -> int | None:
     if call.output < 0:
         return None
     shape = record.shapes[call.output]
-    candidates = [
-        v for v in call.inputs.values() if record.floating[v] and record.shapes[v] == shape and len(shape) >= 2
-    ]
-    return candidates[0] if candidates else None
+    fits = (v for v in call.inputs.values() if record.floating[v] and record.shapes[v] == shape and len(shape) >= 2)
+    return next(fits, None)
 
 
 def _sources(ops: Iterable[Op]) -> dict[int, int]:

@@ -42,9 +42,8 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     except Exception:  # it does not run on its main input alone: an encoder with its decoder
         ids, length = next(iter(inputs.values())), next(iter(few.values())).shape[1]
         rest = {name: tensor[:1] for name, tensor in inputs.items() if name not in few and tensor.ndim}
-        cut = {
-            name: t[:, :length] if t.shape == ids[:1].shape else t for name, t in rest.items()
-        }  # masks as the tokens
+        # Masks are cut as the tokens are.
+        cut = {name: t[:, :length] if t.shape == ids[:1].shape else t for name, t in rest.items()}
         few |= {name: torch.cat([tensor] * SEQUENCES) for name, tensor in cut.items()}
         tensors = watched(root, {**states, **_parts(structure)}, few)
     _check_axes(structure, tensors, next(iter(few.values())))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 
+from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import COORDINATES, RESULT, SLOPES
@@ -42,8 +43,7 @@ def coordinates_report(folder: Path) -> Path:
     slopes: Frame = pd.read_csv((folder / SLOPES).absolute())
     result = read_json(folder / RESULT)
     header = study_header(folder)
-    settings = header.get("settings")
-    settings = settings if isinstance(settings, dict) else {}
+    settings: Json = header.get("settings", {})
     verdict, words = str(result.get("verdict", "")), _WORDS["depth" if "depth" in sizes else "width"]
     axis, scheme = words["axis"], settings.get(f"{words['axis']}_scaling", "")
     said = prose([_SAID.get(verdict, verdict).format(**words)], {})

@@ -266,7 +266,7 @@ def _operations(
 ) -> Iterator[None]:
     """Watch attention softmaxes, fused attention and the choice of experts in each layer, as torch functions."""
 
-    class Watch(TorchFunctionMode):
+    class AttentionMode(TorchFunctionMode):
         def __torch_function__(
             self, func: Callable[..., Output], types: object, args: Args = (), kwargs: Kwargs | None = None
         ) -> object:
@@ -283,7 +283,7 @@ def _operations(
                 see_choice(inside[-1], output[1], args[0].shape[-1])
             return output
 
-    with layers_running(structure.layers) as inside, Watch():
+    with layers_running(structure.layers) as inside, AttentionMode():
         yield
 
 

@@ -25,7 +25,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.modeling.parts import temporary_hooks
 from lamina.modeling.processes import Processes
-from lamina.probes.structure.discovery import declared_structure, find_structure
+from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.hooks import Kwargs, Output, forward, undisturbed
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
@@ -149,7 +149,7 @@ def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Fo
 
 def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
     try:
-        structure = declared_structure(model) or find_structure(model, small, layers=layers)
+        structure = find_structure(model, small, layers=layers)
     except Exception as error:  # any architecture may come: what goes wrong must not end its training
         text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
         return Followed(structure=None, notes=[f"{text}; only totals recorded"])
