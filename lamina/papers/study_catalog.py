@@ -1,4 +1,4 @@
-"""A study as data, read from YAML and checked; and where the catalog of studies is.
+"""A study as data, read from YAML and checked; and the places of the catalog and its records.
 
 A study has up to three scales; a scale has axes, learning rates, seeds, measures, and stages that follow its trials.
 """
@@ -37,7 +37,7 @@ _SCALE = (
 )
 _STAGE = ("job", "from", "of", "settings", "skip", "records")
 STAGE = "stage"
-"""The axis that the trials of a scale with stages have beside the scale's own."""
+"""The axis that the trials of a scale with stages have in addition to the scale's own."""
 RECORDS = ("metrics", "layers", "held_out")
 """The training records that can be measured; ``held_out``, reward and KL by prompt, is a policy's."""
 SOURCES = ("data", "eval_data", "reward_function")
@@ -94,7 +94,7 @@ def find(study: str) -> Path:
 
 Rule = Literal["best", "one-se"]
 WIDENINGS = 2
-"""How often a sweep is widened whose best rate is at its edge, where the study does not say it."""
+"""How often a sweep is widened whose best rate is at its edge, unless the study says it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class Norm:
     """A norm at one position.
 
     ``kind`` "backbone" is the family that the backbone uses itself (RMSNorm in Llama, LayerNorm in ViT); "group"
-    normalizes ``groups`` equal parts of each token's channels on their own, so it is causal; "l2" divides by the
+    normalizes ``groups`` equal parts of each token's channels separately, so it is causal; "l2" divides by the
     length; "dyt" and "derf" have no statistics: tanh or erf of ``alpha`` (learned, here its start) times the input.
     ``zero_centered``: the parameter is the gain's difference from 1, as in Gemma.
     """
@@ -122,7 +122,7 @@ class Streams:
 
     ``read`` and ``write`` are where the n weights start; ``mix`` starts at (or near) the identity. ``weights``: they
     are "constant", "learned" numbers, learned numbers plus a "tanh" of a projection of each normed stream
-    (Hyper-Connections), the "sigmoid" of one of all of them, times ``magnitude`` where it writes (mHC), or Qwen's
+    (Hyper-Connections), the "sigmoid" of one of all of them, times ``magnitude`` to write (mHC), or Qwen's
     "gate": a share of each channel, by a projection of rank ``rank``. ``mix``: the "identity", a "free" matrix or a
     doubly stochastic one ("sinkhorn"). ``normed`` says which streams the post_norm is for; all of them if empty.
     ``norms``: an RMSNorm on each "stream", which then goes on normed, or on what is "read" of it alone; none if empty.
@@ -314,7 +314,7 @@ class Plan:
     ``initialization`` is the recommended initializer's name ("" leaves it to the placement's registration).
     ``qk_norm`` and ``v_norm`` normalize queries and keys, or values: per head, or over the full projected width.
     ``readout`` makes one stream of several after the last block, ``final_sources`` take the stream's place there.
-    ``qkv_norm`` is the norm that stands there; of kind "group" it is an RMSNorm where it is per head, which is a group.
+    ``qkv_norm`` is the norm that stands there; of kind "group" it is an RMSNorm if it is per head, which is a group.
     """
 
     placement: str = ""
@@ -401,7 +401,7 @@ class Plan:
     def to_dict(self) -> Json:
         """Return the plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan.
 
-        Fields of YOUNGER are left out where they are at their default.
+        Fields of YOUNGER are left out at their default.
         """
         return {**_plain(self), "options": dict(self.options)}
 

@@ -190,7 +190,7 @@ def of_heads(
 
 
 def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Reshape to [batch, heads, queries, keys]; None for what is no attention over a batch's tokens (a router's)."""
+    """Reshape to [batch, heads, queries, keys]; None if it is not attention over the tokens (a router's choice)."""
     if logits.ndim == 4 and len(logits) == batch:
         return logits, weights
     if len(logits) % batch:

@@ -148,7 +148,7 @@ def unnormed(block: LayerCall) -> bool:
 
 
 def post_norm(block: LayerCall, index: int) -> NormSite | None:
-    """Return the norm on the sum behind a sub-layer."""
+    """Return the norm on a sub-layer's sum; None without one."""
     return next((norm for norm in block.site.sublayers[index].norms if norm.role == "post_norm"), None)
 
 
@@ -205,10 +205,10 @@ class Bounds(ShortProbe):
     ``last_layer_sides``): peri_ln_c1 (no norm behind the down-projection: grows with ||h||), peri_ln_c2 (a norm on the
     output: 2 max|gamma| sqrt(D) / ||a|| damps it), peri_ln_c3 (a norm on the sum: ... / ||x + a||), or c2_c3 with both.
         left: ||dL/dW_2||_F; right: the sum over tokens of ||dL/do|| ||h||, times the factor of each norm.
-        The same with _token: the token with the largest ratio; 1 for each token where there is no norm (C.1 is an
+        The same with _token: the token with the largest ratio; 1 for each token without a norm (C.1 is an
         equality), never above 1.
     Roles at each layer (FuseNorm):
-        fusenorm_eq_9: where no norm stands on the sums. left: ||J - I||_2; right: c / sigma_l, the standard deviation
+        fusenorm_eq_9: if no norm stands on the sums. left: ||J - I||_2; right: c / sigma_l, the standard deviation
             of x^l, with the c that makes the ratios' geometric mean 1. In layer -1 the exponents: left is the slope of
             log ||J - I|| over log sigma_l (role fusenorm_eq_9; right -1), or over log(l + 1) (fusenorm_eq_9_depth;
             right -1/2, for a variance that grows linearly).

@@ -35,11 +35,11 @@ class DepthMixing(ShortProbe):
     Rows of a state ``layer`` = l (N: after the last layer), ``index`` = the sub-layer that the branch comes from,
     counted through the model from 1, or 0 for x^0:
         mixing: the stretch from the module's output (after its norm), a factor on the branch included. 1 in Pre-LN
-            everywhere; 0 where nothing reaches the layer but through other branches (FuseNorm's attention).
+            everywhere; 0 if nothing reaches the layer but through other branches (FuseNorm's attention).
         composite_gain: with index -1, the stretch from x^l to x^N (mHC's composite gain on the average, not its worst
             row); 1 in Pre-LN.
 
-    Where blocks hand on several streams, or earlier states, mixing is of what a layer reads of them (``layer`` = N:
+    If blocks pass on several streams, or earlier states, mixing is of what a layer reads of them (``layer`` = N:
     what the final norm reads), and composite_gain the stretch of all streams, or of one to what the final norm reads.
 
     Args:

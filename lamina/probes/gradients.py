@@ -42,7 +42,7 @@ class Gradients(Probe):
     - The same with sublayer ``block``, role ``state``: of the gradient with respect to x^l, the stream before layer l
       (l = N: after the last layer, before the final norm), over all tokens of all batches. It falls with the number
       of tokens, since the loss is their mean: compare layers, and models on the same text.
-    - ``spike_score`` (layer -1, role loss or grad_norm): where the model is a run's, the share of logged values at
+    - ``spike_score`` (layer -1, role loss or grad_norm): if the model is a run's, the share of logged values at
       least 7 standard deviations above the mean of the 1,000 before (OLMo 2's measure, see ``spikes``).
 
     Traps: what two layers share (ALBERT) or two places (tied embeddings) is one parameter with one gradient, the sum
@@ -187,7 +187,7 @@ class _Moments:
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
     """Fill the parameters' gradients with the mean loss's; returns the factor that they still lack.
 
-    The factor is 1 where every sequence has as many predicted tokens as the first.
+    The factor is 1 if every sequence has as many predicted tokens as the first.
     """
 
     def see(index: int, state: torch.Tensor) -> None:

@@ -57,7 +57,7 @@ class HiddenStates(Probe):
     addition, after a post_norm): variance, mean, abs_mean, abs_max; index counts sub-layers of the same kind in a
     layer. Rows with a norm's role, at its input: sigma (standard deviation over the channels, Mix-LN Eq 5-7) and rms
     (what an RMSNorm divides by), averaged over tokens; index counts norms of the same role in the sub-layer.
-    Where a model has several streams S_1 ... S_n, the states are their mean, and rows with role "streams" compare
+    If a model has several streams S_1 ... S_n, the states are their mean, and rows with role "streams" compare
     them: stream_cosine, the mean cosine of two of them at a token (1: they have collapsed into one), and stream_rms of
     the index-th. Layer -1, sublayer "model": growth_linear_r2 and growth_exponential_r2, the R^2 of straight lines
     through the states' variance and through its logarithm.

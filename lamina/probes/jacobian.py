@@ -60,7 +60,7 @@ class JacobianProbe(ShortProbe):
             token's spectral norm; log10_product.
         role keel: formula, what Keel Eq 14-19 gives for the residual path from gains and scales alone (alpha /
             sqrt(alpha^2 + 1) per sub-layer at gain 1, 2^(-1/2) in Post-LN), its log10_product. The equations are for
-            norms on the sum; where there are none the path is the skips' scale.
+            norms on the sum; without them, the path is the skips' scale.
         role fusenorm: formula, gain / sigma per norm on the path (FuseNorm Eq 10, 11, 16; the paper has gain 1), with
             each token's sigma at the norm's input, the geometric mean over tokens; its log10_product.
         of several streams, which the rows above take jointly, role stream: norm, ||dS_i^(l+1)/dS_i^l||_2 of stream
@@ -75,7 +75,7 @@ class JacobianProbe(ShortProbe):
         tokens: how many of each (0: all; by default all of your own text, 32 of a corpus).
         tolerance: relative error of a norm at which its search ends.
         iterations: the most products of a search.
-        total: whether to find the norm of the product of all blocks, too.
+        total: whether to find the norm of the product of all blocks as well.
 
     A gradient that passes backward is stretched by the same norms, since J and J^T share their singular values.
     """

@@ -58,7 +58,7 @@ class LayerDrop(Probe):
 
     Mix-LN Fig 2, 3, 6b (performance drop), KEEL (dPPL of each layer), Gromov et al. 2024 (consecutive layers). The
     other layers do not change: kinds, scales (LayerNorm Scaling's l, Keel's alpha) and first-layer exceptions stay with
-    the layer; dropping the first layer of such a placement drops its exception, too.
+    the layer; dropping the first layer of such a placement drops its exception with it.
 
     One row per measurement: ``layer`` the first layer dropped, ``size`` how many, and
 
@@ -84,7 +84,7 @@ class LayerDrop(Probe):
         score: your own measure in place of the loss (Python only): a callable from the model to a number.
         higher_is_better: whether a higher score is better.
         standard_error: text is added until each layer's standard error is at most this share of its loss increase, or
-            of 0.1 nats where that is more (0: all text; by default all of your own, 0.05 for a corpus).
+            of 0.1 nats if that is more (0: all text; by default all of your own, 0.05 for a corpus).
         sequences: at most how many the loss is measured on (0: all; by default all of your own text, 4 of a corpus);
             each costs half a pass per layer.
     """
@@ -231,7 +231,7 @@ class LayerDrop(Probe):
         return self.task.measure(context)
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
-        """Draw each metric over the layers, with one line per meaning where these differ."""
+        """Draw each metric over the layers, with one line per meaning if they differ."""
         for metric, group in _harm(frame).groupby("metric", sort=False):
             several, size = _differ(group), int(group["size"].iloc[0])
             yield from chart(

@@ -187,7 +187,7 @@ class LogitLens(Probe):
 def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum METRICS over tokens; ``logits`` and the model's own, ``final``: [tokens, vocabulary]; ``targets``: [tokens].
 
-    KL is sum_v p (f - f_l) - logZ + logZ_l, from differences of logits: exactly 0 where they are the same.
+    KL is sum_v p (f - f_l) - logZ + logZ_l, from differences of logits: exactly 0 if they are the same.
     """
     size, size_final = logits.logsumexp(-1), final.logsumexp(-1)
     cross_entropy = size.double() - logits.gather(1, targets.unsqueeze(1)).squeeze(1).double()
@@ -207,7 +207,7 @@ class Tail:
     def __init__(self, context: Context, ids: torch.Tensor):
         """Check the tail on a few tokens, ``ids`` [1, tokens].
 
-        Raises UserError where the model's own last state does not give the model's own logits.
+        Raises UserError if the model's last state does not give the model's logits.
         """
         self.model, self._modules = context.model, {site.module for site in context.structure.layers}
         self._forms: dict[nn.Module, Output] = {}

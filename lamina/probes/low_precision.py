@@ -38,7 +38,7 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
     """Convert a tensor [..., tokens, channels] to a format and back to float32; overflows come back as inf.
 
     fp16, bf16: cast, round to nearest even. fp8_e4m3 (OCP e4m3fn, largest 448, no inf), fp8_e5m2 (largest 57344): with
-    ``scaled`` multiplied first so that the tensor's largest |x| is the format's largest, else cast as it is, and values
+    ``scaled`` multiplied first so that the tensor's largest |x| is the format's largest, else cast directly, and values
     above the largest overflow. int8_tensor, int8_token: symmetric, q = round(x / s) with s = max|x| / 127 over
     the tensor or over a token's channels. The tensor is the last two dimensions.
     """
@@ -70,8 +70,8 @@ class LowPrecision(Probe):
     tensor does not depend on the batch. Metrics:
 
     - relative_error: ||q(x) - x|| / ||x|| of a sequence (L2 over all its elements), averaged over sequences.
-      token_error: the same of each token on its own, averaged over tokens: one massive token does not hide the others.
-    - max_error: the largest |q(x) - x| of the sample. These three are inf where an element overflows.
+      token_error: the same of each single token, averaged over tokens: one massive token does not hide the others.
+    - max_error: the largest |q(x) - x| of the sample. These three are inf if an element overflows.
     - share_lost: the share of elements that are not 0 and come back as 0. overflow_share: the share that comes back as
       inf (fp16, and fp8 unscaled).
     - layer -1, role "state": loss, of the model as it is (format "none") and with all its states x^0 ... x^N rounded,

@@ -47,7 +47,7 @@ class Spectra(Probe):
         roles pre and post: the mean over the layers of each rank (FuseNorm Fig 11), and the number of tokens.
     Rows of a layer, sublayer feed_forward:
         role = a projection's path within the layer (``mlp.up_proj``): condition_number, s_max / s_min (FuseNorm Fig
-            10); of gate and up stacked in one matrix each half on its own, ``[0]`` and ``[1]``, in the matrix' order.
+            10); of gate and up stacked in one matrix, each half by itself, ``[0]`` and ``[1]``, in the matrix' order.
         roles pre (what goes into the nonlinearity) and post (what goes into the down-projection): hard_rank, soft_rank
             (participation ratio and exp(entropy) of the covariance's eigenvalues, over D_ff, in [1 / D_ff, 1]), edr
             (200 h s / (h + s)) and eee (the share of the top eigenvalues): the last two are our definitions.
@@ -55,7 +55,7 @@ class Spectra(Probe):
     Traps: the covariance is centered (massive activations would make its first direction the whole of it), its rank is
     at most tokens - 1 and the normalized ranks are biased low while tokens / D_ff is small, so with no more tokens than
     D_ff they are refused (``few_tokens``: refuse | warn). One matrix of D_ff x D_ff in float64 is held for each layer
-    and role; where they would take more than ``memory`` GiB, layers take turns in repeated passes over the same text.
+    and role; if they would take more than ``memory`` GiB, layers take turns in repeated passes over the same text.
     Experts have no ranks here: each sees few tokens. The covariances take the first batches until they have
     ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text; by default all of your own, 4 of a
     corpus).

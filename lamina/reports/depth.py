@@ -26,7 +26,7 @@ class Quantity:
 
     Attributes:
         label: its name on the axes.
-        table: a trial's values: one row per layer, one column per step; empty where it has none.
+        table: a trial's values: one row per layer, one column per step; empty if it has none.
         by: what the depth counts.
     """
 

@@ -35,7 +35,7 @@ def loss_curves(
     """Draw training loss (thin) and eval loss (points) against tokens; ``known``: losses to compare with, by name.
 
     Over several seeds the eval loss is the mean of those that finished, in a band of one standard deviation. The page
-    can draw it against FLOPs and seconds, too: ``layout.meta.against`` has the factors of each trace's tokens.
+    can also draw it against FLOPs and seconds: ``layout.meta.against`` has the factors of each trace's tokens.
     """
     figure, evaluated, trained = go.Figure(), [], []
     factors: list[dict[str, float]] = []

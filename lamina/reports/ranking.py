@@ -106,7 +106,7 @@ def notices(
 ) -> list[str]:
     """List the warnings: differing initializers, too few rates or seeds, edges of a sweep, cut trials.
 
-    ``summary`` is that of ``summarize``; ``recommended`` the initializer that each placement's plan names, where known;
+    ``summary`` is that of ``summarize``; ``recommended`` the initializer that each placement's plan names, if known;
     ``settings`` those of the study, which give the width.
     Plain text: whoever puts it into a page escapes it.
     """

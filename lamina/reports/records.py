@@ -34,7 +34,7 @@ _NUMBERS_BY_LAYER = {"step": int, "layer": int, "index": int, "value": float}
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run's folder. Its tables are empty where the files are missing."""
+    """One run's folder. Its tables are empty if the files are missing."""
 
     name: str
     placement: str
@@ -73,7 +73,7 @@ class Trial:
 
     @cached_property
     def result(self) -> Json:
-        """result.json, empty where the run has none yet."""
+        """result.json, empty if the run has none yet."""
         return read_mapping(self.folder / RESULT)
 
     @cached_property
@@ -117,7 +117,7 @@ class Study:
 def read_study(folder: Path) -> Study:
     """Read study.yaml and results.csv.
 
-    Raises UserError where there is nothing to report, or the trials were not all trained with the study's settings.
+    Raises UserError if there is nothing to report, or the trials were not all trained with the study's settings.
     """
     header = study_header(folder)
     if not (folder / RESULTS).is_file():

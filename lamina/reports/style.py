@@ -1,6 +1,6 @@
 """The look of each placement in all figures, their common style, and their way into a page.
 
-A placement has a color, and a dash and a marker that differ in gray, too.
+A placement has a color, and a dash and a marker that also differ in gray.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def to_html(figure: go.Figure) -> str:
 def _uncover(figure: go.Figure) -> bool:
     """Dash lines that hide each other in turns, so that each color shows; returns whether there were any.
 
-    Two lines of a panel hide each other where half of their points or more are within 1.2 % of the axis.
+    Two lines of a panel hide each other if half of their points or more are within 1.2 % of the axis.
     """
     layout, panels = cast("Any", figure.layout), {}
     for trace in cast("Any", figure.data):

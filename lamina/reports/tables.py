@@ -31,7 +31,7 @@ class Field:
 
     Attributes:
         cell: a row's cell as HTML: it escapes what users wrote.
-        kind: the cells' CSS classes; a "number" is set to the right, its heading too.
+        kind: the cells' CSS classes; a "number" is set to the right, as is its heading.
     """
 
     title: str

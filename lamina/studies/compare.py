@@ -84,7 +84,7 @@ def open_study(
         the job, its settings with precision and compilation decided, and the trials' settings by id.
 
     Raises:
-        UserError: where a launcher (torchrun, accelerate) has started several processes; for a trial that can't be
+        UserError: if a launcher (torchrun, accelerate) has started several processes; for a trial that can't be
             built, one that ended with other settings, and data that can't be read.
     """
     policy = ResumePolicy(what="study", free=record.undecided())

@@ -10,7 +10,7 @@ the first step s at which one of these holds:
   returns earlier is none.
 - plateau: the rate is ``plateau_factor`` times that of the first step a at which S was less than ``plateau_margin``
   above the low of now, and 2 ``window`` steps have passed: since a, the loss has not fallen. A descent slower than that
-  is a plateau, too. If low is not ``stuck_margin`` below the corpus's unigram entropy, the plateau is called "stuck".
+  is also a plateau. If low is not ``stuck_margin`` below the corpus's unigram entropy, the plateau is called "stuck".
   The first rates are too low to move anything: a plateau counts once the loss has begun to fall, which is when low is
   2 ``plateau_margin`` below S(1). A run that reaches its end without that is stuck, at a rate of 0.
 
@@ -161,7 +161,7 @@ def _stop(rule: str, rules: MaxRateRules, smooth: np.ndarray, step: int, seen: i
 
 @dataclass(kw_only=True)
 class MaxRateGuard(DivergenceGuard):
-    """A guard that reads every step's loss, and ends the run at a record where one of the rules holds.
+    """A guard that reads every step's loss, and ends the run at a record if one of the rules holds.
 
     The rules look at the losses by step alone, so that the result does not depend on when they are read, on the
     device, or on a kill in between.
@@ -174,7 +174,7 @@ class MaxRateGuard(DivergenceGuard):
         self.losses += [value for _, _, _, _, _, metric, value in rows if metric == LOSS]
 
     def see_loss(self, step: int, loss: float) -> None:
-        """End the run at a record where a rule holds. Raises Diverged; a loss that is not finite ends it at once."""
+        """End the run at a record if a rule holds. Raises Diverged; a loss that is not finite ends it at once."""
         if not math.isfinite(loss):
             super().see_loss(step, loss)
         if (stop := find_stop(self.losses, self.rules)) is not None:

@@ -19,7 +19,7 @@ class Busy(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A trial to run in a process of its own.
+    """A trial to run in its own process.
 
     Attributes:
         settings: of the job; their ``output`` is the trial's folder.

@@ -1,4 +1,4 @@
-"""A study as text: its arms and trials, what is done, and what the rest costs."""
+"""A study as text: its arms and trials, those that are done, and the cost of the rest."""
 
 from __future__ import annotations
 

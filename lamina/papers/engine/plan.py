@@ -1,6 +1,6 @@
 """The plan of a scale: the trials that it needs, given the results so far.
 
-A study that tunes rates needs its sweep first, then wider rates where the best one is at the sweep's edge, then the
+A study that tunes rates needs its sweep first, then wider rates if the best one is at the sweep's edge, then the
 study's seeds at each arm's best rate and, where the study asks for it, at another arm's. ``StudyPlan.wanted`` is a
 function of the results, so resuming needs no state.
 """

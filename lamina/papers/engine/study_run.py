@@ -45,7 +45,7 @@ Known = Callable[[StudyTrial], Json | None]
 def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
     """Return by key the trials that can start now; a trial that must wait is replaced by those that it waits for.
 
-    A trial whose result only the records have is run again where its model is needed.
+    A trial whose result only the records have is run again if its model is needed.
     """
     found: dict[str, StudyTrial] = {}
 

@@ -1,4 +1,4 @@
-"""Claims: functions beside a study's YAML that judge its trials, and the judge that calls them.
+"""Claims: functions in a file next to a study's YAML that judge its trials, and the judge that calls them.
 
 A claim's code asks for numbers; `Reads` says of which trials, and `limited` applies the rules of power to these. So no
 claim can forget a rule, and one that reads only models before training is under none of them.
@@ -245,10 +245,10 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
 def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
     """Run the claims' checks, hold them to the rules of power, and correct for their number.
 
-    The family is fixed: every claim is in Holm's correction, with p = 1 where it could not be tested. What holds and
+    The family is fixed: every claim is in Holm's correction, with p = 1 if it could not be tested. What holds and
     what fails is corrected alike, each side in a family of its own at the same level. If seeds were added after the
     verdicts had been read, each look tests anew: the corrected p values are multiplied by ``looks`` (Bonferroni). A
-    claim that asks for what was not measured, or whose code fails, is inconclusive, too, with a warning and a note that
+    claim that asks for what was not measured, or whose code fails, is also inconclusive, with a warning and a note that
     says why. Raises UserError if that is so of all claims.
     """
     findings, errors = [], []

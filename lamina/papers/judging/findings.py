@@ -19,7 +19,7 @@ class Verdict(StrEnum):
 
     Attributes:
         HOLDS: the trials show it.
-        HOLDS_AT_ISO_LOSS: they show it at equal loss of pretraining, too.
+        HOLDS_AT_ISO_LOSS: they also show it at equal loss of pretraining.
         EXPLAINED: they show it, and at equal loss of pretraining it is gone.
         REVERSED: they show the opposite.
         EXCLUDED: they exclude a difference as large as the smallest that counts.
@@ -70,7 +70,7 @@ class Finding:
         parts: the same, a line for each finding that this one is made of, with its own verdict; what decides first.
         margin: the difference that was judged, or a value, in the column's unit.
         interval: the margin's 95 % interval.
-        p: of what the claim says, one-sided and doubled; None where the verdict rests on no test (an exact formula).
+        p: of what the claim says, one-sided and doubled; None if the verdict rests on no test (an exact formula).
         p_not: of what contradicts it, in the same way.
         seeds: how many seeds the verdict rests on.
         note: what a reader must know beside the numbers: runs that failed, a rate at the sweep's edge.
@@ -105,7 +105,7 @@ class Finding:
 
 
 def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
-    """Return the finding of a check that has too little to judge by."""
+    """Return the finding of a check without enough to judge by."""
     return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours.strip(), note=note, seeds=seeds)
 
 
@@ -163,7 +163,7 @@ def any_of(*findings: Finding) -> Finding:
 
 
 def denied(finding: Finding) -> Finding:
-    """Negate a finding: what held is reversed, and what failed holds."""
+    """Negate a finding: one that holds becomes reversed, and one that failed holds."""
     verdict = finding.verdict
     if verdict.decided:
         verdict = Verdict.REVERSED if verdict.shown else Verdict.HOLDS

@@ -65,8 +65,8 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
     ``others``: the other arm at several lengths of pretraining; its value at our loss is interpolated (``at_loss``).
 
     Returns:
-        ``raw`` where it does not hold. Else: ``holds at iso-loss`` if our values are higher at equal loss, too;
-        ``explained by loss`` if a difference of ``by`` is excluded there; ``holds`` where that is open. The first two
+        ``raw`` if it does not hold. Else: ``holds at iso-loss`` if our values are also higher at equal loss;
+        ``explained by loss`` if a difference of ``by`` is excluded there; ``holds`` if that is open. The first two
         rest on both tests, so their p is the larger one.
     """
     matched = at_loss(others, ours.losses)

@@ -149,7 +149,7 @@ class Trials:
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
         """Return a column of one arm with ``status`` beside it, one row per seed, indexed by seed.
 
-        Raises NotMeasured for an unknown column, and where the arm has several trials of a seed: then it is several
+        Raises NotMeasured for an unknown column, and if the arm has several trials of a seed: then it is several
         arms, and the claim must choose.
         """
         rows = self.arm(arm)

@@ -42,7 +42,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """A map: ``values`` by row (upwards) and column; NaN where there is nothing."""
+    """A map: ``values`` by row (upwards) and column; NaN for an empty cell."""
 
     rows: tuple[float, ...]
     columns: tuple[float, ...]

@@ -88,7 +88,7 @@ def panels(
 
     The axes that have neither the colors nor ``x`` tell panels apart; if there were too many, the lines' names. Lines
     stand in the order of the axes that vary: numbers by size, texts as the study has them. ``lost``: points at which no
-    seed trained are marked, too.
+    seed trained are marked as well.
     """
     if rows.empty:
         return ()

@@ -129,7 +129,7 @@ def _lost(figure: go.Figure, series: Series, places: list[Value], top: float, *,
 
 @report_of(Kind.CLAIMS)
 def claims_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a study with claims. Raises UserError where a file of it is damaged."""
+    """Write ``folder/report.html`` of a study with claims. Raises UserError if a file of it is damaged."""
     study = read_folder(folder)
     definition, header = study.definition, study.header
     recorded = {"Settings": header.get("settings"), "The study": definition or None}

@@ -37,7 +37,7 @@ class ShownMetric:
     """The part of a probe's table that a figure shows.
 
     Attributes:
-        rows: values that other columns must have, where the table has the column.
+        rows: values that other columns must have, if the table has them.
         x: the column along x.
         log: whether y is logarithmic.
     """

@@ -25,7 +25,7 @@ SCORE = "score"
 def columns_of(result: Json) -> Json:
     """Return ``score``, the average of a table's shares in percent, and ``score_HEADING`` of each column.
 
-    A result that a study's records hold has its columns already, and stays as it is.
+    A result from a study's records already has its columns, and is returned unchanged.
     """
     if "table" not in result:
         return result
@@ -78,7 +78,7 @@ class TrialJob:
         inputs: the settings that take the folder of an earlier trial, the main one first; empty for a job that starts
             a chain, whose settings have ``placement``.
         files: the settings that name data or code, which an identity has by its content.
-        seeded: whether the seed of a chain is the job's, too.
+        seeded: whether the job takes the seed of its chain.
         numbers: from result.json to what a row has of it.
     """
 

@@ -1,4 +1,4 @@
-"""OLMo 2's reordered norm, and the same wiring on its own (B in the Peri-LN paper's Figure 2)."""
+"""OLMo 2's reordered norm, and the same wiring alone (B in the Peri-LN paper's Figure 2)."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class Factor:
 class BranchTerm:
     """One branch of a sum: B(module(pre_scale * A(x))) times ``scale``. ``norms``: the norm's kind by position.
 
-    ``pre_scale`` is None where what enters the module is no multiple of what the norm before it gives.
-    ``beside``: x is what the block got, not what its earlier sub-layers have added to it.
+    ``pre_scale`` is None if the module's input is no multiple of the output of the norm before it.
+    ``beside``: x is the block's input, without what its earlier sub-layers have added to it.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class BranchTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """One addition to the stream: its branches (two where they stand side by side), what the skip carries, and C.
+    """One addition to the stream: its branches (two if they run side by side), what the skip carries, and C.
 
     ``coupling``: whether skip and branch have factors a and b with a + b = 1 ("lerp") or a^2 + b^2 = 1 ("variance").
     ``error`` is the largest difference from the layer's own sum, as a share of its largest value; where no combination

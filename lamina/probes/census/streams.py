@@ -101,7 +101,7 @@ def _form(sublayer: Sublayer) -> tuple[object, ...]:
 
 
 class StreamLayers:
-    """The layers of a model that hand on ``n`` streams [batch, tokens, n, width], flat or not; n is 1 without any."""
+    """The layers of a model that pass ``n`` streams on [batch, tokens, n, width], flat or not; n is 1 without any."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], width: int):
         more = {"use_cache": False} if takes_cache(type(model)) else {}

@@ -32,11 +32,11 @@ class Context:
     """A probe's context: the model, its layers, and the inputs.
 
     Attributes:
-        model: with its head where it has one, in evaluation mode.
+        model: with its head if it has one, in evaluation mode.
         base: the same model without its head.
-        batches: the inputs, one mapping a forward pass: {"input_ids": [batch, tokens]} (and attention_mask where texts
+        batches: the inputs, one mapping per forward pass: {"input_ids": [batch, tokens]} (and attention_mask if texts
             differ in length), or {"pixel_values": [batch, channels, height, width]}. They can be read repeatedly.
-        tokenizer: the checkpoint's, where it has one.
+        tokenizer: the checkpoint's, if it has one.
         notes: notes for the reader of the page; probes append to them.
         forwards: how many batches the forward passes took before they stopped (set before ``finish``).
         progress: called with (done, total, label) by probes that take long.
@@ -108,7 +108,7 @@ class Context:
         return batches
 
     def tokens(self, sequences: int = 0) -> float:
-        """Return how many tokens the first ``sequences`` inputs (0: all) hold; of images an image counts 256."""
+        """Return how many tokens the first ``sequences`` inputs (0: all) hold; an image counts as 256."""
         total = 0.0
         for batch in self.first(sequences):
             first = next(iter(batch.values()))
@@ -123,7 +123,7 @@ class Context:
         """Return the mean cross-entropy of a batch in nats per token, float32, with its graph if gradients are on.
 
         A causal model predicts the next token; a masked one its own masked tokens (15 %, the same ones each time).
-        Raises UserError where the model has no such head, or one that the checkpoint does not have.
+        Raises UserError if the model has no such head, or one that the checkpoint does not have.
         """
         return self.token_losses(inputs).mean()
 

@@ -54,7 +54,7 @@ def batches_of(
     ``given``: texts (packed into blocks of ``sequence_length`` tokens), token blocks [sequences, tokens] as a tensor,
     an array, lists or a data set of input_ids, or images [images, channels, height, width].
 
-    ``notes`` gets a line where texts end with fewer tokens than a block, which are left out.
+    ``notes`` gets a line if a rest of fewer tokens than a block is left out.
 
     Raises:
         UserError: if the input cannot be read, is shorter than a block, or does not fit the model.

@@ -32,7 +32,7 @@ class Jacobian:
 
     J^T u is a backward pass. J v is the derivative of J^T u, which is linear in u, along v: a backward pass through the
     backward pass. So every operation needs a second derivative, none a forward-mode one, which the fused attention
-    kernels lack on CPU; they lack the second derivative, too: run attention eagerly.
+    kernels lack on CPU. They also lack the second derivative: run attention eagerly.
 
     ``function`` keeps the shape of ``x`` or not; ``x`` is floating point and nothing else of the function is varied.
     """
@@ -69,11 +69,11 @@ class Jacobian:
         Args:
             identity: how many times the identity is subtracted; 1 for the distance to the identity.
             batch_dims: the first dimensions of x are independent problems, solved at once: 1 for a batch of sequences.
-                Only where no output depends on the input of another.
+                Only if no output depends on the input of another.
             tolerance: stops when the residual, relative to the norm, is below it.
             iterations: stops there otherwise.
 
-        Raises UserError where the Jacobian isn't finite.
+        Raises UserError if the Jacobian isn't finite.
         """
         return largest_singular_value(
             lambda v: self.forward(v) - identity * v if identity else self.forward(v),
@@ -190,7 +190,7 @@ def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[t
 class Wiring:
     """The numbers of a sub-layer y = C(skip_scale * s + out_scale * B(F(pre_scale * A(x)))) on its residual path.
 
-    Gains of A, B and C are root mean squares over the channels, None where there is no such norm; ``path_scale`` is
+    Gains of A, B and C are root mean squares over the channels, None without such a norm; ``path_scale`` is
     gain of C * skip_scale, [channels] or one number: the numerator of the path's Jacobian.
     """
 

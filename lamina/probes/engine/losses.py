@@ -87,7 +87,7 @@ def token_losses(
 ) -> torch.Tensor:
     """Return each predicted token's cross-entropy, [batch, predicted]: next tokens, or as many masked ones per row.
 
-    Raises UserError where the model predicts no tokens, or its mask token is unknown.
+    Raises UserError if the model predicts no tokens, or its mask token is unknown.
     """
     ids = inputs.get("input_ids")
     head = getattr(model, "get_output_embeddings", None)
@@ -109,7 +109,7 @@ def token_losses(
 
 
 def logits_of(output: Output) -> torch.Tensor:
-    """Return the logits [batch, tokens, vocabulary] of a model's output. Raises UserError where it has none."""
+    """Return the logits [batch, tokens, vocabulary] of a model's output. Raises UserError if it has none."""
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
         raise UserError(f"loss: {type(output).__name__} holds no logits (allowed: a causal or masked model)")

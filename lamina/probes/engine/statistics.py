@@ -52,7 +52,7 @@ class Running:
         return (self._squares / (self.count - 1) / self.count).sqrt()
 
     def relative_error(self) -> float:
-        """Return the largest standard error over |mean|, where that is above 0; 0 without values."""
+        """Return the largest standard error over |mean| where a mean is not 0; infinite below two samples."""
         error, mean = self.standard_error, self.mean.abs()
         positive = mean > 0
         if not self.count or math.isinf(float(error.max())):
@@ -105,7 +105,7 @@ class Ratio:
 class TokenStates:
     """A tensor of the forward pass as [sequences, tokens, channels], and which tokens are text.
 
-    ``x`` is float32 (float64 where the model is), 0 in padding; ``valid`` [sequences, tokens] is None where all are.
+    ``x`` is float32 (float64 if the model is), 0 in padding; ``valid`` [sequences, tokens] is None if all are.
     """
 
     x: torch.Tensor

@@ -36,7 +36,7 @@ class Branch:
 
 @dataclass(eq=False)
 class Addition:
-    """Branches added to the stream at one moment (two where they run side by side)."""
+    """Branches added to the stream at one moment (two if they run side by side)."""
 
     op: Op
     branches: list[Branch]
@@ -302,7 +302,7 @@ class TracedLayer:
         return None if key is None else Point(first.module, first.path, "input", first.number, None, key)
 
     def _after(self, value: int) -> Point | None:
-        """Return where the stream after an addition can be watched: after its post_norm if it has one."""
+        """Return the point of the stream after an addition, and after its post_norm if it has one."""
         norm = next((c for c in self.calls if id(c) in self.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)

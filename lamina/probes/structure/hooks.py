@@ -74,7 +74,7 @@ def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Ten
 def watch(points: Mapping[Key, Point], see: Callable[[Key, torch.Tensor], None], *, root: nn.Module) -> Iterator[None]:
     """Call ``see(key, tensor)`` for each point, whenever a forward pass of ``root`` reaches it.
 
-    The tensor is multiplied by the point's factor where it has one.
+    The tensor is multiplied by the point's factor, if it has one.
     """
 
     def look(key: Key, tensor: torch.Tensor) -> None:

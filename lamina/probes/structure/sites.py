@@ -144,8 +144,8 @@ class SublayerSite:
 class LayerSite:
     """One layer's call. ``module`` is shared by several layers in ALBERT; ``call`` tells which one this is.
 
-    ``carries_more``: it hands on several streams, or earlier states beside the stream. ``reads``: what its first
-    sub-layer reads of them; None where that is the stream.
+    ``carries_more``: it passes on several streams, or earlier states besides the stream. ``reads``: what its first
+    sub-layer reads of them; None if that is the stream.
     """
 
     index: int

@@ -33,7 +33,7 @@ MOST_ROWS = 60  # of a table of main numbers
 
 @report_of(Kind.PROBING)
 def probing_report(folder: Path) -> Path:
-    """Write ``folder/report.html``. Raises UserError where the folder holds no result of `lamina probe`."""
+    """Write ``folder/report.html``. Raises UserError if the folder holds no result of `lamina probe`."""
     result, environment = read_mapping(folder / RESULT), read_mapping(folder / ENVIRONMENT)
     if not isinstance(result.get("probes"), dict):
         raise UserError(f"{str(folder)!r}: no result of `lamina probe` (result.json with its probes)")

@@ -14,7 +14,7 @@ from lamina.reports.registry import report_of
 
 @report_of(Kind.COMPARE)
 def study_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
+    """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError if there is no result."""
     study = read_study(folder)
     summary, items, color = sections.prepare(study)
     several = bool((summary["learning_rates"] > 1).any())

@@ -22,7 +22,7 @@ from lamina.studies.record import has_study
 def transfer_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a transfer; of one that was killed before it had numbers, the page of its trials.
 
-    Raises UserError where its numbers are damaged.
+    Raises UserError if its numbers are damaged.
     """
     if not (folder / TRANSFER).exists() and has_study(folder):
         return study_report(folder)
