@@ -185,7 +185,7 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Fill the parameters' gradients with the mean loss's; returns the factor that they still lack.
+    """Fill the parameters' gradients with those of the mean loss; returns the factor that is still missing.
 
     The factor is 1 if every sequence has as many predicted tokens as the first.
     """

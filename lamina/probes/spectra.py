@@ -169,7 +169,7 @@ class Spectra(Probe):
         return frame.assign(sequences=ranks * sequences, tokens=ranks * self._tokens)
 
     def measured(self, context: Context) -> None:
-        """Leave the columns to ``finish``, since the weights' rows are of no text."""
+        """Leave the columns to ``finish``, since the weights' rows belong to no text."""
 
     def _rank_rows(self, context: Context) -> list[Row]:
         self._reduce()

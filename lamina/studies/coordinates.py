@@ -170,7 +170,7 @@ def measure(
 
 
 class OneBatch(ArrayBlocks):
-    """One batch of token ids [blocks, tokens], repeated without end."""
+    """One batch of token ids [blocks, tokens], repeated endlessly."""
 
     in_order = True
 

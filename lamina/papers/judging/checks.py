@@ -256,7 +256,7 @@ def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) ->
 
 
 def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | None:
-    """Compare the shares of failed runs by Fisher's exact test, for an arm of which most runs failed.
+    """Compare the shares of failed runs by Fisher's exact test, for an arm most of whose runs failed.
 
     None if both train. Two arms that ended before they had learned, at any of their rates, have no order either.
     """

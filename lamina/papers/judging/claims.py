@@ -219,7 +219,7 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
 
 
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
-    """Load the claims of a file, in its order. The file runs as code; ``trusted``: no warning says so.
+    """Load the claims of a file, in its order. The file runs as code. A warning says so unless ``trusted``.
 
     Raises UserError that names the file: for any error in it, and for a claim of another study than the file's.
     """

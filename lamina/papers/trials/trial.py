@@ -129,7 +129,7 @@ def _places(settings: Json) -> Json:
 
 @lru_cache(maxsize=64)
 def _files(folder: str, ignored: tuple[str, ...]) -> str:
-    """Hash the files of a saved model, or of what there is of one."""
+    """Hash the files of a saved model, complete or not."""
     root = model_folder(folder)
     names = [name for name in files_in(root) if not any(fnmatch(name, pattern) for pattern in ignored)]
     return _hash([[name, sha256(root / name)] for name in names])

@@ -54,7 +54,7 @@ def transfer_report(folder: Path) -> Path:
 
 
 def sentences(summary: Row) -> list[str]:
-    """Say a transfer's results: the intervals, the rate, its risk, and how the wider runs ended."""
+    """Report a transfer's results: the intervals, the rate, its risk, and how the wider runs ended."""
     proxy, rate, above = summary["proxy_width"], summary["learning_rate"], summary["first_failing_above"]
     if rate is None:
         return [f"No rate finished at width {proxy}, so there is none to carry over (try smaller ones, or more steps)."]
