@@ -147,16 +147,23 @@ def page(trials: Frame, figures: Sequence[Drawing]) -> str:
 
 def _trends(trials: Frame, arms: Sequence[str]) -> str:
     sizes = sorted(trials["size"].unique())
-    at_end = trials[trials["per_parameter"] == max(trials[trials["size"] == sizes[0]]["per_parameter"])]
+    end = max(trials[trials["size"] == sizes[0]]["per_parameter"])
+    at_end = trials[trials["per_parameter"] == end]
+    compared = {_TREND_AT: sizes, end: sorted(at_end["size"].unique())}
     rows = []
     for arm in arms:
-        trend = gap_trend(trials[trials["per_parameter"] == _TREND_AT], arm, REFERENCE)
+        trends = [gap_trend(trials[trials["per_parameter"] == per], arm, REFERENCE) for per in compared]
         gains = compute_gain(at_end, arm, REFERENCE)
-        rows.append([code(arm), _interval(trend.slope, *trend.interval), *(number(gains.get(s), ".2f") for s in sizes)])
-    headings = [f"gap per decade of FLOPs, {' and '.join(sizes)} at {_TREND_AT:g} tokens per parameter:"]
-    headings += [f"Pre-LN's FLOPs for its loss at {size}, over its own:" for size in sizes]
-    left = f"{NONE}: Pre-LN reached no such loss at these sizes. "
-    return table(["arm", *headings], rows) + f"\n\n{left}Seconds are not compared: the trials shared one GPU."
+        cells = [_interval(one.slope, *one.interval) for one in trends]
+        rows.append([code(arm), *cells, *(number(gains.get(size), ".2f") for size in sizes)])
+    headings = [f"gap per decade of FLOPs, {' and '.join(own)} at {per:g}:" for per, own in compared.items()]
+    headings += [f"Pre-LN's FLOPs for its loss at {size} and {end:g}, over its own:" for size in sizes]
+    notes = (
+        f"\n\nAt {_TREND_AT:g} and {end:g}: tokens per parameter; the trend at {end:g} was not registered. {NONE}: "
+        "Pre-LN reached no such loss at these sizes. Ratios of FLOPs are of the means, without an interval. Seconds "
+        "are not compared: the trials shared one GPU."
+    )
+    return table(["arm", *headings], rows) + notes
 
 
 def _interval(mean: float, low: float, high: float) -> str:

@@ -16,6 +16,7 @@ from verdict_words import NONE, code, number, plain, table
 
 from lamina.core.frames import Frame
 from lamina.core.json_types import Json
+from lamina.core.yaml_files import read_mapping
 from lamina.jobs.files import write_text
 from lamina.jobs.names import CLAIMS, RESULTS
 from lamina.papers.judging.checks import TRAINED, optimum, values_of
@@ -94,7 +95,8 @@ def study_page(
         here = [one for one in own if one["scale"] == name]
         says = "".join(f"\n- {plain(one.get('says') or one['claim'])}" for one in here)
         if name in folders:
-            parts += _ran(folders[name], here, figures.get(name, []))
+            earlier = folders[name].definition_of_scale != read_mapping(study.file)["scales"][name]
+            parts += _ran(folders[name], here, figures.get(name, []), earlier=earlier)
         elif scale.needs:
             parts += [f"## At scale {name}", f"Not decidable at this scale: {plain(scale.needs)}"]
         else:
@@ -135,9 +137,14 @@ def _claim(study: StudyDefinition, one: Json) -> list[str]:
     ]
 
 
-def _ran(folder: StudyFolder, verdicts: Sequence[Json], drawings: Sequence[Drawing]) -> list[str]:
+def _ran(
+    folder: StudyFolder, verdicts: Sequence[Json], drawings: Sequence[Drawing], *, earlier: bool = False
+) -> list[str]:
+    """Return the parts of a scale with a record. ``earlier``: its trials are not those that the study now asks for."""
     headings = ["claim", "verdict", "ours", "paper", "margin and 95 % interval", "p (Holm):", "seeds:", "note"]
-    parts = [f"## At scale {folder.scale}", said.summary(verdicts)]
+    now = code(said.command(folder.name, folder.scale))
+    old = f"**These trials are of an earlier design.** Those of the present one are not on record: {now}."
+    parts = [f"## At scale {folder.scale}", old if earlier else "", said.summary(verdicts)]
     if verdicts:
         parts.append(table(headings, [said.row(one) for one in verdicts]))
     for drawing in drawings:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+import yaml
 from readable import readable
 from scipy import stats
 from scripts import loaded
@@ -89,9 +90,10 @@ pages = loaded("docs/results_pages.py")
 plain = pages.plain
 
 
-def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = ""):
+def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = "", file: Path = Path()):
     return SimpleNamespace(
         name=name,
+        file=file,
         paper=paper,
         source="Mix-LN <Table> 1",
         title=f"Title of {name}",
@@ -106,11 +108,15 @@ def not_run(name: str, scale: str = "cpu") -> dict:
     }  # fmt: skip
 
 
-def write_results(root):
+def write_results(root, **changed):
+    """Write the pages; ``changed``: what the study's file says otherwise than when its trials were recorded."""
+    header = yaml.safe_load((root / "records" / "mix-ppl-cpu" / "study.yaml").read_text("utf-8"))
+    header["definition"]["scales"]["cpu"] |= changed
+    (root / "mix-ppl.yaml").write_text(yaml.safe_dump(header["definition"]), encoding="utf-8")
     verdicts = json.loads((root / "records" / "mix-ppl-cpu" / "claims.json").read_text("utf-8"))
     verdicts += [not_run("keel-lr"), {**not_run("peri-lr"), "verdict": "needs scale", "note": "gpu: too small"}]
     studies = [
-        study("mix-ppl", scales=("cpu", "gpu")),
+        study("mix-ppl", scales=("cpu", "gpu"), file=root / "mix-ppl.yaml"),
         study("keel-lr", "keel"),
         study("peri-lr", "peri_ln", needs="gpu: too small"),
     ]
@@ -159,6 +165,14 @@ def test_the_pages_are_the_same_again_and_what_is_gone_goes(results):
     write_results(results)
     assert {path: path.read_bytes() for path in (results / "docs").rglob("*") if path.is_file()} == before
     assert len(CLAIMS) == 2
+
+
+def test_a_record_of_an_earlier_design_says_so(results):
+    earlier = "**These trials are of an earlier design.** Those of the present one are not on record: `lamina study run"
+    assert earlier not in page_of(results, "mix-ppl")
+    write_results(results, looks=3)
+    assert earlier in page_of(results, "mix-ppl")
+    write_results(results)
 
 
 def test_an_arms_tolerance_is_of_the_seeds_that_all_its_rates_have(tmp_path):
