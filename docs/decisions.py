@@ -28,7 +28,7 @@ _WRITTEN_FOR = {  # the sentence of a rule that a verdict puts on the page
 _UNDECIDED = (
     ("Seen, but explained by a lower loss of pretraining", (Verdict.EXPLAINED,)),
     ("Tried, and still open", (Verdict.INCONCLUSIVE,)),
-    ("Not decidable by models as small as these", (Verdict.NEEDS_SCALE,)),
+    ("Not decidable by these models", (Verdict.NEEDS_SCALE,)),
     ("Not tried yet", (Verdict.NOT_RUN,)),
 )
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"

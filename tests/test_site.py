@@ -167,7 +167,7 @@ def advice(monkeypatch, tmp_path):
 
 UNDECIDED = (
     ("inconclusive", "Tried, and still open"),
-    ("needs scale", "Not decidable by models as small as these"),
+    ("needs scale", "Not decidable by these models"),
     ("not run yet", "Not tried yet"),
 )
 
