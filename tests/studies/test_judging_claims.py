@@ -341,12 +341,12 @@ def looked(random):
     return first if "holds" in first else verdicts(rows, looks=2)
 
 
-def planned(random):
-    """Three looks at one claim, which no other shields, some runs stuck, and an end at the first decision either way.
+def planned(random, share=0.2):
+    """Three looks at one claim, which no other shields, and an end at the first decision either way.
 
     The study's file says ``looks: 3``, so that each look has a third of the error to spend.
     """
-    rows, found = simulated(random, range(12), stuck=0.2), []
+    rows, found = simulated(random, range(12), stuck=share), []
     for seeds in (5, 8, 12):
         found = verdicts(rows[rows["seed"] < seeds], looks=3, claims=SIMULATED[:1])
         if set(found) & set(WRONG):
@@ -373,6 +373,7 @@ SETUPS = {
     "six of ten runs stuck": lambda random: stuck(random, 0.6),
     "two looks": looked,
     "three planned looks at one claim": planned,
+    "three planned looks, no run stuck": lambda random: planned(random, 0.0),
     "tuned on other seeds": tuned,
 }
 
