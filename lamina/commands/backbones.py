@@ -11,7 +11,6 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Print the presets with their sizes and parameters."""
     parser().parse(argv)
     from lamina.api import backbones
     from lamina.modeling.modeling_lamina import ADAPTERS

@@ -35,7 +35,6 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Convert a model and print what was measured."""
     options = parser().parse(argv)
     record = convert(**vars(options))
     written = ", ".join(f"{k}={str(v).lower()}" for k, v in record["placement_options"].items())

@@ -30,7 +30,6 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Write the page and print the sentences."""
     options = parser().parse(argv)
     diagnosis = diagnose(options.run)
     for text in diagnosis.sentences:

@@ -28,7 +28,6 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Graft, and print the gap in the loss."""
     options = {name: value for name, value in vars(parser().parse(argv)).items() if value is not None}
     output = options.pop("output")
     record = graft(options.pop("model"), output, **{"placement": "", **options})

@@ -45,7 +45,6 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Print the list, a placement, or a model's placement."""
     options = parser().parse(argv)
     idle, allowed = (("layers", "json"), "with") if options.of is None else (("svg",), "without")
     for name in idle:

@@ -32,7 +32,6 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Prune, and print the losses before and after."""
     options = {name: value for name, value in vars(parser().parse(argv)).items() if value is not None}
     output = options.pop("output")
     record = prune(options.pop("model"), output, **options)

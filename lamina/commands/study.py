@@ -41,7 +41,6 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Call the subcommand."""
     commands: dict[str, Callable[[list[str]], int]] = {"list": _list, "show": _show, "run": _run, "worker": _worker}
     if not argv or argv[0] in ("-h", "--help", "help"):
         show(_HELP)
@@ -155,7 +154,6 @@ def _record(settings: Json) -> StudySettings:
 
 
 def parser() -> Parser:
-    """Make the parser of `lamina study run`."""
     return _parser("run", "Train what is missing, measure, and judge the claims.")
 
 

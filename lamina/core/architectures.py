@@ -198,7 +198,6 @@ HIDDEN = "hidden"  # a weight of a block whose name has no role
 
 
 def conversions() -> dict[str, Conversion]:
-    """Return the conversions by model type."""
     return {name: row.conversion for name, row in ARCHITECTURES.items() if row.conversion is not None}
 
 

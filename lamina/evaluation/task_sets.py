@@ -35,7 +35,6 @@ class Wanted:
 
     @property
     def title(self) -> str:
-        """The column's heading."""
         return self.heading or self.unit
 
 

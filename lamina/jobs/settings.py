@@ -148,12 +148,10 @@ class Settings:
 
     @classmethod
     def help(cls, name: str) -> str:
-        """Return a field's help text."""
         return _detail(cls, name, "help") or ""
 
     @classmethod
     def kind(cls, name: str) -> object:
-        """Return a field's type."""
         return _hints(cls)[name]
 
     @classmethod

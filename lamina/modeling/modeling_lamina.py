@@ -462,7 +462,6 @@ class LogitsStyle(NamedTuple):
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> LogitsStyle:
-        """Read the style from a backbone's configuration."""
         fields = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         factor, scaling, softcap = (getattr(config, name, None) or None for name in fields)
         if config.model_type == "hyperclovax":  # the same field, and it multiplies

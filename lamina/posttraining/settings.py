@@ -248,7 +248,6 @@ class SftSettings(TuningSettings):
     output: str = changed("runs/sft")
 
     def check(self) -> None:
-        """Raise UserError for contradictory values."""
         super().check()
         if self.eval_tasks is None and self.best_by not in ("last", "loss"):
             raise unknown("best_by", self.best_by, ("last", "loss"))
@@ -341,7 +340,6 @@ class RlhfSettings(TuningSettings):
     output: str = changed("runs/rlhf")
 
     def check(self) -> None:
-        """Raise UserError for contradictory values."""
         super().check()
         count = len(self.reward_models()) + len(self.reward_functions())
         if self.reward_weights is not None and len(self.weights_of_rewards()) != count:
@@ -362,7 +360,6 @@ class RlhfSettings(TuningSettings):
             self.refuse_unused("kl_per", allowed="with --algorithm remax")
 
     def reward_models(self) -> list[str]:
-        """Return the reward models' folders."""
         return entries(self.reward_model)
 
     def reward_functions(self) -> list[str]:

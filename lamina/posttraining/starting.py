@@ -10,7 +10,6 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -38,7 +37,7 @@ from lamina.data.encoding import vocab_size_of
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.files import writing
-from lamina.jobs.manifest import content_hash, model_folder, refuse_as_output, refuse_damaged
+from lamina.jobs.manifest import model_folder, refuse_as_output, refuse_damaged
 from lamina.modeling.backbones.loading import load_weights, quiet, read_config, refuse_scores, stored_shapes
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import LaminaConfig
@@ -81,10 +80,6 @@ class Start:
     longest: int
     dtype: torch.dtype = torch.float32
     attention: str = "auto"
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return content_hash(self.path)
 
     def policy(self) -> PreTrainedModel:
         if self.plan is not None:

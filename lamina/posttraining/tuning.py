@@ -29,6 +29,7 @@ from lamina.evaluation.scores import is_of, lower_is_better
 from lamina.jobs.files import write_json, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, ResumePolicy
+from lamina.jobs.manifest import content_hash
 from lamina.jobs.status import Status
 from lamina.modeling.processes import Processes, device_of
 from lamina.posttraining.examples import BATCH, ExampleEncoder, Fields, read, read_template
@@ -394,7 +395,7 @@ class TuningStage(TrainingStage[S]):
         if settings.eval_corpus is not None:
             with about_eval_corpus():
                 data += f"+{single_corpus_of(settings.eval_corpus, 'text').fingerprint()}"
-        self.identity = TuningIdentity(self, data, self.start.fingerprint, rewards)
+        self.identity = TuningIdentity(self, data, content_hash(self.start.path), rewards)
 
     def reference(self) -> PreTrainedModel | NoReference:
         """Load the model to which the policy is held; with LoRA, return a placeholder for the policy without it."""

@@ -219,7 +219,6 @@ class Pretraining(TrainingStage[PretrainSettings]):
         parameters = sum(p.numel() for p in run.model.parameters())
         init = recommended(plan) if settings.init == "recommended" else settings.init
         init = init if settings.from_model is None else "checkpoint"
-        mix = recorder.mix(steps)
         spikes = run.processes.by_first(lambda: spike_columns(run.folder))
         result: dict[str, object] = {
             "status": str(status),
@@ -238,7 +237,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
             "flops": training_flops(run.model, plan, self.resolved.item_tokens) * tokens,
             "init": init,
             **({} if settings.from_model is None else {"from": settings.from_model}),
-            **({} if mix is None else {"mix": mix}),
+            **({"mix": mix} if (mix := recorder.realized(steps)) else {}),
             "reason": reason,
         }
         if self.splits.second is not None:

@@ -69,7 +69,6 @@ class ResolvedRun:
 
     @property
     def objective(self) -> Objective:
-        """What the model is trained to predict."""
         return objective_of(self.backbone, self.settings.objective)
 
     @property

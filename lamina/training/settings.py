@@ -62,16 +62,6 @@ class RunSettings(
 
         check_probes(self.probes)
 
-    @property
-    def log_every(self) -> int:
-        """Steps between two records."""
-        return self.logging_steps or max(1, round(self.steps / 20))
-
-    @property
-    def eval_every(self) -> int:
-        """Steps between two evaluations."""
-        return self.eval_steps or max(1, round(self.steps / 5))
-
 
 class SourceSettings(Settings, group="model"):
     """The model whose weights a run starts from."""

@@ -178,7 +178,6 @@ class OrderedTrainer(_Trainer):
     schedule: Callable[[int], float] | None = None
 
     def get_train_dataloader(self) -> DataLoader:
-        """Load the blocks in the training order."""
         if self.order is None:
             return super().get_train_dataloader()
         workers = self.args.dataloader_num_workers

@@ -48,7 +48,6 @@ class RunIdentity:
 
     @property
     def text(self) -> dict[str, str]:
-        """The content of data.json."""
         return {"corpus": self.settings.corpus, "fingerprint": self.fingerprint}
 
     def refuse_changes(self, folder: Path) -> None:

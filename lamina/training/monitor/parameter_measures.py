@@ -184,7 +184,6 @@ class GradientNorms:
             yield (layer, "block", "all"), total
 
     def rows(self, step: int, squares: torch.Tensor) -> list[Row]:
-        """Return one step's ``squares()`` as tidy rows."""
         return [(step, *owner, 0, "gradient_norm", total**0.5) for owner, total in self.totals(squares.tolist())]
 
 

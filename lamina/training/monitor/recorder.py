@@ -173,7 +173,7 @@ class RunRecorder(TrainerCallback):
     """Writes metrics.jsonl, layers/ and alarms.jsonl, shows progress, feeds the guard, and stops at Ctrl-C.
 
     Attributes:
-        realized: returns each corpus's share of a mix by a step.
+        realized: returns each corpus's contribution to a mix by a step; empty for a single corpus.
         trainer: the Trainer that calls back; set before training begins.
     """
 
@@ -248,7 +248,7 @@ class RunRecorder(TrainerCallback):
         record |= {"learning_rate": logs.get("learning_rate"), "grad_norm": norm, **self.measured(logs)}
         if (scaler := self.trainer.scaler()) is not None:
             record |= {"loss_scale": scaler.get_scale(), "overflows": self.trainer.overflows}
-        if (mix := self.mix(step)) is not None:
+        if mix := self.realized(step):
             record["mix"] = {name: part["share"] for name, part in mix.items()}
         new, self._logged_tokens = tokens - self._logged_tokens, tokens
         speed = new / max(seconds, 1e-9)
@@ -277,10 +277,6 @@ class RunRecorder(TrainerCallback):
     def measured(self, logs: Json) -> Json:
         """Return further columns of a training record, from Trainer's ``logs``; none here."""
         return {}
-
-    def mix(self, step: int) -> dict[str, PartShare] | None:
-        """Return what each corpus of a mix has contributed by ``step``; None for a single corpus."""
-        return self.realized(step) or None
 
     def on_evaluate(
         self, args: Arguments, state: State, control: Control, metrics: Json | None = None, **kwargs: object

@@ -382,7 +382,7 @@ class Instruments:
         self._measuring = ExitStack()
         self._looking = self._looked = self._measured = self._moved = False
         self._began: set[int] = set()  # the optimizers whose step began
-        self._ended: set[int] = set()  # those whose step has ended, or was left out by a loss scaler
+        self.ended: set[int] = set()  # those whose step has ended, or was left out by a loss scaler
         self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
         self._measured_rate = 0.0  # that of the last measured update
         self.losses: list[torch.Tensor] = []  # of the step's micro-batches, or their shares
@@ -418,7 +418,7 @@ class Instruments:
             return
         if not torch.is_grad_enabled():
             return  # an evaluation, or a policy that generates; a model may be trained in evaluation mode
-        if self._ended:  # a closure's passes are within a step
+        if self.ended:  # a closure's passes are within a step
             self._untold()
         inner, inputs = called(module, args, kwargs)
         self.half |= in_half(self._device)
@@ -467,7 +467,7 @@ class Instruments:
         """
         whole, scaled = self._scaled
         self._scaled = None, None
-        stepped = self._began or self._ended
+        stepped = self._began or self.ended
         if self._passed and not stepped and self._inside is None and not self._looking:
             self._differentiated.append((whole if scaled is loss and whole is not None else loss).detach())
 
@@ -478,7 +478,7 @@ class Instruments:
     def tries(self, optimizer: object) -> None:
         """Note that a loss scaler has taken or skipped an optimizer's step."""
         if any(optimizer is own for own in self.optimizers):
-            self._ended.add(id(optimizer))
+            self.ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Measure gradients before torch clips them, by norm or by value (``limit`` None), if any is this model's."""
@@ -533,14 +533,9 @@ class Instruments:
             self._updates.before_step(self.optimizers, recorded=self._moved)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
-        self._ended.add(id(optimizer))
-        if len(self._ended) == len(self.optimizers) and self._updates is not None:
+        self.ended.add(id(optimizer))
+        if len(self.ended) == len(self.optimizers) and self._updates is not None:
             self._updates.after_step(self.optimizers)  # behind all optimizers' steps, in any order
-
-    @property
-    def ended(self) -> bool:
-        """Whether an optimizer or a loss scaler has finished a step that nobody has ended yet."""
-        return bool(self._ended)
 
     @property
     def accumulates(self) -> bool:
@@ -567,7 +562,7 @@ class Instruments:
         rate = self._rate if stepped else largest_rate(self.optimizers)
         taken = Taken(loss=self.step_loss(), norm=norm, stepped=stepped, measured=self._moved, rate=rate)
         self._moved = self._measured = False
-        self._began, self._ended, self.losses, self._differentiated, self._passed = set(), set(), [], [], False
+        self._began, self.ended, self.losses, self._differentiated, self._passed = set(), set(), [], [], False
         if squares is not None:
             weights = torch.zeros_like(squares) if self._weights is None or taken.measured else self._weights
             batch = torch.full((4,), math.nan) if self._batch is None else self._batch

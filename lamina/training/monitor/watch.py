@@ -86,7 +86,6 @@ class WatchedRecords:
         self.last_loss: float | None = None
 
     def write(self, record: Json) -> None:
-        """Append a record to metrics.jsonl."""
         self.metrics.write(record)
         self.last_loss = record.get("loss", self.last_loss)
 
@@ -156,7 +155,6 @@ class Monitor:
         return before + self.instruments.tokens * self.processes.size
 
     def begin(self) -> None:
-        """Attach to the model and its optimizers."""
         self._open = True
         judge = None if self.outliers is None else self._is_outlier
         self._held.enter_context(self.instruments.attached(judge, self._describe, self._end_untold))
