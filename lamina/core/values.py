@@ -251,7 +251,7 @@ def comma_separated(name: str, value: object) -> str:
 
 
 def entries(listed: str | None) -> list[str]:
-    """Split a comma-separated text into its non-empty entries; None has none."""
+    """Split a comma-separated text into its non-empty entries; an empty list for None."""
     return [part for part in map(str.strip, (listed or "").split(",")) if part]
 
 

@@ -312,7 +312,7 @@ class DrawnItems(ItemSource[T]):
 
     Args:
         source: the items before the change.
-        seed: of the order and of the changes.
+        seed: the seed of the order and of the changes.
         training: whether the items come in the order of a run, reshuffled after each pass and endless; otherwise they
             come in the source's order.
         repeats: the number of consecutive positions that draw the same item.

@@ -49,7 +49,7 @@ def build(
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, a folder that
-            holds one, or a model's name on the hub (`lamina convert` keeps its weights, too).
+            holds one, or a model's name on the hub (without its weights, which `lamina convert` keeps).
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
         num_layers: the number of blocks, in place of the backbone's; likewise ``hidden_size``, ``num_heads`` and
             ``vocab_size``.

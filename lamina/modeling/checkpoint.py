@@ -56,7 +56,8 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     The weights are safetensors, GGUF, or .bin files of tensors only (read with ``weights_only``).
 
     Raises:
-        UserError: if it is not a checkpoint, needs code of its own, or holds NaN or infinite weights (named).
+        UserError: if the path holds no checkpoint, or one that needs its own code or has NaN or infinite weights
+            (named).
     """
     source, run, more = _located(path)
     if Path(source).is_dir():

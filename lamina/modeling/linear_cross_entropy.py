@@ -130,7 +130,7 @@ def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the cross-entropies of W h; the forward pass makes both gradients, and backward runs once."""
+    """Sums the cross-entropies of W h; the forward pass computes both gradients, and backward may run only once."""
 
     @staticmethod
     def forward(  # type: ignore[override]

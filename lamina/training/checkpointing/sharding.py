@@ -186,7 +186,7 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors on the CPU, gathered where they are sharded; all processes must call it."""
+    """Return copies of tensors on the CPU, gathered if they are sharded; all processes must call it."""
     parts = {name: tensor.detach() for name, tensor in tensors.items()}
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).cpu().contiguous() for name, p in parts.items()}
 

@@ -39,7 +39,7 @@ def write(
     *,
     copied: bool = False,
 ) -> Callable[[], None]:
-    """Write a checkpoint's small files, each process its own, and return a function that writes the tensors.
+    """Write a checkpoint's small files, each process a part, and return a function that writes the tensors.
 
     An error in one process is raised in all. With ``copied`` the tensors are copied to the CPU now; another thread,
     with separate collectives, may then write them.

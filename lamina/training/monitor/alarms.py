@@ -315,8 +315,8 @@ def says_where(alarm: Alarm) -> bool:
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
     """Return the first alarm within 20 steps of ``first`` that locates the failure.
 
-    Records show late what gradients and losses show at every step. If no such alarm locates it, return the first one
-    that names a place.
+    Records show late what gradients and losses show at every step. If none of these alarms locates it, return the first
+    one that names a place.
     """
     near = [alarm for alarm in alarms if first.step <= alarm.step <= first.step + EVENT]
     within = [alarm for alarm in near if alarm.layer >= 0 or alarm.role != "all"] or [first]

@@ -162,7 +162,7 @@ class GradientNorms:
         return sums.index_add_(0, groups, parts * shares)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum the processes' shares in place; without sharding each process has the whole already."""
+        """Sum the processes' shares in place; without sharding, each process already has the whole."""
         if self.sharded:
             torch.distributed.all_reduce(sums)
         return sums
@@ -345,7 +345,7 @@ def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class UpdateRatios(TrainerCallback):
-    """Measures recorded optimizer steps by sub-layer and block, and of embedding and readout.
+    """Measures the updates of recorded optimizer steps: by sub-layer and block, of the embedding and the readout.
 
     w are the weights before the optimizer's step and w' those after it, so the update includes clipping, the learning
     rate and weight decay. Metrics: ``update_norm`` |w' - w|, ``weight_norm`` |w|, ``update_ratio`` |w' - w| / |w|, and

@@ -92,7 +92,7 @@ class Found(NamedTuple):
     """A judgment: the rule, the row, the usual value, and whether the series has left its range.
 
     ``name`` and ``score`` belong to the fitted limit, if the rule has one. The series has left its range if the score
-    is above that limit; for a rising gradient, if it was so for more consecutive steps than the limit.
+    is above that limit; for a rising gradient, if the rise has lasted more consecutive steps than the limit.
     """
 
     rule: str
