@@ -1,6 +1,7 @@
 """The words that CONTRIBUTING.md's glossary rules out are not in docstrings, comments, messages and docs."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -29,6 +30,7 @@ BANNED = {
 }
 
 
+@functools.cache
 def prose(path: Path) -> str:
     """What a file says to people: the whole of a page, and of code the texts and the comments."""
     text = path.read_text(encoding="utf-8")
