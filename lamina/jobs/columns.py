@@ -1,7 +1,7 @@
 """The columns of a run's result, each declared once for result.json, results.csv, the ranking and the pages.
 
 To add a scalar, add only its ``Column`` here and its value in ``lamina.training.pretrain``. A value without a column,
-or a column without a value, is an error when the first run ends.
+or a measured column without a value, is an error when the first run ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ class Column:
         format: how the pages print the number; None for a text.
         aggregate: how the ranking combines a placement's seeds: their mean or maximum, the first seed's text, or
             a value that ``lamina.reports.ranking`` computes itself ("own"); None: the ranking omits the column.
-        measured: whether ``outcome`` measures it; all other columns come from the settings or from the caller of the
-            trial.
+        measured: whether every run's ``outcome`` has it; others are some runs', the settings' or of whoever runs them.
         in_ranking: its position in the table of placements, from the left; 0 for a column that is not in it.
         in_trials: whether it is in the table of all trials.
         share: the column whose number follows this one, as a percentage.
@@ -97,7 +96,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column("loss_at_stop", "loss there", ".3f", measured=False, optional=True),
     Column("reason", "reason", aggregate="own", in_trials=True),
 )
-NOTES = ("from", "mix", "tasks")
+BESIDES = ("from", "mix", "tasks")
 """What result.json holds besides the columns, for some runs."""
 
 
@@ -122,7 +121,7 @@ TRIALS = tuple(column for column in RESULT_COLUMNS if column.in_trials)
 def checked(result: dict[str, object]) -> dict[str, object]:
     """Return ``result``. Raises KeyError for a measured column without a value, and for a value without a column."""
     measured = {column.name for column in RESULT_COLUMNS if column.measured}
-    missing, extra = measured - set(result), set(result) - measured - {"eval_corpus_loss", *SCORES, *NOTES}
+    missing, extra = measured - set(result), set(result) - {*names(), *BESIDES}
     if missing or extra:
         raise KeyError(
             f"result.json: no value for {sorted(missing)} and no column for {sorted(extra)} "

@@ -212,6 +212,8 @@ def test_a_transfer_killed_before_it_had_numbers_gets_the_page_of_its_trials(stu
 def test_a_value_without_a_column_is_refused():
     measured = {column.name: 0 for column in columns.RESULT_COLUMNS if column.measured}
     assert columns.checked(measured) is measured
+    for column in columns.RESULT_COLUMNS:  # also one that only some runs measure
+        assert column.name in columns.checked({**measured, column.name: 0})
     with pytest.raises(KeyError, match="no column for \\['surprise'\\]"):
         columns.checked({**measured, "surprise": 1})
 

@@ -379,7 +379,7 @@ def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:
     return max(found, key=lambda ones: sum(one["trials"] for one in ones))
 
 
-_NOTES = {*columns.NOTES, "rollbacks", "key", "tuned", "at_edge"}
+_NOTES = {*columns.BESIDES, "rollbacks", "key", "tuned", "at_edge"}
 
 
 def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
