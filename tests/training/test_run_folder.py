@@ -18,6 +18,7 @@ from lamina import build
 from lamina.errors import UserError
 from lamina.jobs import folder as run_folder
 from lamina.modeling.building import make_plan
+from lamina.modeling.modeling_lamina import HEADS
 from lamina.reports import report
 from lamina.reports.records import Trial
 from lamina.training import pretrain as pretraining
@@ -255,6 +256,15 @@ def test_a_placements_name_and_the_machines_folders_stay_out_of_a_card(tmp_path)
     assert not re.search(r"<script|[^\\]\[x", outside), outside
     assert "&lt;script&gt;" in outside
     assert "<script" not in (tmp_path / "placement.svg").read_text()
+
+
+def test_a_head_of_ones_own_has_a_card(tmp_path, monkeypatch):
+    """The hub knows no task for it, and the run has ended: it must not fail over its card."""
+    monkeypatch.setitem(HEADS, "own", HEADS["causal_lm"])
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = build(LlamaConfig(vocab_size=61, **sizes), "pre_ln")
+    ModelCard(head="own", data={}, result={}, command="lamina pretrain").write(model, tmp_path)
+    assert "pipeline_tag" not in (tmp_path / "README.md").read_text()
 
 
 def test_a_model_is_pushed_when_it_is_asked_for(trained, token, uploads):

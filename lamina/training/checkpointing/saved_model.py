@@ -85,7 +85,7 @@ class ModelCard:
             about[2] += f" of transformers: {getattr(backbone, 'num_hidden_layers', '?')} blocks"
         fields = ModelCardData(
             library_name="transformers",
-            pipeline_tag=_PIPELINES[self.head],
+            pipeline_tag=_PIPELINES.get(self.head),
             tags=tags,
             base_model=self.base_model if _is_on_hub(self.base_model) else None,
         ).to_yaml()
