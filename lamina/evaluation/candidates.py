@@ -30,7 +30,7 @@ class Candidate:
         path: the path, as the loader takes it.
         arm: the model's line of the table: a checkpoint's name, or the setting that a study varies.
         seed: the seed of its run, if known.
-        status: the status of its run; a diverged, stuck or failed run is left out and counted.
+        status: the status of its run; unless it is finished or short, the model is left out and counted.
     """
 
     name: str

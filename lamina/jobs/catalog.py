@@ -83,7 +83,7 @@ class JobRow:
     outcome: str = "RunResult"
     prints: str = ""
     raises: str = "a corpus that can't be read"
-    resumes: str = "continue the study in the output folder"
+    resumes: str = "continue what is in the output folder"
     positional: tuple[str, ...] = ()
     switches: tuple[Switch, ...] = ()
     listing: str = ""

@@ -114,6 +114,8 @@ def open_job(
 ) -> Job[S]:
     """Open a job: check its folder now, but touch it only in ``with``, so that slow or failing work can come first.
 
+    What else --resume refuses is in training/checkpointing/resuming.py for a run, in studies/record.py for a study.
+
     Args:
         given: a whole record, or only the user's settings, by name.
         resume: whether to resume what the folder holds; "auto" resumes if it holds something.

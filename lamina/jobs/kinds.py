@@ -13,8 +13,8 @@ class Kind(StrEnum):
     """The kind of job that wrote a folder. A user's own kind may be any other text."""
 
     RUN = "run"
-    COMPARE = "study"
-    CLAIMS = "claims"
+    COMPARE = "study"  # lamina compare wrote it
+    CLAIMS = "claims"  # lamina study run wrote it
     TRANSFER = "transfer"
     MAX_LR = "max-lr"
     COORD_CHECK = "coord-check"

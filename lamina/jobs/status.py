@@ -10,8 +10,8 @@ class Status(StrEnum):
 
     Attributes:
         FINISHED: trained to the last step and learned.
-        SHORT: trained to the last step; the loss was still falling toward the margin described under ``STUCK``.
-        STUCK: trained to the last step; the eval loss never got below the corpus's unigram entropy by the margin.
+        SHORT: trained to the last step, as ``STUCK``, but its loss was still falling: too few steps to tell.
+        STUCK: trained to the last step; its eval loss never got ``stuck_margin`` below the corpus's unigram entropy.
         INTERRUPTED: Ctrl-C, a signal, or the end of its study stopped it; it can be resumed.
         DIVERGED: the divergence guard stopped it.
         FAILED: an error stopped it.

@@ -193,10 +193,7 @@ IN_THE_BRANCH = (
     *("pre_norm", "inner_norm", "out_norm", "pre_scale", "pre_scale_learned", "out_scale", "out_scale_learned"),
     *("weight_gain", "gate_gain"),
 )
-AT_THE_ENDS = (
-    *("placement", "layers", "final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm", "qkv_norm"),
-    *("initialization", "options"),
-)
+AT_THE_ENDS = ("placement", "layers", *PLAN_FIELDS, "initialization", "options")
 
 
 def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:

@@ -225,7 +225,7 @@ def stored_settings(
 
 
 def result_to_keep(folder: Path) -> Json | None:
-    """Return the result of the run in a folder; None or an interrupted one if there is something to resume.
+    """Return the result of the run in a folder; None, or one that has not ended, if there is something to resume.
 
     Raises UserError if the run can be resumed, but its records are damaged.
     """
