@@ -20,13 +20,13 @@ from lamina.preflights.verdict import (
     CLEAR,
     VERDICTS,
     Features,
-    Kind,
+    VerdictWord,
     collapsed,
     deciding_share,
-    kind_of,
     learns,
+    learns_frequencies,
     progress,
-    still_falling,
+    verdict_of,
 )
 from lamina.training.settings import PretrainSettings, RunSettings
 
@@ -61,13 +61,13 @@ class Record:
     def last(self, fitted: dict[str, Any]) -> Features:
         """What `lamina preflight` would judge: the burn-in's end, or a later measurement while that is open."""
         for seen in self.courses[1:]:  # the first is halfway
-            if kind_of(seen, fitted) in ("fine", "will not train"):
+            if verdict_of(seen, fitted) in ("fine", "will not train"):
                 return seen
         return self.courses[-1]
 
-    def verdict(self, fitted: dict[str, Any]) -> Kind:
+    def verdict(self, fitted: dict[str, Any]) -> VerdictWord:
         """What `lamina preflight` says."""
-        return kind_of(self.last(fitted), fitted)
+        return verdict_of(self.last(fitted), fitted)
 
     def spent(self, step: float) -> float:
         """The share of the run's learning rates that its first steps had."""
@@ -188,7 +188,7 @@ def fit_deciding(known: list[Record], fitted: dict[str, Any]) -> dict[str, float
     slowing, times = [], []
     for record, seen in _open(known, fitted):
         shown = record.shown(margin)
-        if not still_falling(seen):
+        if not learns_frequencies(seen):
             times.append(shown / seen.spent)
         elif seen.pace > 0:
             slowing.append((shown - seen.spent) / ((seen.excess + CLEAR * seen.excess_error + margin) / seen.pace))
@@ -290,7 +290,7 @@ GROUPS: dict[str, Callable[[Record], bool]] = {
 }
 
 
-def confusion(known: list[Record], fitted: dict[str, Any]) -> dict[str, dict[Kind, int]]:
+def confusion(known: list[Record], fitted: dict[str, Any]) -> dict[str, dict[VerdictWord, int]]:
     """How many runs of each outcome got each verdict."""
     counts = {o: dict.fromkeys(VERDICTS, 0) for o in OUTCOMES}
     for record in known:

@@ -29,7 +29,7 @@ from lamina.jobs.names import RESULT, RESULTS, TRANSFER
 from lamina.jobs.settings import Settings
 
 _PLACE = re.compile(r"hf:\S+|\S*/\S*|\S+\.(txt|jsonl?|parquet|gz|xz|zst)")  # what is meant as a path, not as a text
-ENDED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them gets a page
+_REPORTED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them gets a page
 
 
 @cache
@@ -127,7 +127,7 @@ def _page_of(folder: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if folder is not None and any((folder / name).is_file() for name in ENDED):
+        if folder is not None and any((folder / name).is_file() for name in _REPORTED):
             write_page(folder)
         raise
     if folder is not None:

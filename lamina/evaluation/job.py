@@ -51,7 +51,7 @@ MOST = 64  # sequences per forward pass that are tried first, as the harness doe
 LONGEST_WINDOW = 2048  # tokens, where neither the user nor the model says less
 _ABOUT = ("name", "path", "arm", "seed", "status", "left_out")  # of a candidate, in result.json
 RUNNING = "it is still running, or was killed (--resume continues)"
-POLICY = ResumePolicy(what="evaluation", free=EvalSettings.undecided() | {"batch_size"})  # it may not have fit
+POLICY = ResumePolicy(what="evaluation", free=EvalSettings.free() | {"batch_size"})  # it may not have fit
 
 
 def evaluate(

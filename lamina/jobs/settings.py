@@ -160,8 +160,8 @@ class Settings:
         return _detail(cls, name, "check")
 
     @classmethod
-    def undecided(cls) -> frozenset[str]:
-        """Return the settings that change no number: where and how the job runs, and in how many parts."""
+    def free(cls) -> frozenset[str]:
+        """Return the settings that decide no number, as where the job runs, so that a resumed job may change them."""
         return frozenset(name for name in cls.names() if not _detail(cls, name, "decides"))
 
     def require(self, *names: str) -> None:

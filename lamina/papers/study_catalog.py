@@ -18,7 +18,7 @@ from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, unknown
 from lamina.jobs import columns
 from lamina.jobs.settings import Settings
-from lamina.papers.trials.jobs import JOBS, TrialJob
+from lamina.papers.trials.jobs import TRIAL_JOBS, TrialJob
 from lamina.probes.engine.registry import check_probe
 
 Axes: TypeAlias = Mapping[str, Mapping[str, Json]]
@@ -136,7 +136,7 @@ class Stage:
 
     Attributes:
         name: its label on the axis ``stage``.
-        job: what its trials are: a name in ``JOBS``.
+        job: what its trials are: a name in ``TRIAL_JOBS``.
         settings: of its trials.
         inputs: by setting, the stage whose model it takes.
         of: values of axes: the stage runs for this arm alone, and the stages after it take that one's model. So all
@@ -157,7 +157,7 @@ class Stage:
 
     @property
     def record(self) -> TrialJob:
-        return JOBS[self.job]
+        return TRIAL_JOBS[self.job]
 
     def trial(self, seed: int) -> Settings:
         """Return the settings of a trial, without its inputs. Raises UserError that names the setting."""
@@ -184,7 +184,7 @@ class Scale:
 
     Attributes:
         name: cpu, gpu or paper.
-        job: what a trial is: a name in ``JOBS``.
+        job: what a trial is: a name in ``TRIAL_JOBS``.
         settings: those that all trials share.
         axes: per axis, its values by label; a value is the settings that it stands for.
         rates: the learning rates of a sweep; empty if the settings or the arms say the rate.
@@ -213,7 +213,7 @@ class Scale:
 
     @property
     def record(self) -> TrialJob:
-        return JOBS[self.job]
+        return TRIAL_JOBS[self.job]
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
@@ -369,16 +369,16 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     entries = _Entries(where, data, _SCALE, " with base, settings, axes, ...")
     entries.figures()
     job = entries.text("job", default="pretrain")
-    entries.among("job", [job], (each.name for each in JOBS.values() if not each.inputs))
+    entries.among("job", [job], (each.name for each in TRIAL_JOBS.values() if not each.inputs))
     axes = dict(entries.mapping("axes"))
     rates, tuning = _read_rates(entries, axes.pop("learning_rate", None))
     seeds = entries.seeds("seed", axes.pop("seed", 1))
     own, base = entries.mapping("settings"), _base(entries, entries.data.get("base"), folder)
-    points = {axis: _points(entries, axis, values, JOBS[job]) for axis, values in axes.items()}
+    points = {axis: _points(entries, axis, values, TRIAL_JOBS[job]) for axis, values in axes.items()}
     tuned_with: Json = {} if tuning is None else tuning.settings
     if tuning is not None:
         _check_also(entries, tuning, points)
-        entries.among("setting", tuned_with, JOBS[job].settings_class().names(), "learning_rate: settings")
+        entries.among("setting", tuned_with, TRIAL_JOBS[job].settings_class().names(), "learning_rate: settings")
     decided = {**ENGINE, "seed": "an axis 'seed'"}
     if rates or tuning:
         decided["learning_rate"] = "the axis 'learning_rate' alone"
@@ -537,9 +537,9 @@ def _read_stages(scale: _Entries, first: str, axes: Axes, folder: Path) -> tuple
 
 def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes, folder: Path) -> Stage:
     job = entries.text("job", default=name)
-    entries.among("job", [job], (each.name for each in JOBS.values() if each.inputs))
-    settings, record = dict(entries.mapping("settings")), JOBS[job].settings_class()
-    decided = {"seed", *ENGINE, *JOBS[job].inputs, *(record.undecided() - {*JOBS[job].files})}
+    entries.among("job", [job], (each.name for each in TRIAL_JOBS.values() if each.inputs))
+    settings, record = dict(entries.mapping("settings")), TRIAL_JOBS[job].settings_class()
+    decided = {"seed", *ENGINE, *TRIAL_JOBS[job].inputs, *(record.free() - {*TRIAL_JOBS[job].files})}
     entries.among("setting", settings, [each for each in record.names() if each not in decided])
     of = {str(axis): str(label) for axis, label in entries.mapping("of").items()}
     for axis, label in of.items():
@@ -549,8 +549,8 @@ def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes
     records = entries.data.get("records", ())
     records = records if isinstance(records, Sequence) else (records,)
     entries.among("record", records, RECORDS)
-    given, known = entries.data.get("from", earlier[0]), JOBS[job].inputs  # one name, of the main input, or by setting
-    inputs = {known[0]: given} if not isinstance(given, Mapping) else dict(given)
+    given, known = entries.data.get("from", earlier[0]), TRIAL_JOBS[job].inputs
+    inputs = dict(given) if isinstance(given, Mapping) else {known[0]: given}  # one name is of the main input
     entries.among("setting", inputs, known, "from")
     entries.among("stage", inputs.values(), earlier, "from")
     if known[0] not in inputs:

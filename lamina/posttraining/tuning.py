@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=TuningSettings)
 LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")  # the columns whose tokens an example has
-POLICY = ResumePolicy(what="run", free=TuningSettings.undecided(), compared=frozenset(("from_model", "reward_model")))
+POLICY = ResumePolicy(what="run", free=TuningSettings.free(), compared=frozenset(("from_model", "reward_model")))
 
 
 def tune(

@@ -23,7 +23,7 @@ from lamina.modeling.parts import body_of, sublayers, temporary_hooks
 from lamina.modeling.scaling import Scaling
 from lamina.modeling.wiring_lamina import Residual, Terms
 from lamina.placements import Plan
-from lamina.probes.structure.hooks import evaluating, watch
+from lamina.probes.structure.hooks import evaluating, observe
 from lamina.probes.structure.sites import Point
 from lamina.training.monitor.parameter_measures import GradientNorms
 from lamina.training.monitor.stream_measures import STATE_METRICS, state_statistics
@@ -38,7 +38,6 @@ from lamina.training.source import plan_of
 
 NARROWEST, FEWEST_TOKENS = 64, 256
 MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencies from
-FP16_MAX = 65504.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +215,7 @@ class _LayerNumbers:
     def over(self, base: LaminaModel) -> Iterator[None]:
         points = {-1: Point(base.layers[0], "", "input")}
         points |= {index: Point(block, "", "output") for index, block in enumerate(base.layers)}
-        with temporary_hooks() as hooks, watch(points, self._state, root=base):
+        with temporary_hooks() as hooks, observe(points, self._state, root=base):
             for index, name, residual in sublayers(base):
                 hooks.append(residual.register_terms_hook(partial(self._terms, index, name, residual)))
             yield

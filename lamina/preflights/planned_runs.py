@@ -22,7 +22,7 @@ from lamina.jobs.names import LAYERS, PREFLIGHT
 from lamina.placements.resolution import find
 from lamina.preflights.burn_in import BurnIn, BurningIn, Snapshot, choose
 from lamina.preflights.settings import PreflightSettings
-from lamina.preflights.verdict import Features, PreflightVerdict, calibration, features, judge, kind_of
+from lamina.preflights.verdict import Features, PreflightVerdict, calibration, features, judge, verdict_of
 from lamina.training.monitor.writers import LAYER_COLUMNS
 from lamina.training.objectives.objective import objective_of
 from lamina.training.objectives.text import CausalLM, read_text
@@ -162,7 +162,7 @@ def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[i
 
 def is_open(numbers: Features) -> bool:
     """Return whether the fitted rules call the run neither fine nor lost."""
-    return kind_of(numbers, calibration()) in ("risky", "undecided")
+    return verdict_of(numbers, calibration()) in ("risky", "undecided")
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from importlib.resources import files
 from typing import Literal
 
 from lamina.core.json_types import Json
-from lamina.preflights.burn_in import FP16_MAX, BurnIn
+from lamina.preflights.burn_in import BurnIn
+from lamina.training.monitor.rules import FP16_MAX
 
 TINY = 1e-45
 
@@ -85,8 +86,8 @@ def _log(value: float) -> float:
     return math.log10(max(value, TINY)) if value == value else math.nan
 
 
-Kind = Literal["fine", "risky", "undecided", "will not train"]
-VERDICTS: tuple[Kind, ...] = ("fine", "risky", "undecided", "will not train")
+VerdictWord = Literal["fine", "risky", "undecided", "will not train"]
+VERDICTS: tuple[VerdictWord, ...] = ("fine", "risky", "undecided", "will not train")
 LEAST_CONTEXT = 1e-4  # nats: the least that the held-out sequences can distinguish from 0
 MOST_LEFT = 10.0  # the whole schedule over the part taken: few of the fitted runs had more
 CLEAR = 2.0  # standard errors
@@ -99,7 +100,7 @@ def calibration() -> Json:
     return json.loads((files("lamina.preflights") / "calibration.json").read_text(encoding="utf-8"))
 
 
-def kind_of(numbers: Features, fitted: Json) -> Kind:
+def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
     """Return the verdict: "fine" and "risky" need a burn-in that learned, "will not train" a small chance."""
     low, high = fitted["bands"]
     sure = chance(numbers, fitted)
@@ -158,13 +159,13 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
     loss, it is a fitted multiple of the share spent. It is at most 1, the whole run.
     """
     rule = fitted["deciding"]
-    if not still_falling(numbers):
+    if not learns_frequencies(numbers):
         return min(1.0, rule["times"] * numbers.spent)
     distance = numbers.excess + CLEAR * numbers.excess_error + fitted["evidence"]["margin"]
     return min(1.0, numbers.spent + rule["slowing"] * distance / numbers.pace) if numbers.pace > 0 else 1.0
 
 
-def still_falling(numbers: Features) -> bool:
+def learns_frequencies(numbers: Features) -> bool:
     """Return whether the loss is so far above a constant prediction's that the model still learns frequencies."""
     return numbers.excess > FALLING
 
@@ -181,7 +182,7 @@ class PreflightVerdict:
     ``deciding_steps``: for an undecided run, the burn-in steps that should decide; else 0.
     """
 
-    verdict: Kind
+    verdict: VerdictWord
     chance: float
     deciding_steps: int
     reason: str
@@ -190,7 +191,7 @@ class PreflightVerdict:
 
 def judge(numbers: Features, burn_in: BurnIn) -> PreflightVerdict:
     fitted = calibration()
-    sure, kind, deciding = chance(numbers, fitted), kind_of(numbers, fitted), 0
+    sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0
     if kind == "undecided":
         deciding = max(burn_in.step_at(deciding_share(numbers, fitted)), len(burn_in.losses) + 1)
     if not numbers.finite:
@@ -225,7 +226,7 @@ def _collapse(numbers: Features, burn_in: BurnIn) -> str:
     )
 
 
-def _reason(numbers: Features, burn_in: BurnIn, kind: Kind, sure: float) -> str:
+def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) -> str:
     constant = (
         f"the held-out loss is {abs(numbers.excess):.2f} ± {CLEAR * numbers.excess_error:.2f} nats "
         f"{'below' if numbers.excess < 0 else 'above'} that of a constant prediction"
@@ -258,7 +259,7 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: Kind, sure: float) -> str:
 
 def _longer(numbers: Features, burn_in: BurnIn, deciding: int) -> str:
     by = f"by step {deciding}" if deciding < burn_in.planned.steps else "only toward the end or not at all"
-    if still_falling(numbers):
+    if learns_frequencies(numbers):
         estimate = (
             f"at the pace of these steps, as it slows down, the loss is clearly below a constant prediction's {by}"
         )

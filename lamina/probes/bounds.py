@@ -66,7 +66,7 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
         if (norm := post_norm(block, index)) is not None:
             points["sum", index] = norm.input
     with torch.no_grad():
-        _, tensors = block.watch(points, block.stream)
+        _, tensors = block.observe(points, block.stream)
     sides = []
     for index, sublayer in enumerate(block.site.sublayers):
         branch = tensors["branch", index].float() * _factor(sublayer.contribution)
@@ -102,12 +102,12 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     whole = Jacobian(block, block.stream).norm(batch_dims=1, tolerance=tolerance).value
     points = {"after": norms[0].output, 0: norms[0].input, 1: norms[1].input}
     with torch.no_grad():
-        _, tensors = block.watch(points, block.stream)
+        _, tensors = block.observe(points, block.stream)
     sigmas = [norm_scale(norms[i].module, tensors[i]).double().cpu().flatten(1) for i in (0, 1)]
     gains = [largest_gain(norm) for norm in norms]
 
     def branch(x: torch.Tensor) -> torch.Tensor:
-        return block.watch({0: attention.contribution}, x)[1][0] * _factor(attention.contribution)
+        return block.observe({0: attention.contribution}, x)[1][0] * _factor(attention.contribution)
 
     def inner(y: torch.Tensor) -> torch.Tensor:
         end = feed_forward.contribution
@@ -173,7 +173,7 @@ def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
     for index, (path, module) in enumerate(feed_forward.up):
         points[index] = Point(module, path, "output", feed_forward.post.call)
     with torch.no_grad():
-        _, tensors = block.watch(points, block.stream)
+        _, tensors = block.observe(points, block.stream)
     others = [m for n, m in enumerate(modules) if not torch.equal(tensors[n], tensors["pre"])]
     return others[-1]
 

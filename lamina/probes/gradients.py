@@ -19,7 +19,7 @@ from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.spikes import spike_scores
-from lamina.probes.structure.hooks import fresh_gradients, watch
+from lamina.probes.structure.hooks import fresh_gradients, observe
 from lamina.probes.structure.sites import Structure
 
 Place = tuple[int, str, str]
@@ -198,7 +198,7 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapp
     predicted = expected = 0
     for number, batch in enumerate(batches):
         context.progress(number, len(batches), "gradients")
-        with watch(context.structure.states(), see, root=context.model):
+        with observe(context.structure.states(), see, root=context.model):
             losses = context.token_losses(context.on_device(batch))
         expected = expected or sequences * losses.shape[1]
         predicted += losses.numel()

@@ -203,7 +203,7 @@ class JacobianProbe(ShortProbe):
         sublayers = enumerate(block.site.sublayers)
         norms = {i: norm for i, sublayer in sublayers for norm in sublayer.norms if norm.role == "post_norm"}
         with torch.no_grad():
-            _, inputs = block.watch({index: norm.input for index, norm in norms.items()}, block.stream)
+            _, inputs = block.observe({index: norm.input for index, norm in norms.items()}, block.stream)
         sigmas: list[torch.Tensor | float] = [1.0] * len(wirings)
         for index, norm in norms.items():
             scale = norm_scale(norm.module, inputs[index]).double().cpu().reshape(block.stream.shape[:-1])

@@ -35,9 +35,9 @@ from lamina.probes.structure.hooks import (
     forward,
     forwards,
     intercept,
+    observe,
     refill,
     stream_of,
-    watch,
     with_argument,
 )
 from lamina.probes.structure.sites import LayerSite, Point
@@ -171,7 +171,7 @@ class LayerDrop(Probe):
             inputs = context.on_device(batch)
             losses_of = partial(context.token_losses, inputs)
             with PassesWithoutLayers(context, lambda losses=losses_of: losses().double().mean(1)) as passes:
-                with watch(context.structure.states(), angles.see, root=context.model):
+                with observe(context.structure.states(), angles.see, root=context.model):
                     whole += passes.full().tolist()
                 angles.end_batch(inputs, None)
                 for start in starts:

@@ -22,7 +22,7 @@ from lamina.probes.engine.layer_calls import rows_of
 from lamina.probes.engine.losses import is_causal, logits_of, masked_positions
 from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running
-from lamina.probes.structure.hooks import Args, Output, forward, forwards, refill, watch
+from lamina.probes.structure.hooks import Args, Output, forward, forwards, observe, refill
 
 METRICS = ("cross_entropy", "kl_to_final", "top1_agreement")
 _LOGITS = 2**23  # at most so many at a time: 32 MiB in float32
@@ -136,7 +136,7 @@ class LogitLens(Probe):
             states[state] = value[0, chosen]
 
         with torch.no_grad():
-            with watch(context.structure.states(), see, root=context.base):
+            with observe(context.structure.states(), see, root=context.base):
                 output = context.forward({**inputs, "input_ids": ids}, head=False)
             del output
             last = len(states) - 1
@@ -217,8 +217,8 @@ class Tail:
             self._forms[module] = output
 
         point = context.structure.states()[context.structure.num_layers]
-        watching = watch({0: point}, lambda key, value: last.append(value), root=self.model)
-        with torch.no_grad(), temporary_hooks() as hooks, watching:
+        observing = observe({0: point}, lambda key, value: last.append(value), root=self.model)
+        with torch.no_grad(), temporary_hooks() as hooks, observing:
             hooks += [module.register_forward_hook(note) for module in self._modules]
             expected = logits_of(context.forward({"input_ids": ids}))[0].float()
         self.vocabulary = expected.shape[-1]

@@ -15,7 +15,7 @@ from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import COLUMNS, Probe, check_most, probe, sample_of
-from lamina.probes.structure.hooks import watch
+from lamina.probes.structure.hooks import observe
 from lamina.probes.structure.sites import LayerSite, Point
 
 Row = tuple[int, str, str, int, str, float, float]
@@ -175,7 +175,7 @@ class Spectra(Probe):
         self._reduce()
         for passes, group in enumerate(self._groups[1:], start=1):
             context.progress(passes, len(self._groups), "passes for the covariances")
-            with torch.no_grad(), watch(group, self.see, root=context.base):
+            with torch.no_grad(), observe(group, self.see, root=context.base):
                 for inputs in list(context.batches)[: context.forwards or None]:
                     context.forward(context.on_device(inputs), head=False)
                     if all(self._full(key) for key in group):

@@ -24,7 +24,7 @@ from lamina.jobs.files import disk_full
 from lamina.jobs.names import CONFIG, ENVIRONMENT, PLAN, RESULT, RESULTS
 from lamina.jobs.run_folder import RunFolder
 from lamina.placements import Plan
-from lamina.studies import record as study_record
+from lamina.studies.record import read_record, refuse_mixture
 from lamina.training.monitor.writers import LAYER_COLUMNS, layer_parts, read_part
 
 logger = logging.getLogger(__name__)
@@ -74,12 +74,12 @@ class Trial:
     @cached_property
     def result(self) -> Json:
         """result.json, empty if the run has none yet."""
-        return read_mapping(self.folder / RESULT)
+        return lenient_mapping(self.folder / RESULT)
 
     @cached_property
     def environment(self) -> Json:
         """environment.json: versions, machine, git revision."""
-        return read_mapping(self.folder / ENVIRONMENT)
+        return lenient_mapping(self.folder / ENVIRONMENT)
 
     @cached_property
     def layers(self) -> Frame:
@@ -143,8 +143,8 @@ def read_study(folder: Path) -> Study:
     common = dict(settings)
     if isinstance(init := common.get("init"), str):
         common["init"] = init.removeprefix("same:")
-    stored = {trial.name: read_mapping(trial.folder / CONFIG) for trial in trials}
-    study_record.refuse_mixture({name: config for name, config in stored.items() if config}, common)
+    stored = {trial.name: lenient_mapping(trial.folder / CONFIG) for trial in trials}
+    refuse_mixture({name: config for name, config in stored.items() if config}, common)
     return Study(folder=folder, header=header, settings=settings, results=results, trials=trials)
 
 
@@ -160,7 +160,7 @@ def faults(folder: Path) -> list[str]:
 def study_header(folder: Path) -> Json:
     """Read study.yaml; empty if it is damaged."""
     try:
-        return study_record.read_study(folder)
+        return read_record(folder)
     except UserError as error:
         logger.warning("%s, left out of the report", str(error).partition(" (allowed")[0])
         return {}
@@ -169,7 +169,7 @@ def study_header(folder: Path) -> Json:
 def read_run(folder: Path) -> Study:
     """Read a single run's folder as a study of one trial."""
     trial = Trial(name=folder.name, placement="", folder=folder)
-    config, result, plan = read_mapping(folder / CONFIG), trial.result, trial.plan
+    config, result, plan = lenient_mapping(folder / CONFIG), trial.result, trial.plan
     placement = str(config.get("placement") or (plan.placement if plan else "") or folder.name)
     if isinstance(config.get("placement"), dict):
         placement = plan.placement if plan else str(config["placement"].get("name", folder.name))
@@ -247,7 +247,7 @@ def _inside(parent: Path, name: str) -> Path:
     return path if name and path.resolve().is_relative_to(parent.resolve()) else parent / "no-such-trial"
 
 
-def read_mapping(path: Path) -> Json:
+def lenient_mapping(path: Path) -> Json:
     """Read a mapping from a JSON or YAML file; empty if it is missing or not readable."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")

@@ -17,7 +17,7 @@ from lamina.reports import charts, depth
 from lamina.reports.charts import line_of
 from lamina.reports.depth import Quantity
 from lamina.reports.page import Section, callouts, figure, sentence
-from lamina.reports.records import Frame, Trial, groups, read_mapping, select
+from lamina.reports.records import Frame, Trial, groups, lenient_mapping, select
 from lamina.reports.style import Shown
 
 _BY_DEPTH = ("layer", "size", "distance")  # possible x axes; the first that a frame has is used
@@ -105,7 +105,7 @@ def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
 
 
 def _section(name: str, items: Sequence[Shown]) -> Section:
-    abouts = (read_mapping(trial.folder / "probes" / name / ABOUT) for item in items for trial in item.trials)
+    abouts = (lenient_mapping(trial.folder / "probes" / name / ABOUT) for item in items for trial in item.trials)
     facts = next((about for about in abouts if about), {})
     frames = {
         item.placement: pd.concat(tables)

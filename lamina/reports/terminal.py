@@ -21,7 +21,7 @@ from lamina.reports.pages.transfer import sentences
 from lamina.reports.ranking import is_above_bigram, notices, summarize
 from lamina.reports.records import Frame, is_number, rows_of
 from lamina.reports.tables import in_form
-from lamina.studies.record import read_study
+from lamina.studies.record import read_record
 
 _PRETRAINED = {
     "eval_loss": "eval loss {:.4f}",
@@ -56,7 +56,7 @@ pretrained, tuned = (partial(_run, forms=forms) for forms in (_PRETRAINED, _TUNE
 
 def compare(folder: Path, results: Frame) -> str:
     """Return the ranking, its warnings, and where the page and the numbers are."""
-    return f"{ranking(results, read_study(folder)['settings'])}\n\n{_files(folder, RESULTS)}"
+    return f"{ranking(results, read_record(folder)['settings'])}\n\n{_files(folder, RESULTS)}"
 
 
 def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str:

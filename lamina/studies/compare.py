@@ -55,7 +55,7 @@ def compare(
     """
     job, complete, trials = open_study(Kind.COMPARE, CompareSettings, settings, resume, overwrite, bar)
     with job:
-        return run_study(job, complete, trials, bar=bar)
+        return run_missing(job, complete, trials, bar=bar)
 
 
 def max_lr(
@@ -72,7 +72,7 @@ def max_lr(
     job, complete, trials = open_study(Kind.MAX_LR, MaxRateStudySettings, settings, resume, overwrite, bar)
     with job:
         of_trial = "lamina.studies.compare:run_max_rate"
-        return run_study(job, complete, trials, bar=bar, keys=("placement", "seed"), of_trial=of_trial)
+        return run_missing(job, complete, trials, bar=bar, keys=("placement", "seed"), of_trial=of_trial)
 
 
 def open_study(
@@ -87,7 +87,7 @@ def open_study(
         UserError: if a launcher (torchrun, accelerate) has started several processes; for a trial that can't be
             built, one that ended with other settings, and data that can't be read.
     """
-    policy = ResumePolicy(what="study", free=record.undecided())
+    policy = ResumePolicy(what="study", free=record.free())
     job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)
     if (count := launched()[1]) > 1:
         raise UserError(
@@ -108,7 +108,7 @@ def open_study(
     return job, complete, trials
 
 
-def run_study(
+def run_missing(
     job: Job[G],
     complete: G,
     trials: Mapping[str, OneRun],

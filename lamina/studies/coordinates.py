@@ -73,7 +73,7 @@ def coord_check(
     def stored(folder: Path) -> Json | None:
         return stored_study(folder) if has_study(folder) else None
 
-    policy = ResumePolicy(what="check", free=CoordCheckSettings.undecided())
+    policy = ResumePolicy(what="check", free=CoordCheckSettings.free())
     modes: Json = {"resume": resume, "overwrite": overwrite, "policy": policy, "stored": stored}
     job = open_job(Kind.COORD_CHECK, CoordCheckSettings, settings, **modes)
     checked, folder, runs = job.settings, job.folder, job.settings.runs()

@@ -30,7 +30,7 @@ def has_study(folder: Path) -> bool:
     return (folder / STUDY).is_file()
 
 
-def read_study(folder: Path) -> Json:
+def read_record(folder: Path) -> Json:
     """Return the record of the study in a folder. Raises UserError naming study.yaml if it is missing or not whole."""
     if not has_study(folder):
         raise UserError(f"output: {str(folder)!r} holds no study to resume ({STUDY} is missing)")
@@ -45,7 +45,7 @@ def read_study(folder: Path) -> Json:
 
 def stored_study(folder: Path) -> Json:
     """Return the settings of the study in a folder. Raises UserError if it holds no whole record."""
-    return read_study(folder)["settings"]
+    return read_record(folder)["settings"]
 
 
 def refuse_another_trial(trial: PretrainSettings, plan: Plan) -> None:
@@ -92,7 +92,7 @@ def refuse_mixture(
     for trial, settings in trials.items():
         for name, value in settings.items():
             owner, other = shared.setdefault(name, (trial, value))
-            if value != other and name not in free and name not in PretrainSettings.undecided():
+            if value != other and name not in free and name not in PretrainSettings.free():
                 raise UserError(
                     f"trials: {trial} was trained with {name} {value!r}, but {owner} has {other!r} (allowed in one "
                     "ranking: trials of the same settings; was a file edited, or a trial copied here?)"

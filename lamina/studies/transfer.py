@@ -19,7 +19,7 @@ from lamina.jobs.names import RESULTS, TRANSFER
 from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.scaling import scaled_weights
-from lamina.studies.compare import open_study, run_study
+from lamina.studies.compare import open_study, run_missing
 from lamina.studies.settings import TransferSettings
 from lamina.training.optimization.optimizer import scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
@@ -58,7 +58,7 @@ def transfer(
     factors = role_rates(complete)  # fails before hours of training if the target cannot be built
     with job:
         try:
-            results = run_study(job, complete, trials, bar=bar, keys=KEYS)
+            results = run_missing(job, complete, trials, bar=bar, keys=KEYS)
         finally:
             if (job.folder / RESULTS).is_file():
                 summary = summarize(pd.read_csv((job.folder / RESULTS).absolute()), complete, factors)

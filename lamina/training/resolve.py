@@ -37,7 +37,7 @@ from lamina.training.settings import PretrainSettings
 if TYPE_CHECKING:
     from lamina.evaluation.job import TaskMeasure
 
-POLICY = ResumePolicy(what="run", free=PretrainSettings.undecided() | {"rollback"})
+POLICY = ResumePolicy(what="run", free=PretrainSettings.free() | {"rollback"})
 
 # optimizers that treat each element of a weight independently
 SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")

@@ -23,7 +23,7 @@ class ToySettings(SeedSettings, OutputSettings, Settings):
 
 
 def toy(settings, *, resume=False, overwrite=False, bar=True):
-    policy = ResumePolicy(what="toy", free=ToySettings.undecided())
+    policy = ResumePolicy(what="toy", free=ToySettings.free())
     job = open_job(
         "toy", ToySettings, settings, resume=resume, overwrite=overwrite, policy=policy, stored=lambda folder:
         ToySettings.from_dict({"count": len((folder / "words.txt").read_text().split())}).to_dict(),
@@ -99,7 +99,7 @@ def test_it_resumes_with_what_decides_nothing_changed(tmp_path, refused):
 
 def test_where_a_job_writes_decides_no_number():
     for row in JOBS.values():
-        assert "output" in row.record.undecided(), row.name
+        assert "output" in row.record.free(), row.name
 
 
 def test_what_the_rows_name_exists():

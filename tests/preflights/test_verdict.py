@@ -17,10 +17,10 @@ from lamina.preflights.verdict import (
     chance,
     deciding_share,
     judge,
-    kind_of,
     learns,
     progress,
     projected,
+    verdict_of,
 )
 from lamina.training.settings import PretrainSettings
 
@@ -118,7 +118,7 @@ def test_a_run_that_learns_with_a_small_chance_is_risky():
         FINE, excess=-fitted["evidence"]["margin"] - 0.06, spent=1.0, pace=0.0, context=0.01, jacobian=-3.0
     )
     assert chance(numbers, fitted) < fitted["bands"][1]
-    assert kind_of(numbers, fitted) == "risky"
+    assert verdict_of(numbers, fitted) == "risky"
     assert "a chance of only" in judge(numbers, case("pre_ln")).reason
 
 

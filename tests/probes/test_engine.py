@@ -220,7 +220,7 @@ def test_a_shared_layer_is_watched_in_the_call_that_is_meant():
         context.forward(context.batches[0], head=False)
     for layer, block in enumerate(blocks):
         with torch.no_grad():
-            _, found = block.watch({"added": points[layer]}, block.stream)
+            _, found = block.observe({"added": points[layer]}, block.stream)
         torch.testing.assert_close(found["added"], seen[layer])
     assert not torch.allclose(seen[0], seen[1])
 

@@ -17,7 +17,7 @@ from lamina.probes.engine.losses import is_causal
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.structure.discovery import find_structure
-from lamina.probes.structure.hooks import forward, watch
+from lamina.probes.structure.hooks import forward, observe
 from lamina.probes.structure.sites import Structure, effective_gain
 
 # What a layer's norms are, in the order attention, feed-forward; the inner ones left out.
@@ -40,7 +40,7 @@ def _values(model: nn.Module, structure: Structure, inputs: dict[str, torch.Tens
             if sublayer.after is not None:
                 points["after", site.index, k] = sublayer.after
     found = {}
-    with torch.no_grad(), watch(points, lambda key, x: found.__setitem__(key, x.clone()), root=model):
+    with torch.no_grad(), observe(points, lambda key, x: found.__setitem__(key, x.clone()), root=model):
         forward(model, inputs)
     return found
 
@@ -95,7 +95,7 @@ def test_what_goes_into_the_nonlinearity_and_out_of_it(name: str):
     parts = find_structure(model, small_inputs(model, 1, 5)).layers[1].sublayers[1].feed_forward
     found = {}
     points = {"pre": parts.pre, "post": parts.post}
-    with torch.no_grad(), watch(points, lambda key, x: found.__setitem__(key, x.clone()), root=model):
+    with torch.no_grad(), observe(points, lambda key, x: found.__setitem__(key, x.clone()), root=model):
         forward(model, small_inputs(model))
     assert found["pre"].shape == found["post"].shape
     assert found["post"].shape[-1] == parts.width != 16

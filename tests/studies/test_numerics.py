@@ -30,7 +30,7 @@ def test_every_setting_is_in_the_identity_or_is_known_not_to_matter():
     first = trial.identity("pretrain", PretrainSettings())["settings"]
     outside, names = {"placement", "num_layers", "corpus"}, set(PretrainSettings.names())
     younger = set(trial.YOUNGER) & names
-    assert set(first) | outside | PretrainSettings.undecided() | younger == names
+    assert set(first) | outside | PretrainSettings.free() | younger == names
 
 
 def key_of(**settings):

@@ -10,14 +10,14 @@ from lamina.jobs.columns import RESULT_COLUMNS
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.study_run import _refuse_edited, results_table, run_plan
 from lamina.papers.study_catalog import read_study
-from lamina.papers.trials.jobs import JOBS, columns_of
+from lamina.papers.trials.jobs import TRIAL_JOBS, columns_of
 from lamina.papers.trials.measures import measure, missing
 from lamina.papers.trials.store import Records, Store, write_results
 
 ROWS = [{"prompt": f"{i}?", "completion": f" {i}"} for i in range(12)]
 SHORT = {"steps": 2, "batch_size": 2, "eval_fraction": 0.25}
 
-NAMES = {job.run: name for name, job in JOBS.items()}
+NAMES = {job.run: name for name, job in TRIAL_JOBS.items()}
 
 
 @pytest.fixture

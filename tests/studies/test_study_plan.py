@@ -12,7 +12,7 @@ from lamina.errors import UserError
 from lamina.papers.engine.describe_study import description, dry_run_text
 from lamina.papers.engine.plan import Best, StudyPlan, _rank, best_rate
 from lamina.papers.engine.settings import StudySettings
-from lamina.papers.engine.study_run import _refuse_edited, make_plan, results_table, run_study
+from lamina.papers.engine.study_run import _refuse_edited, results_table, run_study, study_plan
 from lamina.papers.judging import Trials
 from lamina.papers.study_catalog import read_study
 
@@ -163,8 +163,8 @@ def test_seeds_of_the_command_line_that_tune_are_refused(tmp_path, corpus):
     axes = {**AXES, "learning_rate": {"tune": [1e-3, 2e-3], "seeds": [100, 101]}, "seed": 3}
     file = write_study(tmp_path, corpus=corpus, axes=axes, claims="")
     with pytest.raises(UserError, match="seeds: seed 101 tunes the rates"):
-        make_plan(read_study(file), StudySettings(study=str(file), seeds="7,101"))
-    plan = make_plan(read_study(file), StudySettings(study=str(file), seeds="7"))
+        study_plan(read_study(file), StudySettings(study=str(file), seeds="7,101"))
+    plan = study_plan(read_study(file), StudySettings(study=str(file), seeds="7"))
     assert {trial.seed for trial in plan.wanted(known)} == {7, 100, 101}
     assert "tuned with 2 seeds of their own (100, 101)" in description(StudySettings(study=str(file)))
 
@@ -180,8 +180,8 @@ def test_seeds_of_the_command_line_that_tune_are_refused(tmp_path, corpus):
 def test_a_change_of_what_the_trials_say_themselves_is_refused(tmp_path, corpus, changes, allowed):
     file = write_study(tmp_path, corpus=corpus, claims="")
     with pytest.raises(UserError, match=rf"set.{next(iter(changes))}: has no effect.*\(allowed: {allowed}\)"):
-        make_plan(read_study(file), StudySettings(study=str(file), set=changes))
-    make_plan(read_study(file), StudySettings(study=str(file), set={"weight_decay": 0.2}))
+        study_plan(read_study(file), StudySettings(study=str(file), set=changes))
+    study_plan(read_study(file), StudySettings(study=str(file), set={"weight_decay": 0.2}))
 
 
 def test_a_study_is_not_recorded_with_changed_seeds(tmp_path, corpus):
@@ -260,7 +260,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
 def test_what_a_study_cannot_be_is_refused_by_name(tmp_path, corpus, scale, message):
     file = write_study(tmp_path, corpus=corpus, **scale)
     with pytest.raises(UserError, match=message):
-        make_plan(read_study(file), StudySettings(study=str(file)))
+        study_plan(read_study(file), StudySettings(study=str(file)))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_setting_that_the_engine_decides_is_refused_wherever_it_is_said(tmp_pa
         read_study(write_study(tmp_path, corpus=corpus, axes=axes))
     file = write_study(tmp_path, corpus=corpus)
     with pytest.raises(UserError, match=f"set.{name}: has no effect"):
-        make_plan(read_study(file), StudySettings(study=str(file), set={name: value}))
+        study_plan(read_study(file), StudySettings(study=str(file), set={name: value}))
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_data_of_a_stage_that_is_missing_is_found_before_anything_is_trained(tmp
     stage["settings"]["steps"] = 2
     file = write_study(tmp_path, corpus=corpus, then={"later": stage})
     with pytest.raises(UserError, match=message):
-        make_plan(read_study(file), StudySettings(study=str(file)))
+        study_plan(read_study(file), StudySettings(study=str(file)))
 
 
 def test_a_dry_run_lists_arms_by_their_labels_and_says_the_minutes_here(tmp_path, corpus):

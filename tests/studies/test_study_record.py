@@ -13,7 +13,7 @@ from lamina.errors import UserError
 from lamina.jobs.names import STUDY
 from lamina.reports import report
 from lamina.studies.compare import compare
-from lamina.studies.record import read_study, refuse_mixture, write_study
+from lamina.studies.record import read_record, refuse_mixture, write_study
 from lamina.studies.settings import CompareSettings
 
 SETTINGS = {"steps": 16, "init": "same:scaled", "epsilon": 1e-08, "seeds": "0,1", "trainer": {}, "base_width": None}
@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 def test_what_is_written_is_read(folder):
-    assert read_study(folder)["settings"] == SETTINGS
+    assert read_record(folder)["settings"] == SETTINGS
 
 
 def test_every_cut_and_every_changed_byte_is_known(folder):
@@ -37,7 +37,7 @@ def test_every_cut_and_every_changed_byte_is_known(folder):
         for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]):
             (folder / STUDY).write_bytes(damaged)
             with contextlib.suppress(UserError):
-                believed.append(read_study(folder) == {k: v for k, v in meaning.items() if k != "digest"})
+                believed.append(read_record(folder) == {k: v for k, v in meaning.items() if k != "digest"})
     assert all(believed)  # a blank at the end of a line, say: it reads the same
     assert len(believed) < len(whole) / 20
 

@@ -7,12 +7,12 @@ from typing import cast
 from lamina.errors import UserError
 from lamina.papers.engine.plan import StudyPlan
 from lamina.papers.engine.settings import StudySettings
-from lamina.papers.engine.study_run import make_plan, records_are_of, store_of
+from lamina.papers.engine.study_run import records_are_of, store_of, study_plan
 from lamina.papers.engine.verdicts import verdicts_of
 from lamina.papers.judging.findings import seeds_text
 from lamina.papers.study_catalog import StudyDefinition, Tuning, read_study
 from lamina.papers.trials import measures
-from lamina.papers.trials.jobs import JOBS
+from lamina.papers.trials.jobs import TRIAL_JOBS
 from lamina.studies.running import usual_workers
 from lamina.studies.settings import MaxRateSettings
 from lamina.training.settings import PretrainSettings
@@ -22,7 +22,7 @@ def description(settings: StudySettings) -> str:
     """Describe a study at one scale: the question, the arms, the trials, the verdicts of the records."""
     assert settings.study is not None
     study = read_study(settings.study)
-    plan = make_plan(study, settings)
+    plan = study_plan(study, settings)
     source = [f"source: {study.source}"] if study.source else []
     lines = [f"{study.name}: {study.title}", *source, f"scales: {', '.join(study.scales)}", ""]
     lines += [f"scale {settings.scale}: {plan.scale.needs}"] if plan.scale.needs else _trials(plan, settings)
@@ -76,16 +76,16 @@ def dry_run_text(settings: StudySettings) -> str:
     scale = study.scale(settings.scale)
     if scale.needs:
         return f"{study.name}, scale {scale.name}: {scale.needs}"
-    plan = make_plan(study, settings)
+    plan = study_plan(study, settings)
     arms = {
         arm: {
             n: one.run() if isinstance(one, MaxRateSettings) else cast(PretrainSettings, one) for n, one in each.items()
         }
         for arm, each in plan.dry().items()
     }
-    note = "" if JOBS[scale.job].trains else f"The job {scale.job} trains nothing: only the models are built.\n"
+    note = "" if TRIAL_JOBS[scale.job].trains else f"The job {scale.job} trains nothing: only the models are built.\n"
     frame = dry_run(arms)
-    here = scale.name == "cpu" and JOBS[scale.job].trains
+    here = scale.name == "cpu" and TRIAL_JOBS[scale.job].trains
     workers = settings.workers or usual_workers()
     time = minutes_here(arms, frame, workers=workers, threads=settings.threads) if here else ""
     return "\n".join(filter(None, (f"{study.name}, scale {scale.name}\n{note}{table(frame)}", time)))

@@ -28,12 +28,11 @@ from lamina.papers.engine.plan import StudyPlan, refuse_without_effect
 from lamina.papers.engine.settings import StudySettings
 from lamina.papers.study_catalog import StudyDefinition, catalog_folder, check_seeds, read_study
 from lamina.papers.trials import measures
-from lamina.papers.trials.jobs import JOBS
+from lamina.papers.trials.jobs import TRIAL_JOBS
 from lamina.papers.trials.store import TABLES, Records, Store, recorded_keys, write_results, write_table
 from lamina.papers.trials.trial import StudyTrial, read_again
 from lamina.studies import processes
-from lamina.studies.record import has_study, stored_study, write_study
-from lamina.studies.record import read_study as read_record
+from lamina.studies.record import has_study, read_record, stored_study, write_study
 from lamina.studies.running import Executor, run_tasks, run_trials
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def run_plan(
 logger = logging.getLogger(__name__)
 SHOWN = 10
 """How many damaged files are named."""
-POLICY = ResumePolicy(what="study", free=StudySettings.undecided())
+POLICY = ResumePolicy(what="study", free=StudySettings.free())
 
 
 def run_study(
@@ -166,7 +165,7 @@ def run_study(
     job = open_job(
         Kind.CLAIMS, StudySettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
-    complete, plan = job.settings, make_plan(study, job.settings)
+    complete, plan = job.settings, study_plan(study, job.settings)
     writable_folder("store", Path(complete.store))
     store = store_of(complete)
     if job.resumes and has_study(job.folder):
@@ -222,7 +221,7 @@ def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
     trials'.
     """
     assert settings.study is not None
-    plan, store = make_plan(read_study(settings.study), settings), store_of(settings)
+    plan, store = study_plan(read_study(settings.study), settings), store_of(settings)
     if plan.scale.needs:
         raise UserError(f"scale: {settings.scale!r} has no trials: {plan.scale.needs} (allowed: another scale)")
     writable_folder("store", Path(settings.store))
@@ -230,7 +229,7 @@ def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
     return run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings))
 
 
-def make_plan(study: StudyDefinition, settings: StudySettings) -> StudyPlan:
+def study_plan(study: StudyDefinition, settings: StudySettings) -> StudyPlan:
     """Return the plan of a study's scale, with the seeds and settings that the user changed. Raises UserError."""
     read_again()
     scale = study.scale(settings.scale)
@@ -416,7 +415,7 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
     ``values``: on the axes; ``places``: in its arm's sweep (``tuned``, ``at_edge``).
     """
     left_out = {*_NOTES, *values, "trial"}
-    numbers = JOBS[trial.job].numbers(result)
+    numbers = TRIAL_JOBS[trial.job].numbers(result)
     scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
     placement = re.sub(r"^[^(]*/", "", trial.placement)  # without the folder of a file that only this machine has
     own: Json = {"key": trial.key, "placement": placement, **values, "seed": trial.seed}

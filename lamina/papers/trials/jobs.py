@@ -95,7 +95,7 @@ class TrialJob:
         return cast(type[Settings], load(self.settings))
 
 
-JOBS = {
+TRIAL_JOBS = {
     job.name: job
     for job in (
         TrialJob(

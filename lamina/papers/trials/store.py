@@ -22,7 +22,7 @@ from lamina.jobs.manifest import MODEL, what_is_broken
 from lamina.jobs.names import CONFIG, ENVIRONMENT, MANIFEST, RESULTS
 from lamina.jobs.status import ENDED, Status
 from lamina.papers.trials import measures
-from lamina.papers.trials.jobs import JOBS
+from lamina.papers.trials.jobs import TRIAL_JOBS
 from lamina.papers.trials.measures import file_name, measure, read_table
 from lamina.papers.trials.trial import SPELLED, StudyTrial, key, may_be
 from lamina.studies.task import Busy, Task
@@ -233,7 +233,7 @@ class Store:
         if self.threads is not None:
             changes["threads"] = self.threads
         settings = replace(trial.settings, **changes)
-        job = JOBS[trial.job]
+        job = TRIAL_JOBS[trial.job]
         return StoredTask(
             settings=settings, job=job.run, trains=job.trains, measures=trial.measures, identity=trial.identity
         )

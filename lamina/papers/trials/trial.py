@@ -23,7 +23,7 @@ from lamina.evaluation.task_sets import GENERATED
 from lamina.jobs.manifest import files_in, model_folder, sha256
 from lamina.jobs.names import MANIFEST
 from lamina.jobs.settings import Settings
-from lamina.papers.trials.jobs import JOBS, TrialJob
+from lamina.papers.trials.jobs import TRIAL_JOBS, TrialJob
 from lamina.placements import resolve
 from lamina.posttraining.settings import MemorySettings
 from lamina.training.setting_groups import ImageSettings, ObjectiveSettings, PretrainOptimizerSettings
@@ -67,7 +67,7 @@ def identity(job: str, settings: Settings) -> Json:
     plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
     if values.get("init") == "recommended":
         values["init"] = recommended
-    kept = _deciding(values, settings.undecided(), ("corpus",))
+    kept = _deciding(values, settings.free(), ("corpus",))
     field, second = str(values.get("text_field", "text")), kept.pop("eval_corpus", None)
     return {
         "job": job,
@@ -91,7 +91,7 @@ def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Jso
             data[name] = ",".join(_content(part.strip()) for part in str(value).split(","))
     field = str(values.get("text_field", "text"))
     texts = {name: _text(str(values[name]), field) for name in ("corpus", "eval_corpus") if values.get(name)}
-    kept = _deciding(values, settings.undecided(), (*job.inputs, *texts))
+    kept = _deciding(values, settings.free(), (*job.inputs, *texts))
     identity: Json = {"job": job.name, "numerics": NUMERICS, "settings": kept, "inputs": dict(inputs), "data": data}
     return {**identity, **({"texts": texts} if texts else {}), **_places(kept)}
 
@@ -107,9 +107,9 @@ def read_again() -> None:
         known.cache_clear()
 
 
-def _deciding(values: Json, undecided: frozenset[str], others: Iterable[str]) -> Json:
+def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json:
     """Return the settings that decide the numbers, without ``others``."""
-    left_out = {*others, *(undecided - OF_A_ROLLBACK if values.get("rollback") else undecided)}
+    left_out = {*others, *(free - OF_A_ROLLBACK if values.get("rollback") else free)}
     return {
         name: value
         for name, value in values.items()
@@ -190,7 +190,7 @@ class StudyTrial:
     """One trial, as a study needs it.
 
     Attributes:
-        job: a name in ``JOBS``.
+        job: a name in ``TRIAL_JOBS``.
         values: its place on the study's axes: the label of each value.
         settings: complete; the store says where the trial is.
         measures: what is measured on it, as "TIME/NAME".
@@ -257,6 +257,6 @@ def make_chained(
     root: StudyTrial,
 ) -> StudyTrial:
     """Make a trial that starts from other trials' models. Raises UserError for unreadable data."""
-    own = chained(JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
+    own = chained(TRIAL_JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
     made = StudyTrial(job=job, values=values, settings=settings, measures=measures, identity=own, key=key(own))
     return replace(made, inputs=inputs, root=root)

@@ -38,7 +38,7 @@ from lamina.probes.census.inner_norms import KEY, OUTPUT, QUERY, VALUE, InnerNor
 from lamina.probes.census.streams import StreamLayers, StreamSum, wirings_of
 from lamina.probes.engine.inputs import batches_of, reads_images
 from lamina.probes.engine.measure import refuse_meta, structure_of
-from lamina.probes.structure.hooks import base_of, evaluating, watch
+from lamina.probes.structure.hooks import base_of, evaluating, observe
 from lamina.probes.structure.hooks import forward as run
 from lamina.probes.structure.proof import combination, prove
 from lamina.probes.structure.sites import LayerSite, NormSite, Point, Structure, SublayerSite
@@ -400,7 +400,7 @@ def _ends(
     def see(key: tuple[str, str], tensor: torch.Tensor) -> None:
         tensors[key] = tensor.detach().double().flatten(0, -2)
 
-    with torch.no_grad(), watch(points, see, root=root):
+    with torch.no_grad(), observe(points, see, root=root):
         run(root, inputs)
     for name, site in sites.items():
         if site is not None:

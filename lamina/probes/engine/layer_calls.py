@@ -49,7 +49,7 @@ class LayerCall:
         with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
 
-    def watch(self, points: Mapping[Key, Point], x: torch.Tensor) -> tuple[torch.Tensor, dict[Key, torch.Tensor]]:
+    def observe(self, points: Mapping[Key, Point], x: torch.Tensor) -> tuple[torch.Tensor, dict[Key, torch.Tensor]]:
         """Return the stream after the layer and the tensors at ``points``, both with their graphs."""
         tensors: dict[Key, torch.Tensor] = {}
         with intercept(points, lambda key, tensor: tensors.update({key: tensor}), calls=self.calls):

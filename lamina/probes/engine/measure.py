@@ -26,7 +26,7 @@ from lamina.probes.engine.losses import is_causal
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe, Sample, make_all, sample_of
 from lamina.probes.structure.discovery import find_structure
-from lamina.probes.structure.hooks import base_of, evaluating, forward, watch
+from lamina.probes.structure.hooks import base_of, evaluating, forward, observe
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
 
@@ -153,7 +153,7 @@ def _forward_passes(
         seconds[probes[key[0]]] += time.monotonic() - began
 
     sequences = 0
-    with torch.no_grad(), watch(points, see, root=root):
+    with torch.no_grad(), observe(points, see, root=root):
         for number, inputs in enumerate(context.batches):
             context.progress(number, len(context.batches), PASSES)
             inputs = context.on_device(inputs)

@@ -46,7 +46,7 @@ _FAMILIES = {
     frozenset(): "no norms on inputs, outputs or the stream",
 }
 _RUNNING = ("running", "it is still running, or was killed (--resume continues)")
-POLICY = ResumePolicy(what="folder", free=ProbeSettings.undecided())
+POLICY = ResumePolicy(what="folder", free=ProbeSettings.free())
 
 
 def probe_folder(

@@ -1,4 +1,4 @@
-"""The two ways to reach a tensor of a forward pass: ``watch`` looks at it, ``intercept`` puts another in its place."""
+"""The two ways to reach a tensor of a forward pass: ``observe`` looks at it, ``intercept`` replaces it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Ten
 
 
 @contextmanager
-def watch(points: Mapping[Key, Point], see: Callable[[Key, torch.Tensor], None], *, root: nn.Module) -> Iterator[None]:
+def observe(
+    points: Mapping[Key, Point], see: Callable[[Key, torch.Tensor], None], *, root: nn.Module
+) -> Iterator[None]:
     """Call ``see(key, tensor)`` for each point, whenever a forward pass of ``root`` reaches it.
 
     The tensor is multiplied by the point's factor, if it has one.

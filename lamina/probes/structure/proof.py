@@ -12,7 +12,7 @@ from torch import nn
 
 from lamina.core.text import ranges
 from lamina.errors import UserError
-from lamina.probes.structure.hooks import Key, forward, intercept, watch
+from lamina.probes.structure.hooks import Key, forward, intercept, observe
 from lamina.probes.structure.sites import LayerSite, Point, Structure
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]
@@ -101,7 +101,7 @@ def _parts(structure: Structure) -> dict[Hashable, Point]:
 
 def watched(root: nn.Module, points: Mapping[Key, Point], inputs: Batch) -> dict[Key, torch.Tensor]:
     tensors: dict[Key, torch.Tensor] = {}
-    with torch.no_grad(), watch(points, lambda key, value: tensors.update({key: value.detach().clone()}), root=root):
+    with torch.no_grad(), observe(points, lambda key, value: tensors.update({key: value.detach().clone()}), root=root):
         forward(root, inputs)
     return tensors
 

@@ -21,7 +21,7 @@ from lamina.jobs.names import ENVIRONMENT, RESULT
 from lamina.probes.job.compact import compact
 from lamina.reports import sections, tables
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, sentence, write_page
-from lamina.reports.records import Frame, groups, read_mapping, read_parquet, rows_of
+from lamina.reports.records import Frame, groups, lenient_mapping, read_parquet, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.screenshot import screenshot
 from lamina.reports.style import FONT, polish_own
@@ -34,7 +34,7 @@ MOST_ROWS = 60  # of a table of main numbers
 @report_of(Kind.PROBING)
 def probing_report(folder: Path) -> Path:
     """Write ``folder/report.html``. Raises UserError if the folder holds no result of `lamina probe`."""
-    result, environment = read_mapping(folder / RESULT), read_mapping(folder / ENVIRONMENT)
+    result, environment = lenient_mapping(folder / RESULT), lenient_mapping(folder / ENVIRONMENT)
     if not isinstance(result.get("probes"), dict):
         raise UserError(f"{str(folder)!r}: no result of `lamina probe` (result.json with its probes)")
     model, probes = result.get("model") or {}, result["probes"]

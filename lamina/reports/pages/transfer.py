@@ -10,7 +10,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.names import RESULTS, TRANSFER
 from lamina.reports import figures, sections, tables
 from lamina.reports.page import Section, details, figure, moment, prose, write_page
-from lamina.reports.pages.study import RATES_BY_WIDTH, study_report
+from lamina.reports.pages.compare import RATES_BY_WIDTH, compare_report
 from lamina.reports.records import read_study
 from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE
@@ -25,7 +25,7 @@ def transfer_report(folder: Path) -> Path:
     Raises UserError if its numbers are damaged.
     """
     if not (folder / TRANSFER).exists() and has_study(folder):
-        return study_report(folder)
+        return compare_report(folder)
     study, summary = read_study(folder), read_json(folder / TRANSFER)
     if "hidden_size" not in study.results:  # complete() keeps unknown columns
         raise UserError(f"{str(folder / RESULTS)!r}: the column hidden_size is missing")

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lamina.modeling.parts import body_of, patched, sublayers, uncompiled
 from lamina.probes.engine.statistics import stream_figures
-from lamina.probes.structure.hooks import Args, Kwargs, Output, evaluating, layers_running, watch
+from lamina.probes.structure.hooks import Args, Kwargs, Output, evaluating, layers_running, observe
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.monitor.writers import Row
 
@@ -139,7 +139,7 @@ class ForwardMeter:
         """Measure the forward pass inside the context."""
         self._states, self._streams, self._largest, self._logits, self._loads = {}, {}, [], {}, {}
         with ExitStack() as stack:
-            stack.enter_context(watch(self.points, self._see, root=root))
+            stack.enter_context(observe(self.points, self._see, root=root))
             if self.structure is not None:
                 stack.enter_context(_operations(self.structure, self._see_logits, self._see_choice))
             yield

@@ -1,4 +1,4 @@
-"""The page of a study: its placements side by side."""
+"""The page of `lamina compare`: placements side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lamina.reports.registry import report_of
 
 
 @report_of(Kind.COMPARE)
-def study_report(folder: Path) -> Path:
+def compare_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError if there is no result."""
     study = read_study(folder)
     summary, items, color = sections.prepare(study)
