@@ -11,9 +11,10 @@ from lamina.errors import UserError
 from lamina.jobs.files import writing
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+SECONDS = 120  # until a browser that draws nothing is stopped
 
 
-def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600, *, timeout: float = 120) -> Path:
+def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600) -> Path:
     """Render the top ``height`` pixels of a page into a PNG. Raises UserError without a working browser."""
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
@@ -33,9 +34,9 @@ def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600, 
             page.resolve().as_uri(),
         ]
         try:
-            completed = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            raise UserError(f"screenshot: {Path(browser).name} took longer than {timeout:.0f} s") from None
+            raise UserError(f"screenshot: {Path(browser).name} took longer than {SECONDS} s") from None
         if not picture.is_file():
             last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
             raise UserError(f"screenshot: {Path(browser).name} made no picture ({last[0]})")

@@ -158,9 +158,7 @@ def run_missing(
     return write()
 
 
-def run_max_rate(
-    settings: MaxRateSettings, *, resume: Resume = False, overwrite: bool = False, bar: bool = True
-) -> Json:
+def run_max_rate(settings: MaxRateSettings, *, resume: Resume = False, bar: bool = True) -> Json:
     """Raise the learning rate until the run fails; writes a run's folder and returns its result.json.
 
     Beyond a run's columns, the result has ``max_learning_rate``, ``stop_rule`` and ``loss_at_stop``.
@@ -173,4 +171,4 @@ def run_max_rate(
         rules = MaxRateRules(settings, unigram_entropy)
         return MaxRateGuard(margin=run.divergence_margin, patience=run.divergence_patience, rules=rules)
 
-    return pretrain(settings.run(), resume=resume, overwrite=overwrite, bar=bar, guard=guard)
+    return pretrain(settings.run(), resume=resume, bar=bar, guard=guard)

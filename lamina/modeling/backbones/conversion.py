@@ -213,9 +213,7 @@ def from_transformers(
 
 
 @torch.no_grad()
-def to_transformers(
-    model_or_path: PreTrainedModel | str | Path, *, dtype: str | torch.dtype = "auto"
-) -> PreTrainedModel:
+def to_transformers(model_or_path: PreTrainedModel | str | Path) -> PreTrainedModel:
     """Convert a Lamina model to the model of transformers with the same logits, in evaluation mode.
 
     With the placement of the backbone's own architecture this is the inverse of ``from_transformers``. Another
@@ -223,7 +221,7 @@ def to_transformers(
 
     Raises UserError, saying what is lacking, if there is no such model; and for whatever ``from_transformers`` does.
     """
-    model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
+    model = load(model_or_path) if isinstance(model_or_path, str | Path) else model_or_path
     if not isinstance(model, LaminaForCausalLM):
         raise UserError(
             f"source: {_name(model_or_path)} is a {type(model).__name__} (allowed: a LaminaForCausalLM, or its folder)"

@@ -149,10 +149,8 @@ def values_of(trials: Trials, arm: Arm, column: str = "eval_loss") -> dict[int, 
     return _read(trials, arm, column).values
 
 
-def same_as_recorded(
-    trials: Trials, a: Arm, *, record: Path, axis: str, value: str, where: str, column: str = "eval_loss"
-) -> Finding:
-    """Judge whether an arm differs from another study's recorded one, whose trials had other seeds (Welch's t test).
+def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: str, where: str) -> Finding:
+    """Judge whether an arm's eval loss differs from another study's recorded one, by Welch's t test.
 
     Args:
         a: the arm here.
@@ -163,10 +161,10 @@ def same_as_recorded(
     import pandas as pd
     from scipy import stats
 
-    ours, other = list(values_of(trials, a, column).values()), list[float]()
+    ours, other = list(values_of(trials, a).values()), list[float]()
     if (path := record / RESULTS).is_file():
         rows = pd.read_csv(path)
-        other = rows.loc[(rows[axis] == value) & rows["tuned"].astype(bool), column].dropna().tolist()
+        other = rows.loc[(rows[axis] == value) & rows["tuned"].astype(bool), "eval_loss"].dropna().tolist()
     if min(len(ours), len(other)) < TOO_FEW:
         return inconclusive(f"{len(ours)} runs here, {len(other)} recorded at {where}", "")
     p = float(cast(Any, stats.ttest_ind(ours, other, equal_var=False)).pvalue)

@@ -38,14 +38,13 @@ def better_at_equal_loss(
     stage: str,
     column: str = "score",
     by: float = 1.0,
-    first: str = "pretrain",
 ) -> Finding:
     """Judge whether arm ``a`` has the higher value after a stage, and whether more than its loss explains it.
 
-    ``longer``: the other arm with more pretraining; see ``iso_loss``. ``first``: the stage that has the losses.
+    ``longer``: the other arm with more pretraining; see ``iso_loss``.
     """
     tuned = trials.tuned()
-    after, before = tuned.where(stage=stage), tuned.where(stage=first)
+    after, before = tuned.where(stage=stage), tuned.where(stage="pretrain")
     raw = higher(after, a, than=than, column=column, by=by)
     ours, *others = (
         Budget(losses=values_of(before, arm), values=values_of(after, arm, column)) for arm in (a, than, *longer)
@@ -53,10 +52,10 @@ def better_at_equal_loss(
     return iso_loss(raw, ours, others, by=by, names=(label(a), label(than)))
 
 
-def at_other_budgets(trials: Trials, arm: Mapping[str, object], *, axis: str = "budget") -> list[Arm]:
-    """Return the same arm at every other length of pretraining in the study."""
-    fixed = {name: value for name, value in arm.items() if name != axis}
-    return [{**fixed, axis: value} for value in trials.where(**fixed).values(axis) if value != arm[axis]]
+def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
+    """Return the same arm at every other length of pretraining in the study, by its axis ``budget``."""
+    fixed = {name: value for name, value in arm.items() if name != "budget"}
+    return [{**fixed, "budget": value} for value in trials.where(**fixed).values("budget") if value != arm["budget"]]
 
 
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
