@@ -140,7 +140,7 @@ def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
 
 def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
     """Return the table of all trials, best first, with the reason of each one's status."""
-    ordered = results.assign(order=[(severity(s) > 0) * (1 + severity(s)) for s in results["status"]])
+    ordered = results.assign(order=[severity(word) for word in results["status"]])
     ordered = ordered.sort_values(["order", "eval_loss"], na_position="last", kind="stable")
     return table([_field(column, colors) for column in _present(TRIALS, results)], rows_of(ordered), "trials")
 
