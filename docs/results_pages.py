@@ -27,7 +27,7 @@ from lamina.papers.pages.folder import OURS, StudyFolder, arms, read_folder
 from lamina.papers.pages.lines import arms_title
 from lamina.papers.pages.matplotlib_figures import FIGURES, write
 from lamina.papers.pages.page import plot
-from lamina.papers.pages.study_figures import drawings
+from lamina.papers.pages.study_figures import chosen
 from lamina.papers.study_catalog import StudyDefinition
 from lamina.reports.records import rows_of
 
@@ -206,7 +206,7 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
     facts = [
         f"{len(folder.results):,} trials",
         *(plain(first[name]) for name in ("machine", "date") if first.get(name)),
-        *([f"revision {plain(first['revision'])}"] if first.get("revision") else []),
+        *([f"judged at revision {plain(first['revision'])}"] if first.get("revision") else []),
     ]
     machines = Counter[str]()
     for one in header.get("trained", ()):
@@ -361,7 +361,7 @@ def write_results(
             for scale, place in places.items()
             if (place / RESULTS).is_file() and (place / CLAIMS).is_file()
         }
-        figures = {scale: drawings(one)[:_FIGURES_OF_A_PAGE] for scale, one in ran.items()}
+        figures = {scale: chosen(one)[0][:_FIGURES_OF_A_PAGE] for scale, one in ran.items()}
         folders += ran.values()
         pages[folder / f"{study.name}.md"] = study_page(study, verdicts, ran, figures)
         for drawing in (drawing for listed in figures.values() for drawing in listed) if draw else ():

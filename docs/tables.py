@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from measured_tables import (
     studies_sentence,
     watching_sentence,
 )
-from results_pages import tolerance
 from scipy import stats
 
 from lamina.core.architectures import ARCHITECTURES, conversions
@@ -162,84 +160,59 @@ def depth_table(name: str) -> str:
     return "\n".join([*lines, "", _where(record, None)])
 
 
-def initializers_table() -> str:
-    """The losses of Pre-LN and Mix-LN at three initializers, each at the best of five rates."""
-    folder = ROOT / "studies" / "records" / "mix-init-cpu"
-    trials = pd.read_csv(folder / "results.csv")
-    one = json.loads((folder / "claims.json").read_text(encoding="utf-8"))[0]
-    lines = ["| initializer | Pre-LN | Mix-LN | Mix-LN minus Pre-LN |", "|---|---|---|---|"]
-    for suffix, name in _INITIALIZERS.items():
-        pre, mix = (
-            trials[trials["tuned"] & (trials["scheme"] == f"{placement}{suffix}")].set_index("seed")["eval_loss"]
-            for placement in ("pre_ln", "mix_ln")
-        )
-        losses = [f"{arm.mean():.2f} ± {arm.std():.2f}" for arm in (pre, mix)]
-        lines.append(f"| {' | '.join([name, *losses, _difference(mix - pre)])} |")
-    where = (
-        f"32 blocks of width 48, 100 steps of 1,024 bytes, {len(pre)} seeds; mean ± standard deviation, and the mean "
-        f"difference with its 95 % t interval. The rates were tuned on one of the seeds. `lamina study run mix-init`: "
-        f"{len(trials)} trials; {one['machine']}; {one['date']}, revision {one['revision']}."
-    )
-    return "\n".join([*lines, "", where])
-
-
-_INITIALIZERS = {
-    "": "`normal`: 0.02 everywhere",
-    "_scaled": "`small_scaled_uncut`: 0.09, which suits the width",
-    "_scaled_embed": "the same, embedding times the root of the width",
+_FRONT_PAGE = {
+    "front-page": "0.09, branches scaled by depth",
+    "front-page-second": "the same on a second text",
+    "front-page-unscaled": "0.09, no branch scaled",
+    "front-page-scaled": "0.02, branches scaled by depth",
 }
 
 
-_FRONT_PAGE_AGAIN = {"front-page-second": "on a second text", "front-page-scaled": "at a standard deviation of 0.02"}
-
-
 def front_page_table() -> str:
-    """The losses of five placements past a bigram table, each at its own rate, with their registered verdicts."""
-    trials, claims = _judged("front-page")
-    again = {name: read for name in _FRONT_PAGE_AGAIN if (read := _judged(name))[1]}
-    tested = trials[trials["tuned"]]
-    losses = {name: arm.set_index("seed")["eval_loss"] for name, arm in tested.groupby("placement")}
-    columns = ["placement", "loss", "minus Pre-LN", "claim: below Pre-LN", "rate", "tolerance"]
-    columns[4:4] = [_FRONT_PAGE_AGAIN[name] for name in again]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for name in sorted(losses, key=lambda name: losses[name].mean()):
-        own = claims.get(name)
-        [rate] = set(tested.loc[tested["placement"] == name, "learning_rate"])
-        swept = trials[(trials["placement"] == name) & ~trials["tuned"]]
-        ends = swept["eval_loss"].where(swept["status"] == "finished", math.inf).groupby(swept["learning_rate"])
-        width, means = tolerance({rate: list(own) for rate, own in ends}), ends.mean()
-        edge = "≥ " if min(means.iloc[0], means.iloc[-1]) <= means.min() + 0.02 else ""
-        gap = _difference(losses[name] - losses["pre_ln"], 3) if own else "–"
-        others = [
-            f"{each[name]['margin']:+.3f}, {each[name]['verdict']}".replace("-", "−") if own else "–"
-            for _, each in again.values()
-        ]
-        row = [
-            f"`{name}`",
-            f"{losses[name].mean():.3f} ± {losses[name].std():.3f}",
-            gap,
-            own["verdict"] if own else "–",
-        ]
-        lines.append(f"| {' | '.join([*row, *others, f'{rate:g}', f'{edge}{width:.1f}'])} |")
-    one = claims["fusenorm"]
-    names = ", ".join(f"`{name}`" for name in ("front-page", *again))
-    studies = "; ".join(
-        f"{len(rows)} trials, {found['fusenorm']['date']}, revision {found['fusenorm']['revision']}"
-        for rows, found in [(trials, claims), *again.values()]
-    )
+    """Pre-LN's loss in each set-up of the front page, and the other placements' differences from it with verdicts."""
+    judged = {name: read for name in _FRONT_PAGE if (read := _judged(name))[1]}
+    lines = [
+        f"| placement | {' | '.join(_FRONT_PAGE[name] for name in judged)} |",
+        "|---|" + "---|" * len(judged),
+        f"| `pre_ln`: its loss | {' | '.join(_loss(trials) for trials, _ in judged.values())} |",
+    ]
+    first = judged["front-page"][1]
+    for name in sorted(first, key=lambda name: first[name]["margin"]):
+        cells = [_gap(trials, claims[name], name) for trials, claims in judged.values()]
+        lines.append(f"| `{name}` minus Pre-LN | {' | '.join(cells)} |")
+    bigrams = [trials["bigram_entropy"].mean() for trials, _ in judged.values()]
+    facts = {name: (len(trials), claims["fusenorm"]) for name, (trials, claims) in judged.items()}
+    one = first["fusenorm"]
+    studies = [
+        f"`{name}`: {count} trials, {own['date']}, judged at revision {own['revision']}"
+        for name, (count, own) in facts.items()
+    ]
     return "\n".join(
         [
             *lines,
             "",
-            f"Nats per byte on held-out text; a table of bigrams is at {tested['bigram_entropy'].mean():.2f}. "
-            "32 blocks of width 48 (0.9M parameters), `small_scaled`, 400 steps of 1,024 bytes of six novels by Austen "
-            f"and Moby-Dick, {one['seeds']} seeds; mean ± standard deviation, and the mean paired difference with its "
-            "95 % t interval. Rates from five in factors of 2 on three other seeds; tolerance: how many factors of 2 "
-            "the rates within 0.02 nats of the best span. The second text: State of the Union addresses, Shakespeare, "
-            "and the King James Bible. "
-            f"`lamina study run` with {names}: {studies}; {one['machine']}.",
+            "Nats per byte on held-out text, and the verdict on the claim that the loss is below Pre-LN's. A table of "
+            f"bigrams is at {min(bigrams):.2f} to {max(bigrams):.2f}. 32 blocks of width 48 (0.9M parameters), 400 "
+            f"steps of 1,024 bytes, {one['seeds']} seeds; mean ± standard deviation, and the mean paired difference "
+            "with its 95 % t interval. In each column every placement's rate is chosen anew, from five in factors of "
+            "2, on three other seeds. The first text: six novels by Austen and Moby-Dick; the second: State of the "
+            "Union addresses, Shakespeare, and the King James Bible. `lamina study run` with "
+            f"{'; '.join(studies)}; {one['machine']}.",
         ]
     )
+
+
+def _loss(trials: pd.DataFrame, name: str = "pre_ln") -> str:
+    losses = trials.loc[trials["tuned"] & (trials["placement"] == name), "eval_loss"]
+    return f"{losses.mean():.3f} ± {losses.std():.3f}"
+
+
+def _gap(trials: pd.DataFrame, claim: dict[str, Any], name: str) -> str:
+    """A placement's difference from Pre-LN (the mean, or the judged median if a run failed) and its verdict."""
+    own, base = (trials[trials["tuned"] & (trials["placement"] == one)].set_index("seed") for one in (name, "pre_ln"))
+    failed = int((own["status"] != "finished").sum())
+    median = f"{claim['margin']:+.3f} (median; {failed} of {len(own)} stuck)".replace("-", "−")
+    return f"{median if failed else _difference(own['eval_loss'] - base['eval_loss'], 3)}, {claim['verdict']}"
 
 
 def _judged(study: str) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
@@ -252,7 +225,7 @@ def _judged(study: str) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
     return (pd.read_csv(results) if results.is_file() else pd.DataFrame()), named
 
 
-def _difference(by_seed: pd.Series, digits: int = 2) -> str:
+def _difference(by_seed: pd.Series, digits: int) -> str:
     low, high = stats.t.interval(0.95, len(by_seed) - 1, by_seed.mean(), stats.sem(by_seed))
     return f"{by_seed.mean():+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})".replace("-", "−")
 
@@ -356,7 +329,6 @@ def tables() -> dict[str, str]:
     }
     found |= {
         "front-page": front_page_table(),
-        "initializers": initializers_table(),
         "verified": verified_types(),
         "conversions": conversions_table(),
         "columns": columns_table(),

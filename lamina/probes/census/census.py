@@ -146,8 +146,8 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
         return _of_streams(streams, model, inputs, kind, notes)
     structure = structure_of(model, inputs, layers=layers)
     root = base_of(model, structure, inputs)
-    layers = zip(structure.layers, prove(structure, inputs, root).layers, strict=True)
-    structure = replace(structure, layers=tuple(_with_kinds(site, proved) for site, proved in layers))
+    pairs = zip(structure.layers, prove(structure, inputs, root).layers, strict=True)
+    structure = replace(structure, layers=tuple(_with_kinds(site, proved) for site, proved in pairs))
     sums = sums_of(structure, root, inputs)
     notes += structure.notes
     bare = [
