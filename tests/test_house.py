@@ -135,3 +135,21 @@ def test_a_small_file_serves_more_than_one_file_of_its_folder():
             if Path(importer).parent == Path(named(path)).parent:
                 alone[named(path)] = importer
     assert alone == {}
+
+
+def test_what_the_scripts_import_is_there():
+    """Pyright reads the package alone, and most scripts of the docs and the benchmarks run only in slow tests."""
+    kinds = ast.FunctionDef | ast.ClassDef | ast.alias
+    missing = []
+    for path in (each for room in ("docs", "benchmarks") for each in (PACKAGE.parent / room).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("lamina"):
+                continue
+            module = PACKAGE.parent / str(node.module).replace(".", "/")
+            parts = list(ast.walk(TREES[module / "__init__.py" if module.is_dir() else module.with_suffix(".py")]))
+            known = {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+            known |= {getattr(part, "asname", None) or part.name for part in parts if isinstance(part, kinds)}
+            known |= {each.stem for each in module.glob("*")}
+            lazy = "__getattr__" in known
+            missing += [f"{path.name}: {alias.name}" for alias in node.names if alias.name not in known and not lazy]
+    assert not missing
