@@ -283,7 +283,6 @@ def spectra(frame: Any, facts: Facts) -> str:
 
 def jacobian(frame: Any, facts: Facts) -> str:
     """The first layer's Jacobian, as a whole matrix from one row of it after the other."""
-    _eager(facts.model)
     few = {"input_ids": facts.inputs["input_ids"][:1, :3]} if facts.causal is not None else {}
     few = few or {name: x[:1] for name, x in facts.inputs.items()}
     start, last = facts.run_states(few)[0], []
@@ -304,7 +303,8 @@ def jacobian(frame: Any, facts: Facts) -> str:
             facts.run(few)
         return last[0]
 
-    matrix = torch.autograd.functional.jacobian(function, start).reshape(-1, start.numel()).double()
+    with _eager(facts.model):
+        matrix = torch.autograd.functional.jacobian(function, start).reshape(-1, start.numel()).double()
     told = ""
     for role, shift in (("jacobian", 0.0), ("identity", 1.0)):
         expected = torch.linalg.matrix_norm(matrix - shift * torch.eye(len(matrix)), ord=2)
@@ -314,8 +314,7 @@ def jacobian(frame: Any, facts: Facts) -> str:
 
 
 def attention(frame: Any, facts: Facts) -> str:
-    _eager(facts.model)
-    with torch.no_grad():
+    with _eager(facts.model), torch.no_grad():
         try:
             weights = facts.model(**facts.inputs, output_attentions=True).attentions
         except (TypeError, AttributeError, ValueError):
@@ -395,6 +394,15 @@ def _apart(what: str, value: float, expected: Any, relative: float, absolute: fl
     return f"{what}: {value:.6g}, expected {expected:.6g}"
 
 
-def _eager(model: nn.Module) -> None:
-    if hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation("eager")
+@contextmanager
+def _eager(model: nn.Module) -> Iterator[None]:
+    """Attention by plain operations; then as before, or the next probe would measure a model with other roundings."""
+    used = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if used is None or not hasattr(model, "set_attn_implementation"):
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(used)
