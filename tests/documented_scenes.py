@@ -198,7 +198,7 @@ LYING = {  # a path that lines name: what makes it, where no line has written it
     "models/gemma-2-2b": model("Gemma2"),
     "models/bert": model("Bert"),
     "models/modernbert": model("ModernBert"),
-    "runs/pre-ln-64/model": placed("pre_ln"),
+    **dict.fromkeys(("runs/pre-ln-64/model", "runs/pre-ln-64"), placed("pre_ln")),
     "runs/sandwich-64": placed("sandwich_ln"),
     **dict.fromkeys(("runs/keel-64", "runs/first", "runs/base"), run("keel")),
     "runs/pre-64": run("pre_ln"),
