@@ -51,7 +51,8 @@ def _run(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
     return text + (f"\nthe model: {folder / 'model'}" if (folder / "model").is_dir() else "")
 
 
-pretrained, tuned = (partial(_run, forms=forms) for forms in (_PRETRAINED, _TUNED))
+pretrained = partial(_run, forms=_PRETRAINED)
+tuned = partial(_run, forms=_TUNED)
 
 
 def compare(folder: Path, results: Frame) -> str:
