@@ -33,7 +33,7 @@ check: $(VENV)/.development
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/codespell $(PROSE)
-	$(MKDOCS) --quiet
+	$(MKDOCS)
 
 # The site: open site/index.html, no server is needed.
 docs: $(VENV)/.development
@@ -61,7 +61,7 @@ bench: $(VENV)/.development bench-peers
 reliability: $(VENV)/.development
 	for suite in $(SUITES); do \
 		$(BIN)/python tests/reliability/$$suite.py --seed $(SEED) --output docs/reliability/$$suite.json || failed=1; \
-	done; $(BIN)/python docs/tables.py; test -z "$$failed"
+	done; $(BIN)/python docs/tables.py && test -z "$$failed"
 
 # Needs only torch, transformers, accelerate, numpy, pandas and pyarrow, of whatever Python is there (make PYTHON=...).
 bench-gpu:

@@ -184,4 +184,4 @@ def _default(value: object) -> str:
 
 
 def _plain(text: str) -> str:
-    return text.replace("|", "&#124;").replace("<", "&lt;").replace("*", "\\*")
+    return text.replace("|", "&#124;").replace("<", "&lt;").replace("*", "\\*").replace("[", "&#91;")

@@ -29,12 +29,33 @@ def hooks():
 @pytest.fixture(scope="module")
 def site(hooks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(
         words, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+def test_the_check_builds_the_site_as_make_docs_does():
+    """Not ``--quiet``: it raises the level of the log, and mkdocs counts no warning that is not logged."""
+    builds = {}
+    for target in ("check", "docs"):
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        builds[target] = [line for line in done.stdout.splitlines() if "mkdocs build" in line]
+    assert len(builds["docs"]) == 1
+    assert builds["check"] == builds["docs"]
+    assert builds["docs"][0].split("mkdocs build")[1].split() == ["--strict"]
+
+
+def test_a_page_that_the_navigation_leaves_out_is_a_warning():
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    assert config["validation"]["nav"]["omitted_files"] == "warn"
+    named = set(re.findall(r"[\w/-]+\.md", yaml.safe_dump(config["nav"])))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert len(pages) > 100
+    assert not {page for page in pages - named if not page.startswith("results/")}
 
 
 def test_no_page_asks_anything_of_a_server(site):

@@ -130,7 +130,7 @@ def write_record(path: Path, name: str, seed: int, cases: list[Case], seconds: f
 
 
 def main(name: str, suite: Callable[[int, int], Iterable[Case]], count: int) -> int:
-    """The command line of a suite; ``suite(count, seed)`` yields its cases. Exit code 1 where one is a fault."""
+    """The command line of a suite; ``suite(count, seed)`` yields its cases. Exit code 1 for a fault or no case."""
     parser = argparse.ArgumentParser(description=f"The reliability suite {name!r}.")
     parser.add_argument("--count", type=int, default=count, help=f"cases to run (default {count})")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
@@ -148,4 +148,4 @@ def main(name: str, suite: Callable[[int, int], Iterable[Case]], count: int) -> 
         write_record(options.output, name, options.seed, cases, seconds)
     faults = sum(case.outcome != RIGHT for case in cases)
     print(f"{len(cases)} cases, {faults} faults, {seconds:.0f} s")
-    return int(faults > 0)
+    return int(faults > 0 or not cases)

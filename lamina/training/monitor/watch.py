@@ -523,7 +523,8 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     Args:
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
-        on_alarm, settings: those of ``lamina.watch``.
+        on_alarm: called with the first alarm of each event, as by ``lamina.watch``.
+        settings: the other settings of ``lamina.watch``.
 
     Raises:
         UserError: for invalid settings; when training begins, for an output folder in use.
