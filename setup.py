@@ -1,8 +1,8 @@
 """What pyproject.toml cannot say.
 
-The catalog of studies lies at the top of the repository and goes into the wheel as data of ``lamina.papers``, without
-the records, which are a distribution of their own. A package index shows the README, where a relative link leads
-nowhere: once ``[project.urls]`` names a Repository, the package's README has absolute ones.
+The catalog of studies lies at the top of the repository and goes into the wheel as data of ``lamina.lab.papers``,
+without the records, which are a distribution of their own. A package index shows the README, where a relative link
+leads nowhere: once ``[project.urls]`` names a Repository, the package's README has absolute ones.
 """
 
 import re
@@ -24,7 +24,7 @@ class BuildWithStudies(build_py):
         """Build; an editable installation reads the repository's own folder."""
         super().run()
         if not self.editable_mode:
-            target = Path(self.build_lib, "lamina", "papers", "studies")
+            target = Path(self.build_lib, "lamina", "lab", "papers", "studies")
             left_out = shutil.ignore_patterns("records", "__pycache__")
             shutil.copytree("studies", target, ignore=left_out, dirs_exist_ok=True)
 

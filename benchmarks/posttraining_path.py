@@ -41,7 +41,7 @@ TOLERANCE, SLOWER, LARGER = 1e-3, 0.03, 0.0  # of a loss, of the seconds, of the
 
 def written(folder: Path, stage: str, rows: int) -> tuple[Path, Path]:
     """The rows of a stage to train on, and those held out, as files."""
-    from lamina.posttraining.examples import generated_rows
+    from lamina.lab.posttraining.examples import generated_rows
 
     kind = "answers" if stage == "sft" else "preferences"
     made = list(islice(generated_rows("data", f"generated:{kind}"), rows + HELD_OUT))

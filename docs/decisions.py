@@ -14,7 +14,7 @@ import yaml
 from verdict_words import best, number, plain
 
 from lamina.core.json_types import Json
-from lamina.papers.judging.findings import FAILED, Verdict
+from lamina.lab.papers.judging.findings import FAILED, Verdict
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "which-placement.md"

@@ -13,9 +13,9 @@ from verdict_words import NONE, code, number, table
 
 from lamina.core.frames import Frame
 from lamina.jobs.names import RESULTS
-from lamina.papers.judging.checks import TRAINED
-from lamina.papers.judging.statistics import t_interval
-from lamina.papers.pages.drawing import Axis, Drawing, Panel, Series
+from lamina.lab.papers.judging.checks import TRAINED
+from lamina.lab.papers.judging.statistics import t_interval
+from lamina.lab.papers.pages.drawing import Axis, Drawing, Panel, Series
 from lamina.reports.records import rows_of
 from lamina.reports.style import looks
 

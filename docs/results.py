@@ -11,8 +11,8 @@ from results_pages import write_drawing, write_results
 from verdict_words import findings
 
 from lamina.jobs.files import write_text
-from lamina.papers.engine.verdicts import all_verdicts
-from lamina.papers.study_catalog import names, read_study, records_folder
+from lamina.lab.papers.engine.verdicts import all_verdicts
+from lamina.lab.papers.study_catalog import names, read_study, records_folder
 from lamina.reports.causes import CAUSES
 from lamina.reports.diagnosis import FINDINGS
 

@@ -19,16 +19,16 @@ from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.jobs.files import write_text
 from lamina.jobs.names import CLAIMS, RESULTS
-from lamina.papers.judging.checks import TRAINED, optimum, values_of
-from lamina.papers.judging.statistics import CONFIDENCE
-from lamina.papers.judging.trials import Trials
-from lamina.papers.pages.drawing import Drawing
-from lamina.papers.pages.folder import OURS, StudyFolder, arms, read_folder
-from lamina.papers.pages.lines import arms_title
-from lamina.papers.pages.matplotlib_figures import FIGURES, write
-from lamina.papers.pages.page import plot
-from lamina.papers.pages.study_figures import chosen
-from lamina.papers.study_catalog import StudyDefinition
+from lamina.lab.papers.judging.checks import TRAINED, optimum, values_of
+from lamina.lab.papers.judging.statistics import CONFIDENCE
+from lamina.lab.papers.judging.trials import Trials
+from lamina.lab.papers.pages.drawing import Drawing
+from lamina.lab.papers.pages.folder import OURS, StudyFolder, arms, read_folder
+from lamina.lab.papers.pages.lines import arms_title
+from lamina.lab.papers.pages.matplotlib_figures import FIGURES, write
+from lamina.lab.papers.pages.page import plot
+from lamina.lab.papers.pages.study_figures import chosen
+from lamina.lab.papers.study_catalog import StudyDefinition
 from lamina.reports.records import rows_of
 
 PAPERS = {

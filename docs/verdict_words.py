@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from lamina.core.json_types import Json
-from lamina.papers.judging.findings import FAILED, Verdict
+from lamina.lab.papers.judging.findings import FAILED, Verdict
 from lamina.reports.ranking import listed
 
 NONE = "–"

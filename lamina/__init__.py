@@ -51,7 +51,7 @@ _ELSEWHERE = {
 }
 _PACKAGES = (
     *("api", "placements", "modeling", "data", "probes", "training", "evaluation", "preflights", "studies", "reports"),
-    "posttraining",
+    "lab",
 )
 
 

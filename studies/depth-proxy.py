@@ -1,6 +1,6 @@
 """Kendall's tau between the rankings at two sizes; below 0.6 a proxy of the small size is not to be trusted."""
 
-from lamina.papers.judging import Finding, Trials, claim, denied, same_order, values_of
+from lamina.lab.papers.judging import Finding, Trials, claim, denied, same_order, values_of
 
 TRUSTED = 0.6
 

@@ -2,8 +2,8 @@
 
 import math
 
-from lamina.papers.judging import Finding, Trials, above, below, claim, optimum
-from lamina.papers.judging.findings import inconclusive
+from lamina.lab.papers.judging import Finding, Trials, above, below, claim, optimum
+from lamina.lab.papers.judging.findings import inconclusive
 
 
 @claim(

@@ -1,6 +1,6 @@
 """The four seeds against Pre-LN, at 0.02: the sensitivity that docs/preregistration/front-page.md names."""
 
-from lamina.papers.judging import Finding, Trials, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(says="FuseNorm's loss is below Pre-LN's after 400 steps, at a standard deviation of 0.02")

@@ -1,6 +1,6 @@
 """The four seeds against Pre-LN, on a second text: the confirmation that docs/preregistration/front-page.md names."""
 
-from lamina.papers.judging import Finding, Trials, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(

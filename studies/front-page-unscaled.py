@@ -1,6 +1,6 @@
 """The four seeds against Pre-LN, no branch scaled by depth: docs/preregistration/front-page-unscaled.md has it."""
 
-from lamina.papers.judging import Finding, Trials, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(

@@ -1,6 +1,6 @@
 """The four seeds against Pre-LN, as docs/preregistration/front-page.md has it."""
 
-from lamina.papers.judging import Finding, Trials, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(says="FuseNorm's loss is below Pre-LN's after 400 steps, at an initializer that suits the width")

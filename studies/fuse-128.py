@@ -1,7 +1,7 @@
 """FuseNorm Table 3 and Figure 9."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, fails_to_train, ordered
-from lamina.papers.judging.curves import at_rate_of
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, fails_to_train, ordered
+from lamina.lab.papers.judging.curves import at_rate_of
 
 
 @claim(

@@ -1,8 +1,8 @@
 """FuseNorm Figure 10: condition numbers of the up- and the down-projection."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values
-from lamina.papers.judging.curves import deep, layer_means, log10_mean, numbers, rows, shallow
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values
+from lamina.lab.papers.judging.curves import deep, layer_means, log10_mean, numbers, rows, shallow
 
 OTHERS = ("pre_ln", "hybridnorm", "mix_ln")
 BOTTOM, TOP = 6 / 64, 15 / 64

@@ -3,8 +3,8 @@
 import math
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, above, all_of, below, claim, compare_values
-from lamina.papers.judging.curves import BySeed, along, numbers, rows
+from lamina.lab.papers.judging import Finding, Trials, above, all_of, below, claim, compare_values
+from lamina.lab.papers.judging.curves import BySeed, along, numbers, rows
 
 
 def path(table: Frame) -> float:

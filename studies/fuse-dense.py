@@ -1,7 +1,7 @@
 """FuseNorm Table 1, the dense models. ``score`` is the mean accuracy over the tasks in percent."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, higher, lower
-from lamina.papers.judging.curves import at_stage, split
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, higher, lower
+from lamina.lab.papers.judging.curves import at_stage, split
 
 
 @claim(

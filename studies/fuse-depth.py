@@ -1,7 +1,7 @@
 """FuseNorm Figure 14."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, lower, monotone, trains
-from lamina.papers.judging.curves import BySeed, along, trained
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, lower, monotone, trains
+from lamina.lab.papers.judging.curves import BySeed, along, trained
 
 
 def losses(trials: Trials, arm: str) -> dict[float, BySeed]:

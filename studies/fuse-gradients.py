@@ -3,8 +3,8 @@
 import math
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, below, claim, compare_values, fails_to_train, trains
-from lamina.papers.judging.curves import deep, layer_means, log10_mean, rows, shallow
+from lamina.lab.papers.judging import Finding, Trials, all_of, below, claim, compare_values, fails_to_train, trains
+from lamina.lab.papers.judging.curves import deep, layer_means, log10_mean, rows, shallow
 
 
 def norms(table: Frame) -> Frame:

@@ -1,8 +1,8 @@
 """FuseNorm Figures 2, 3 and 13."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, above, all_of, below, claim, fails_to_train, trains
-from lamina.papers.judging.curves import layer_means, log10_mean, rows, shallow
+from lamina.lab.papers.judging import Finding, Trials, above, all_of, below, claim, fails_to_train, trains
+from lamina.lab.papers.judging.curves import layer_means, log10_mean, rows, shallow
 
 MIDDLE = "24 blocks"
 

@@ -2,8 +2,8 @@
 
 import math
 
-from lamina.papers.judging import Finding, Trials, Verdict, all_of, claim, fraction
-from lamina.papers.judging.curves import BySeed, trained
+from lamina.lab.papers.judging import Finding, Trials, Verdict, all_of, claim, fraction
+from lamina.lab.papers.judging.curves import BySeed, trained
 
 
 def highest(trials: Trials, arm: str) -> BySeed:

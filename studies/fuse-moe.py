@@ -1,6 +1,6 @@
 """FuseNorm Table 1, the mixture of experts."""
 
-from lamina.papers.judging import Finding, Trials, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(

@@ -1,8 +1,8 @@
 """FuseNorm Figure 11: hard rank, soft rank and effective dimension ratio of the feed-forward's activations."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values
-from lamina.papers.judging.curves import numbers, rows
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values
+from lamina.lab.papers.judging.curves import numbers, rows
 
 SMALLEST = {"hard_rank": 0.01, "soft_rank": 0.01, "edr": 1.0}  # two are shares of the width, one counts dimensions
 

@@ -1,8 +1,8 @@
 """FuseNorm Figures 6 and 12."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, above, all_of, below, claim, compare_values
-from lamina.papers.judging.curves import numbers, rows
+from lamina.lab.papers.judging import Finding, Trials, above, all_of, below, claim, compare_values
+from lamina.lab.papers.judging.curves import numbers, rows
 
 PROBE = "similarity"
 

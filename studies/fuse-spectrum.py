@@ -3,8 +3,8 @@
 import math
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values
-from lamina.papers.judging.curves import numbers, rows
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values
+from lamina.lab.papers.judging.curves import numbers, rows
 
 
 def spectrum(table: Frame) -> Frame:

@@ -3,8 +3,8 @@
 from functools import partial
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, above, all_of, below, claim, fraction
-from lamina.papers.judging.curves import BySeed, along, exponents, layer_means, numbers, power, rows
+from lamina.lab.papers.judging import Finding, Trials, above, all_of, below, claim, fraction
+from lamina.lab.papers.judging.curves import BySeed, along, exponents, layer_means, numbers, power, rows
 
 SCALED, PLAIN, PRE = ({"start": start} for start in ("fusenorm scaled", "fusenorm plain", "pre_ln"))
 

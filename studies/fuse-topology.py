@@ -1,7 +1,7 @@
 """FuseNorm Section 4.1: the topology, not the initializer, is what lets FuseNorm train."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, fails_to_train, trains
-from lamina.papers.judging.curves import at_rate_of
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, fails_to_train, trains
+from lamina.lab.papers.judging.curves import at_rate_of
 
 
 @claim(

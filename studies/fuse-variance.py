@@ -1,8 +1,8 @@
 """FuseNorm Section 3.3: Var(x_L) is of the order L for Pre-LN and of the order 1 for FuseNorm."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, above, all_of, below, claim
-from lamina.papers.judging.curves import BySeed, along, exponents, numbers, rows
+from lamina.lab.papers.judging import Finding, Trials, above, all_of, below, claim
+from lamina.lab.papers.judging.curves import BySeed, along, exponents, numbers, rows
 
 
 def last_variance(table: Frame) -> float:

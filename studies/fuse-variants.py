@@ -1,7 +1,7 @@
 """FuseNorm Table 2 and Figure 5."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, equivalent, fails_to_train, lower
-from lamina.papers.judging.curves import at_rate_of
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, equivalent, fails_to_train, lower
+from lamina.lab.papers.judging.curves import at_rate_of
 
 OTHERS = ("hybridnorm", "peri_ln", "mix_ln", "pre_ln", "layernorm_scaling", "olmo2")
 

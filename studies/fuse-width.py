@@ -1,7 +1,7 @@
 """FuseNorm Figure 4: which learning rates train is the same on a narrow proxy and on a wide target."""
 
-from lamina.papers.judging import Finding, Trials, Verdict, claim, fraction
-from lamina.papers.judging.checks import TRAINED
+from lamina.lab.papers.judging import Finding, Trials, Verdict, claim, fraction
+from lamina.lab.papers.judging.checks import TRAINED
 
 
 def trains_at(trials: Trials, width: str) -> dict[float, bool]:

@@ -2,7 +2,7 @@
 
 import math
 
-from lamina.papers.judging import Finding, Trials, below, claim, equivalent, needs_scale, optimum
+from lamina.lab.papers.judging import Finding, Trials, below, claim, equivalent, needs_scale, optimum
 
 WITH, WITHOUT, PROXY = ({"width": name} for name in ("with", "without", "proxy"))
 

@@ -1,6 +1,6 @@
 """Gate A of the race, as docs/preregistration/fused-keel.md has it."""
 
-from lamina.papers.judging import Finding, Trials, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(says="FuseNorm's skip in Keel (alpha = sqrt(N)) has a lower loss than FuseNorm after 400 steps")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lamina.papers.judging import Finding, Trials, claim, same_as_recorded
+from lamina.lab.papers.judging import Finding, Trials, claim, same_as_recorded
 
 RECORD = Path(__file__).parent / "records" / "fused-keel-a-cpu"
 

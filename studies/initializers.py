@@ -1,6 +1,6 @@
 """Whether the initializer decides more than the placement, written before the first of its trials."""
 
-from lamina.papers.judging import Finding, Trials, all_of, any_of, claim, compare_values, lower, values_of
+from lamina.lab.papers.judging import Finding, Trials, all_of, any_of, claim, compare_values, lower, values_of
 
 PLACEMENTS = ("pre_ln", "fusenorm", "peri_ln")
 NATS = 0.01  # the smallest difference in loss that counts

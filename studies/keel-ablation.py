@@ -1,6 +1,6 @@
 """KEEL, Section 4.2."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, lower
 
 STEPS = ("keel(variant=scale)", "keel(variant=scale_gain)")
 

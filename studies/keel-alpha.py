@@ -1,6 +1,6 @@
 """Keel's constant on the skip."""
 
-from lamina.papers.judging import Finding, Trials, all_of, any_of, claim, lower, no_worse
+from lamina.lab.papers.judging import Finding, Trials, all_of, any_of, claim, lower, no_worse
 
 OTHERS = ("L/8", "L/2", "4 L")
 

@@ -1,6 +1,6 @@
 """Keel against Pre-LN by depth."""
 
-from lamina.papers.judging import (
+from lamina.lab.papers.judging import (
     Finding,
     Trials,
     all_of,

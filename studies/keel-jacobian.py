@@ -6,7 +6,7 @@ The first block is left out: it has Keel's exceptions, and Post-LN's first norm 
 import math
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, claim, close
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, close
 
 PROBE = "jacobian(tokens=8, total=false)"
 

@@ -1,6 +1,6 @@
 """Keel, Section 5.4."""
 
-from lamina.papers.judging import Finding, Trials, claim, compare_values, no_worse, values_of
+from lamina.lab.papers.judging import Finding, Trials, claim, compare_values, no_worse, values_of
 
 
 @claim(

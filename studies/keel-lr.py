@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lamina.papers.judging import Finding, Trials, Verdict, all_of, claim, higher, lower, optimum
+from lamina.lab.papers.judging import Finding, Trials, Verdict, all_of, claim, higher, lower, optimum
 
 
 @claim(

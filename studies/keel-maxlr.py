@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, higher
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, higher
 
 ORDER = ("post_ln", "deepnorm", "hybridnorm", "mix_ln", "pre_ln", "keel")
 POST = ("post_ln", "deepnorm", "hybridnorm", "mix_ln")

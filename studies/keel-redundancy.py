@@ -1,7 +1,7 @@
 """Keel: the rise of the loss without each layer."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, claim, compare_values
+from lamina.lab.papers.judging import Finding, Trials, claim, compare_values
 
 NAMES = ("keel", "pre_ln")
 

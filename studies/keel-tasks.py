@@ -1,7 +1,7 @@
 """Keel, Section 5.6. ``score`` is the mean accuracy over the tasks in percent."""
 
-from lamina.papers.judging import Finding, Trials, all_of, at_other_budgets, better_at_equal_loss, claim, higher
-from lamina.papers.judging.curves import split
+from lamina.lab.papers.judging import Finding, Trials, all_of, at_other_budgets, better_at_equal_loss, claim, higher
+from lamina.lab.papers.judging.curves import split
 
 KEEL, PRE = ({"placement": placement, "budget": "1x"} for placement in ("keel", "pre_ln"))
 

@@ -1,6 +1,6 @@
 """Keel, Section 5.3: 3B parameters, deep or wide."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, lower
 
 
 @claim(

@@ -1,6 +1,6 @@
 """Gaps to Pre-LN at the ladder's first step, of schemes with one stream."""
 
-from lamina.papers.judging import Finding, Trials, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(says="The embedding in every block lowers Pre-LN's loss at 0.43M parameters and 20 tokens per parameter")

@@ -1,6 +1,6 @@
 """Gaps to Pre-LN at the ladder's first step. The registration's primary comparison is at its second."""
 
-from lamina.papers.judging import Finding, Trials, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(says="FuseNorm's loss is below Pre-LN's at 0.43M parameters and 20 tokens per parameter")

@@ -1,6 +1,6 @@
 """Gaps to Pre-LN at the ladder's second step: the primary comparison of docs/preregistration/ladder.md."""
 
-from lamina.papers.judging import Finding, Trials, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, claim, lower
 
 
 @claim(says="FuseNorm's loss is below Pre-LN's at 1.08M parameters and 20 tokens per parameter")

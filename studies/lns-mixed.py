@@ -1,6 +1,6 @@
 """LayerNorm Scaling: better in its paper, much worse in FuseNorm's."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, equivalent, lower
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, equivalent, lower
 
 ARMS = ("layernorm_scaling", "pre_ln")
 

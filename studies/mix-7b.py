@@ -1,6 +1,6 @@
 """Mix-LN Figure 4."""
 
-from lamina.papers.judging import Finding, Trials, claim, lower, needs_scale
+from lamina.lab.papers.judging import Finding, Trials, claim, lower, needs_scale
 
 
 @claim(

@@ -1,7 +1,7 @@
 """Mix-LN Table 5."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, fails_to_train, higher, lower
-from lamina.papers.judging.curves import at_rate_of
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, fails_to_train, higher, lower
+from lamina.lab.papers.judging.curves import at_rate_of
 
 PRE, SIXTH, QUARTER, THIRD, HALF, POST = (
     {"alpha": share} for share in ("0 %", "16.7 %", "25 %", "33 %", "50 %", "100 %")

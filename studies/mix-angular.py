@@ -1,8 +1,8 @@
 """Mix-LN Figures 2, 3 and 5: how far the stream turns from layer to layer."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values, fraction
-from lamina.papers.judging.curves import deep, numbers, rows, shallow
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values, fraction
+from lamina.lab.papers.judging.curves import deep, numbers, rows, shallow
 
 PROBE = "angular_distance"
 

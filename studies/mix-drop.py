@@ -1,8 +1,8 @@
 """Mix-LN Figures 2, 3 and 6b: what the model loses without each of its layers."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values
-from lamina.papers.judging.curves import deep, layer_means, numbers, rows, shallow
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values
+from lamina.lab.papers.judging.curves import deep, layer_means, numbers, rows, shallow
 
 PROBE = "layer_drop"
 

@@ -1,8 +1,8 @@
 """Mix-LN Figures 3e and 6a: each layer's gradient norm before training."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values
-from lamina.papers.judging.curves import deep, layer_means, log10_mean, numbers, rows, shallow
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values
+from lamina.lab.papers.judging.curves import deep, layer_means, log10_mean, numbers, rows, shallow
 
 PROBE = "gradients"
 

@@ -1,6 +1,6 @@
 """Mix-LN Table 8."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, higher, lower
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, higher, lower
 
 PLAIN, SCALED, EMBED = (
     ({"scheme": f"pre_ln{suffix}"}, {"scheme": f"mix_ln{suffix}"}) for suffix in ("", "_scaled", "_scaled_embed")

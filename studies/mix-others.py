@@ -1,6 +1,6 @@
 """Mix-LN Table 6."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, lower, ordered
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, lower, ordered
 
 MIX, GROUP, SANDWICH, PRE, ADMIN = (
     {"scheme": name} for name in ("mix_ln", "group_ln", "sandwich_ln", "pre_ln", "admin")

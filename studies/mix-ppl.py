@@ -1,7 +1,7 @@
 """Mix-LN Table 1."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, fails_to_train, lower, trains
-from lamina.papers.judging.curves import at_rate_of, split
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, fails_to_train, lower, trains
+from lamina.lab.papers.judging.curves import at_rate_of, split
 
 PRE, MIX, POST, DEEP = ({"scheme": name} for name in ("pre_ln", "mix_ln", "post_ln", "deepnorm"))
 

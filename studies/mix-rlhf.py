@@ -1,6 +1,6 @@
 """Mix-LN Table 3: rewards of sampled answers to held-out prompts, at the end and at equal KL."""
 
-from lamina.papers.judging import (
+from lamina.lab.papers.judging import (
     Budget,
     Finding,
     Trials,

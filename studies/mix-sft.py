@@ -1,6 +1,6 @@
 """Mix-LN Table 2: the column ``score`` is the mean accuracy over the tasks in percent."""
 
-from lamina.papers.judging import Finding, Trials, at_other_budgets, better_at_equal_loss, claim, higher
+from lamina.lab.papers.judging import Finding, Trials, at_other_budgets, better_at_equal_loss, claim, higher
 
 MIX, PRE = ({"placement": placement, "budget": "1x"} for placement in ("mix_ln", "pre_ln"))
 

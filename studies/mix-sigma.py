@@ -1,8 +1,8 @@
 """Mix-LN Eq 5-7: sigma at the norms' inputs grows above 1, so their Jacobians shrink."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, above, all_of, claim, compare_values
-from lamina.papers.judging.curves import layer_means, numbers, rows
+from lamina.lab.papers.judging import Finding, Trials, above, all_of, claim, compare_values
+from lamina.lab.papers.judging.curves import layer_means, numbers, rows
 
 PROBE = "hidden_states"
 

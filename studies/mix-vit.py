@@ -1,6 +1,6 @@
 """Mix-LN Table 4: the column ``accuracy`` is top-1 as a share."""
 
-from lamina.papers.judging import Finding, Trials, claim, equivalent, higher
+from lamina.lab.papers.judging import Finding, Trials, claim, equivalent, higher
 
 
 @claim(says="Mix-LN's accuracy is above Pre-LN's in ViT-Small", paper="75.99 to 76.40")

@@ -1,8 +1,8 @@
 """Peri-LN Figures 9a and 39."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values, equivalent_values
-from lamina.papers.judging.curves import deep, layer_means, numbers, rows
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values, equivalent_values
+from lamina.lab.papers.judging.curves import deep, layer_means, numbers, rows
 
 FIXED = {"placement": "peri_ln(learnable_gain=false)"}
 ALIKE = 0.05  # of the mean angle, where 0.5 is a right angle

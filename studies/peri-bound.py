@@ -1,8 +1,8 @@
 """Peri-LN Propositions 3.1, C.1-C.3."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, claim, close, fraction
-from lamina.papers.judging.curves import rows
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, close, fraction
+from lamina.lab.papers.judging.curves import rows
 
 STATEMENTS = {"pre_ln": "peri_ln_c1", "peri_ln": "peri_ln_c2", "post_ln": "peri_ln_c3"}
 PROBE = "bounds(sequences=4)"

@@ -1,7 +1,7 @@
 """Peri-LN Appendix G.1."""
 
 from lamina.jobs.status import Status
-from lamina.papers.judging import Finding, Trials, Verdict, all_of, claim, compare_values, needs_scale
+from lamina.lab.papers.judging import Finding, Trials, Verdict, all_of, claim, compare_values, needs_scale
 
 LOST = (Status.DIVERGED.value, Status.STUCK.value)
 

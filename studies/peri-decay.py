@@ -4,7 +4,7 @@ import math
 
 from lamina.core.frames import Frame
 from lamina.jobs.status import Status
-from lamina.papers.judging import (
+from lamina.lab.papers.judging import (
     Finding,
     Trials,
     all_of,
@@ -15,8 +15,8 @@ from lamina.papers.judging import (
     monotone,
     needs_scale,
 )
-from lamina.papers.judging.curves import along, numbers, rows
-from lamina.papers.judging.rates import at_best_rates, best_rate
+from lamina.lab.papers.judging.curves import along, numbers, rows
+from lamina.lab.papers.judging.rates import at_best_rates, best_rate
 
 
 def log_variance(table: Frame) -> float:

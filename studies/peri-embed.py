@@ -1,7 +1,7 @@
 """Peri-LN Figures 20-22."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, lower, monotone, values_of
-from lamina.papers.judging.curves import split
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, lower, monotone, values_of
+from lamina.lab.papers.judging.curves import split
 
 WITH, WITHOUT = {"scheme": "with"}, {"scheme": "without"}
 

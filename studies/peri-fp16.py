@@ -3,8 +3,8 @@
 import math
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, Verdict, all_of, claim, compare_values, fraction, needs_scale
-from lamina.papers.judging.curves import numbers, rows
+from lamina.lab.papers.judging import Finding, Trials, Verdict, all_of, claim, compare_values, fraction, needs_scale
+from lamina.lab.papers.judging.curves import numbers, rows
 
 FP16 = 65504.0
 

@@ -1,6 +1,6 @@
 """Peri-LN Figures 8 and 9b."""
 
-from lamina.papers.judging import (
+from lamina.lab.papers.judging import (
     Finding,
     Trials,
     Verdict,
@@ -14,7 +14,7 @@ from lamina.papers.judging import (
     monotone,
     needs_scale,
 )
-from lamina.papers.judging.curves import rows, trained
+from lamina.lab.papers.judging.curves import rows, trained
 
 DIFFERENT = 0.01
 PRE, FIXED, LEARNED = ({"scheme": name} for name in ("pre", "fixed", "learned"))

@@ -3,8 +3,8 @@
 import numpy as np
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values
-from lamina.papers.judging.curves import numbers, rows, split
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values
+from lamina.lab.papers.judging.curves import numbers, rows, split
 
 
 def spread(table: Frame) -> float:

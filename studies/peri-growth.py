@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, all_of, below, claim, compare_values
-from lamina.papers.judging.curves import numbers, rows, split
+from lamina.lab.papers.judging import Finding, Trials, all_of, below, claim, compare_values
+from lamina.lab.papers.judging.curves import numbers, rows, split
 
 TWICE = 2.0
 

@@ -1,7 +1,7 @@
 """Peri-LN Figure 10c, Tables 8 and 9."""
 
 from lamina.jobs.status import Status
-from lamina.papers.judging import Finding, Trials, all_of, below, claim, compare_values, lower
+from lamina.lab.papers.judging import Finding, Trials, all_of, below, claim, compare_values, lower
 
 VARIANCES = ("10/d", "he", "lecun", "1/(10d)", "normal")
 MOST = 0.13  # nats

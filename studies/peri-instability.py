@@ -4,8 +4,8 @@ import math
 
 from lamina.core.frames import Frame
 from lamina.jobs.status import Status
-from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values, needs_scale
-from lamina.papers.judging.curves import numbers, rows, split
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values, needs_scale
+from lamina.lab.papers.judging.curves import numbers, rows, split
 
 
 def without_post(trials: Trials) -> Trials:

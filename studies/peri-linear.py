@@ -1,8 +1,8 @@
 """Peri-LN Eq 4: Var(x_(l+1)) = Var(x_l) + beta_0."""
 
 from lamina.core.frames import Frame
-from lamina.papers.judging import Finding, Trials, above, all_of, claim, compare_values, equivalent_values
-from lamina.papers.judging.curves import numbers, rows
+from lamina.lab.papers.judging import Finding, Trials, above, all_of, claim, compare_values, equivalent_values
+from lamina.lab.papers.judging.curves import numbers, rows
 
 PERI = {"placement": "peri_ln"}
 STRAIGHT = 0.95  # R^2 of a straight line

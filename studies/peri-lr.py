@@ -2,7 +2,7 @@
 
 import math
 
-from lamina.papers.judging import (
+from lamina.lab.papers.judging import (
     Finding,
     Trials,
     all_of,

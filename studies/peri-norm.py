@@ -1,6 +1,6 @@
 """Peri-LN Figure 19."""
 
-from lamina.papers.judging import Finding, Trials, claim, equivalent
+from lamina.lab.papers.judging import Finding, Trials, claim, equivalent
 
 
 @claim(

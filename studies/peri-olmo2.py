@@ -1,7 +1,7 @@
 """Peri-LN Figures 32-34."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, equivalent, lower
-from lamina.papers.judging.curves import split
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, equivalent, lower
+from lamina.lab.papers.judging.curves import split
 
 COMPARABLE = 0.05  # nats
 

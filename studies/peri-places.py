@@ -1,7 +1,7 @@
 """Peri-LN Table 5."""
 
-from lamina.papers.judging import Finding, Trials, claim, fails_to_train, ordered
-from lamina.papers.judging.curves import at_rate_of
+from lamina.lab.papers.judging import Finding, Trials, claim, fails_to_train, ordered
+from lamina.lab.papers.judging.curves import at_rate_of
 
 
 @claim(

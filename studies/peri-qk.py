@@ -1,6 +1,6 @@
 """Peri-LN Table 6."""
 
-from lamina.papers.judging import Finding, Trials, any_of, claim, equivalent, lower
+from lamina.lab.papers.judging import Finding, Trials, any_of, claim, equivalent, lower
 
 PERI, QK = {"scheme": "peri"}, {"scheme": "qk"}
 

@@ -3,8 +3,8 @@
 import math
 
 from lamina.jobs.status import Status
-from lamina.papers.judging import Finding, Trials, Verdict, all_of, claim, higher, needs_scale, ordered
-from lamina.papers.judging.curves import at_stage, split, trained
+from lamina.lab.papers.judging import Finding, Trials, Verdict, all_of, claim, higher, needs_scale, ordered
+from lamina.lab.papers.judging.curves import at_stage, split, trained
 
 HALF = 0.5
 

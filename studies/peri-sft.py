@@ -1,7 +1,7 @@
 """Peri-LN Tables 1, 13-15: the column ``score`` is the mean accuracy over the tasks in percent."""
 
-from lamina.papers.judging import Finding, Trials, all_of, at_other_budgets, better_at_equal_loss, claim, higher
-from lamina.papers.judging.curves import split
+from lamina.lab.papers.judging import Finding, Trials, all_of, at_other_budgets, better_at_equal_loss, claim, higher
+from lamina.lab.papers.judging.curves import split
 
 PERI, PRE, POST = ({"placement": name, "budget": "1x"} for name in ("peri_ln", "pre_ln", "post_ln"))
 

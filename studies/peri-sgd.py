@@ -1,7 +1,7 @@
 """Peri-LN Figure 35."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values, values_of
-from lamina.papers.judging.rates import best_rate
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values, values_of
+from lamina.lab.papers.judging.rates import best_rate
 
 
 def best(trials: Trials, placement: str, optimizer: str) -> dict[int, float]:

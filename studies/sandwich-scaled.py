@@ -1,6 +1,6 @@
 """The depth-scaled sandwich."""
 
-from lamina.papers.judging import Finding, Trials, all_of, claim, fraction, lower
+from lamina.lab.papers.judging import Finding, Trials, all_of, claim, fraction, lower
 
 
 @claim(

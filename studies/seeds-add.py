@@ -1,6 +1,6 @@
 """Combinations of FuseNorm, Keel, Mix-LN and Peri-LN against their parts."""
 
-from lamina.papers.judging import Finding, Trials, all_of, any_of, claim, lower
+from lamina.lab.papers.judging import Finding, Trials, all_of, any_of, claim, lower
 
 FUSED = ("fused keel, root of N", "fused keel, N", "fused keel, 2 N")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lamina.papers.judging import Finding, Trials, Verdict, all_of, claim, lower, values_of
+from lamina.lab.papers.judging import Finding, Trials, Verdict, all_of, claim, lower, values_of
 
 SEEDS = ("fusenorm", "keel", "mix_ln", "peri_ln")
 

@@ -7,15 +7,15 @@ import torch
 import transformers
 import yaml
 from documented import ROOT, blocks
+from lab.posttraining.tiny import preferences, sorting, write_model, write_rows
 from PIL import Image
-from posttraining.tiny import preferences, sorting, write_model, write_rows
 from transformers import LlamaForCausalLM, TrainingArguments
 
 import lamina
 from lamina.core.backbone_presets import PRESETS
 from lamina.data.tokenizers import load_tokenizer
 from lamina.jobs.settings import Settings
-from lamina.posttraining.examples import TEMPLATES
+from lamina.lab.posttraining.examples import TEMPLATES
 
 POSITIONS = 512  # the longest sequence of any example, which a model must take
 MOST = {"steps": 6, "batch_size": 2, "sequence_length": 256, "eval_blocks": 8, "save_steps": 3, "probe_every": 3}

@@ -100,7 +100,7 @@ def test_the_stages_after_pretraining_are_plain_trl(common, stage, tmp_path):
     """Lamina's losses and TRL's own, on the same rows in the same order, are the same numbers."""
     pytest.importorskip("trl")
     pytest.importorskip("peft")
-    from posttraining.tiny import write_model
+    from lab.posttraining.tiny import write_model
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     module = importlib.import_module("posttraining_path")

@@ -19,7 +19,7 @@ def test_notebooks_are_committed_without_outputs():
 
 
 def test_every_example_has_a_test():
-    here = Path(__file__).read_text("utf-8") + (ROOT / "tests/posttraining/test_whole_path.py").read_text("utf-8")
+    here = Path(__file__).read_text("utf-8") + (ROOT / "tests/lab/posttraining/test_whole_path.py").read_text("utf-8")
     assert all(path.stem in here for path in (ROOT / "examples").glob("*.py"))
 
 

@@ -77,7 +77,7 @@ def test_the_wheel_has_the_studies_and_not_their_records(built, tmp_path):
     with zipfile.ZipFile(wheel) as file:
         assert not [name for name in file.namelist() if "records/" in name or name.endswith(".parquet")]
         file.extractall(tmp_path / "site")
-    folder = tmp_path / "site" / "lamina" / "papers" / "studies"
+    folder = tmp_path / "site" / "lamina" / "lab" / "papers" / "studies"
     of_repository = {path.relative_to(ROOT / "studies") for path in (ROOT / "studies").rglob("*.yaml")}
     assert {path.relative_to(folder) for path in folder.rglob("*.yaml")} == {
         path for path in of_repository if path.parts[0] != "records"

@@ -13,8 +13,8 @@ from scripts import ROOT, loaded
 
 import lamina
 from lamina.commands.arguments import Parser
+from lamina.lab.papers.dry_run import dry_run
 from lamina.placements import names
-from lamina.studies.dry_run import dry_run
 from lamina.training.settings import PretrainSettings
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from scripts import loaded
 
-from lamina.papers.judging.findings import FAILED
+from lamina.lab.papers.judging.findings import FAILED
 from lamina.reports.diagnosis import FINDINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -223,7 +223,7 @@ def test_advice_that_rests_on_two_claims_stands_beside_the_verdicts_of_both(advi
 
 
 def test_advice_is_about_claims_of_the_catalog():
-    from lamina.papers.engine.verdicts import all_verdicts
+    from lamina.lab.papers.engine.verdicts import all_verdicts
 
     claims = {verdict["claim"] for verdict in all_verdicts()}
     questions = yaml.safe_load((ROOT / "docs" / "decisions.yaml").read_text("utf-8"))

@@ -72,7 +72,7 @@ def test_a_command_is_one(folder, monkeypatch, capsys, page, command):
         assert command.startswith(tuple(NOT_RUN)), "a command of another program, and no reason why it is not run"
         return
     monkeypatch.setattr(Job, "__init__", reached)
-    for work in ("lamina.papers.engine.study_run.work", "lamina.preflights.planned_runs.run_preflight"):
+    for work in ("lamina.lab.papers.engine.study_run.work", "lamina.preflights.planned_runs.run_preflight"):
         monkeypatch.setattr(work, reached)
     with contextlib.suppress(Reached):
         code = main(argv)

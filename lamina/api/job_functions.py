@@ -42,7 +42,7 @@ def function_of(row: JobRow) -> Callable[..., Any]:
     record, modes = row.record, _modes(row)
 
     def act(**given: Any) -> Any:
-        require(row.name, "posttrain" if row.run.startswith("lamina.posttraining.") else "train")
+        require(row.name, "posttrain" if row.run.startswith("lamina.lab.posttraining.") else "train")
         chosen = {mode.name: given.pop(mode.name, mode.default) for mode in modes}
         settings = as_settings(in_our_words(given, record.names()))
         for name in settings:

@@ -104,7 +104,7 @@ class StudyOutcome(_HasPage):
     @classmethod
     def of(cls, results: pd.DataFrame, folder: Path) -> StudyOutcome:
         """Wrap a study's results, with the verdicts in its folder."""
-        from lamina.papers.engine.verdicts import read_claims
+        from lamina.lab.papers.engine.verdicts import read_claims
 
         return cls(results=results, claims=read_claims(folder) or [], folder=folder)
 

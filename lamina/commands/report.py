@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
         screenshot(page, Path(options.screenshot), height=options.height)
         show(f"the picture: {options.screenshot}")
     if options.figures:
-        from lamina.papers.pages.matplotlib_figures import write_all
+        from lamina.lab.papers.pages.matplotlib_figures import write_all
 
         for written in write_all(Path(options.folder)):
             show(f"a figure: {written}")

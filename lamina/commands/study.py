@@ -14,7 +14,7 @@ from lamina.core.values import entries
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.catalog import JOBS
 from lamina.jobs.names import PAGE
-from lamina.papers.engine.settings import StudySettings
+from lamina.lab.papers.engine.settings import StudySettings
 
 EXAMPLES = """
   lamina study list
@@ -57,8 +57,8 @@ def _list(argv: list[str]) -> int:
     options = parser.parse(argv)
     from pathlib import Path
 
-    from lamina.papers.engine.verdicts import all_verdicts
-    from lamina.papers.study_catalog import records_folder
+    from lamina.lab.papers.engine.verdicts import all_verdicts
+    from lamina.lab.papers.study_catalog import records_folder
 
     verdicts = all_verdicts(None if options.records is None else Path(options.records))
     if options.json:
@@ -79,7 +79,7 @@ def _list(argv: list[str]) -> int:
 
 def _show(argv: list[str]) -> int:
     flags = _parser("show", "Show what a study asks, its trials, and the verdicts so far.")
-    from lamina.papers.engine.describe_study import description
+    from lamina.lab.papers.engine.describe_study import description
 
     show(description(_record(flags.settings_from(argv)[0])))
     return 0
@@ -87,7 +87,7 @@ def _show(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     typed, others = parser().settings_from(argv)
-    from lamina.papers.study_catalog import names
+    from lamina.lab.papers.study_catalog import names
 
     listed = str(typed.pop("study", None) or "")
     studies = names() if listed == "all" else entries(listed)
@@ -96,7 +96,7 @@ def _run(argv: list[str]) -> int:
     if len(studies) > 1 and "output" in typed:
         raise UserError("output: one folder for several studies (allowed: --output with one study)")
     if others.dry_run:
-        from lamina.papers.engine.describe_study import dry_run_text
+        from lamina.lab.papers.engine.describe_study import dry_run_text
 
         for record in [_record({**typed, "study": name}) for name in studies]:
             show(dry_run_text(record))
@@ -138,7 +138,7 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
 def _worker(argv: list[str]) -> int:
     flags = _parser("worker", "Train a share of a study's trials; other workers share the store.")
     from lamina.jobs.status import ENDED
-    from lamina.papers.engine.study_run import work
+    from lamina.lab.papers.engine.study_run import work
 
     outcome = work(_record(flags.settings_from(argv)[0]))
     ended = sum(result["status"] in ENDED for result in outcome.values())

@@ -21,7 +21,7 @@ Page = Callable[[Path], Path]
 P = TypeVar("P", bound=Page)
 
 _RECORDS = (METRICS, RESULTS, RESULT, ALARMS, CLAIMS)
-_CLAIMS_PAGE = "lamina.papers.pages.page"  # by name: a floor above this one
+_CLAIMS_PAGE = "lamina.lab.papers.pages.page"  # by name: a floor above this one
 _pages: dict[str, Page] = {}
 
 

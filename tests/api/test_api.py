@@ -22,8 +22,8 @@ from lamina.jobs.catalog import JOBS
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
+from lamina.lab.posttraining.settings import SftSettings
 from lamina.placements import resolve
-from lamina.posttraining.settings import SftSettings
 
 FUNCTIONS = [row.function_name for row in JOBS.values()]
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from studies.study_files import write_study
+from lab.papers.study_files import write_study
 from tqdm import tqdm
 from training.tiny_runs import SMALL, flags, start
 

@@ -52,8 +52,8 @@ LIGHT = {  # what is run: what it must not load
     "from lamina.data.tokenizers import validate_spec; validate_spec('bpe:300')": MODELS | {"tokenizers", "numpy"},
     "from lamina.probes.engine.registry import listed; listed()": MODELS | {"pandas"},
     "from lamina.placements import diagram, resolve; diagram.svg(resolve('keel', 2))": HEAVY - {"argparse", "yaml"},
-    "import lamina.papers.judging": {"torch", "pandas", "numpy", "scipy"},
-    "import lamina.papers.pages.study_figures, lamina.papers.pages.matplotlib_figures": MODELS,
+    "import lamina.lab.papers.judging": {"torch", "pandas", "numpy", "scipy"},
+    "import lamina.lab.papers.pages.study_figures, lamina.lab.papers.pages.matplotlib_figures": MODELS,
     "import lamina.reports.pages.probing": MODELS,
 }
 

@@ -22,7 +22,7 @@ from lamina.evaluation.candidates import candidates_of
 from lamina.jobs.environment import environment
 from lamina.jobs.folder import has_result
 from lamina.jobs.kinds import Kind, kind_of
-from lamina.papers.trials import trial
+from lamina.lab.papers.trials import trial
 from lamina.reports import report
 from lamina.studies.evaluated import runs_of
 from lamina.training.pretrain import pretrain

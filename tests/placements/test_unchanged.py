@@ -8,8 +8,8 @@ import pytest
 from naive import llama
 
 import lamina
+from lamina.lab.papers.trials import trial
 from lamina.modeling.wiring_lamina import YOUNGER as LEFT_OUT
-from lamina.papers.trials import trial
 from lamina.placements import Plan, Sublayer, get, resolve
 from lamina.placements.plan import YOUNGER
 from lamina.training.checkpointing.resuming import plan_digest

@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from posttraining.tiny import preferences, sorting, write_model, write_rows
+from lab.posttraining.tiny import preferences, sorting, write_model, write_rows
 
 from lamina.jobs.catalog import JOBS, load
 

@@ -219,7 +219,7 @@ def test_what_a_run_has_already_is_not_advised():
 
 
 def test_every_claim_that_the_advice_cites_exists():
-    from lamina.papers.engine.verdicts import all_verdicts
+    from lamina.lab.papers.engine.verdicts import all_verdicts
 
     known = {str(one["claim"]).partition("/")[0] for one in all_verdicts(None)}
     assert {claim for cause in CAUSES.values() for claim in cause.claims} <= known

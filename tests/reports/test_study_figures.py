@@ -6,13 +6,13 @@ import pandas as pd
 import pytest
 from synthetic_claims import BEST, PLACEMENTS, write_claims_study
 
-from lamina.papers.pages import matplotlib_figures, page, study_figures
-from lamina.papers.pages.drawing import Request
-from lamina.papers.pages.folder import arms, read_folder
-from lamina.papers.pages.lines import value_title
-from lamina.papers.pages.page import _figures, claims_report
-from lamina.papers.pages.study_figures import KINDS, _parts, _rows, chosen, sweep
-from lamina.papers.study_catalog import names, read_study
+from lamina.lab.papers.pages import matplotlib_figures, page, study_figures
+from lamina.lab.papers.pages.drawing import Request
+from lamina.lab.papers.pages.folder import arms, read_folder
+from lamina.lab.papers.pages.lines import value_title
+from lamina.lab.papers.pages.page import _figures, claims_report
+from lamina.lab.papers.pages.study_figures import KINDS, _parts, _rows, chosen, sweep
+from lamina.lab.papers.study_catalog import names, read_study
 from lamina.reports.style import look
 
 

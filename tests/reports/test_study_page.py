@@ -17,8 +17,8 @@ from synthetic_claims import CLAIMS, write_claims_study
 
 from lamina.commands import report as command
 from lamina.errors import UserError
-from lamina.papers.pages.folder import StudyFolder
-from lamina.papers.pages.matplotlib_figures import write_all
+from lamina.lab.papers.pages.folder import StudyFolder
+from lamina.lab.papers.pages.matplotlib_figures import write_all
 from lamina.reports import report
 
 

@@ -24,9 +24,9 @@ import lamina
 import lamina.api
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
+from lamina.lab.papers.trials import trial
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.modeling_lamina import ADAPTERS, LaminaForCausalLM
-from lamina.papers.trials import trial
 from lamina.training.objectives.objective import objective_of
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import backbone_config, resolve_run

@@ -10,7 +10,7 @@ import sys
 import pandas as pd
 import pytest
 import torch
-from posttraining.tiny import write_model
+from lab.posttraining.tiny import write_model
 from safetensors.torch import load_file
 from training.tiny_runs import (
     SMALL,

@@ -1,0 +1,91 @@
+"""A study as text: its arms and trials, those that are done, and the cost of the rest."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from lamina.errors import UserError
+from lamina.lab.papers.engine.plan import StudyPlan
+from lamina.lab.papers.engine.settings import StudySettings
+from lamina.lab.papers.engine.study_run import records_are_of, store_of, study_plan
+from lamina.lab.papers.engine.verdicts import verdicts_of
+from lamina.lab.papers.judging.findings import seeds_text
+from lamina.lab.papers.study_catalog import StudyDefinition, Tuning, read_study
+from lamina.lab.papers.trials import measures
+from lamina.lab.papers.trials.jobs import TRIAL_JOBS
+from lamina.studies.running import usual_workers
+from lamina.studies.settings import MaxRateSettings
+from lamina.training.settings import PretrainSettings
+
+
+def description(settings: StudySettings) -> str:
+    """Describe a study at one scale: the question, the arms, the trials, the verdicts of the records."""
+    assert settings.study is not None
+    study = read_study(settings.study)
+    plan = study_plan(study, settings)
+    source = [f"source: {study.source}"] if study.source else []
+    lines = [f"{study.name}: {study.title}", *source, f"scales: {', '.join(study.scales)}", ""]
+    lines += [f"scale {settings.scale}: {plan.scale.needs}"] if plan.scale.needs else _trials(plan, settings)
+    told = verdicts_of(study, settings.records_folder) if records_are_of(study, settings) else []
+    lines.append("")
+    for one in told:
+        lines.append(f"{one['verdict']} ({one['scale']}): {one['claim']}: {one['says']}")
+        lines += [f"    {word}: {one[word]}" for word in ("ours", "paper", "note") if one.get(word)]
+    return "\n".join(lines)
+
+
+def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
+    store = store_of(settings)
+    try:
+        wanted = plan.wanted(store.result)
+    except UserError as error:  # a text that is not on this machine
+        return [f"scale {plan.scale.name}: its trials can't be named here: {error}"]
+    trials = {trial.key for trial in wanted}
+    done = {trial.key for trial in wanted if store.complete(trial) is not None}
+    scale, tuning = plan.scale, plan.scale.tuning
+    lines = [f"scale {scale.name}: {len(plan.arms)} arms, {seeds_text(len(scale.seeds))}, job {scale.job}"]
+    for axis, values in scale.axes.items():
+        lines.append(f"  {axis}: {', '.join(values)}")
+    if scale.stages:
+        jobs = {stage.name: "" if stage.job == stage.name else f"{stage.job}, " for stage in scale.stages}
+        sources = {stage.name: " and ".join(stage.inputs.values()) for stage in scale.stages}
+        lines.append(f"  then: {', '.join(f'{name} ({job}from {sources[name]})' for name, job in jobs.items())}")
+    rates = tuning.rates if tuning else scale.rates
+    if rates:
+        how = _tuned(tuning, scale.seeds) if tuning else "a sweep"
+        lines.append(f"  learning_rate: {', '.join(f'{rate:g}' for rate in rates)} ({how})")
+    if measured := measures.names(scale.measures):
+        lines.append(f"  measured: {', '.join(measured)}")
+    return [*lines, f"  trials known to be needed: {len(trials)}, of which done: {len(done)}"]
+
+
+def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
+    sweep = tuning.sweep(seeds)
+    own = "" if set(sweep) <= set(seeds) else f" of their own ({', '.join(map(str, sweep))})"
+    own += f" at {', '.join(f'{name} {value}' for name, value in tuning.settings.items())}" if tuning.settings else ""
+    rule = "" if tuning.rule == "best" else ", the lowest rate within one standard error of the best"
+    return f"tuned with {seeds_text(len(sweep))}{own}{', then widened at an edge' if tuning.widen else ''}{rule}"
+
+
+def dry_run_text(settings: StudySettings) -> str:
+    """Say what a scale would train: parameters, tokens, FLOPs, GPU-hours, and at the scale cpu the minutes here."""
+    from lamina.lab.papers.dry_run import dry_run, minutes_here, table
+
+    assert settings.study is not None
+    study: StudyDefinition = read_study(settings.study)
+    scale = study.scale(settings.scale)
+    if scale.needs:
+        return f"{study.name}, scale {scale.name}: {scale.needs}"
+    plan = study_plan(study, settings)
+    arms = {
+        arm: {
+            n: one.run() if isinstance(one, MaxRateSettings) else cast(PretrainSettings, one) for n, one in each.items()
+        }
+        for arm, each in plan.dry().items()
+    }
+    note = "" if TRIAL_JOBS[scale.job].trains else f"The job {scale.job} trains nothing: only the models are built.\n"
+    frame = dry_run(arms)
+    here = scale.name == "cpu" and TRIAL_JOBS[scale.job].trains
+    workers = settings.workers or usual_workers()
+    time = minutes_here(arms, frame, workers=workers, threads=settings.threads) if here else ""
+    return "\n".join(filter(None, (f"{study.name}, scale {scale.name}\n{note}{table(frame)}", time)))

@@ -1,0 +1,280 @@
+"""The plan of a scale: the trials that it needs, given the results so far.
+
+A study that tunes rates needs its sweep first, then wider rates if the best one is at the sweep's edge, then the
+study's seeds at each arm's best rate and, where the study asks for it, at another arm's. ``StudyPlan.wanted`` is a
+function of the results, so resuming needs no state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from statistics import stdev
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.settings import Settings
+from lamina.jobs.status import ENDED, severity
+from lamina.lab.papers.study_catalog import ENGINE, STAGE, Rule, Scale, Stage, Tuning
+from lamina.lab.papers.trials import measures
+from lamina.lab.papers.trials.trial import StudyTrial, make_chained, make_trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One side of a comparison: a value on each axis except learning rate and seed.
+
+    Attributes:
+        values: the label of each axis's value.
+        settings: those that differ from the job's defaults.
+    """
+
+    values: Mapping[str, str]
+    settings: Json
+
+    def trial(self, scale: Scale, learning_rate: float | None, seed: int) -> Settings:
+        """Return the settings of one trial. Raises UserError that names the setting."""
+        varied: Json = {} if learning_rate is None else {"learning_rate": learning_rate}
+        if scale.tuning is not None and seed in scale.tuning_seeds:
+            varied |= scale.tuning.settings
+        return scale.record.settings_class().from_dict({**self.settings, **varied, "seed": seed})
+
+
+def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
+    """Return the arms of a scale in the order of its axes; ``changes`` replace settings of the scale."""
+    found = []
+    for labels in product(*(scale.axes[axis] for axis in scale.axes)):
+        values = dict(zip(scale.axes, labels, strict=True))
+        if any(matches(values, pattern) for pattern in scale.skip):
+            continue
+        settings = {**scale.settings, **(changes or {})}
+        for axis, label in values.items():
+            settings |= scale.axes[axis][label]
+        placement = str(settings.get("placement", ""))
+        if placement.startswith("./"):  # relative to the study's file
+            settings["placement"] = str(scale.folder / placement[2:])
+        found.append(Arm(values=values, settings=settings))
+    if not found:
+        raise UserError(f"skip: leaves no arm of the {scale.name} scale (allowed: to skip some combinations)")
+    return found
+
+
+def refuse_without_effect(scale: Scale, changes: Json) -> None:
+    """Raise UserError for a change of a setting that the arms or trials set themselves."""
+    own: dict[str, str] = {**ENGINE, "seed": "--seeds"}
+    if scale.rates or scale.tuning is not None:
+        own["learning_rate"] = "a copy of the study with other rates"
+    every = [set.intersection(*({*point} for point in points.values())) for points in scale.axes.values()]
+    own |= {name: "a copy of the study with another axis" for names in every for name in names}
+    for name in changes:
+        if name in own:
+            raise UserError(f"set.{name}: has no effect: the study's trials say it themselves (allowed: {own[name]})")
+
+
+def matches(values: Mapping[str, str], pattern: Json) -> bool:
+    """Return whether values on the axes match a pattern under ``skip``."""
+    listed = {axis: label if isinstance(label, list) else [label] for axis, label in pattern.items()}
+    return all(values[axis] in map(str, labels) for axis, labels in listed.items())
+
+
+Results = Callable[[StudyTrial], Json | None]
+
+
+@dataclass
+class StudyPlan:
+    """The trials of a scale.
+
+    Attributes:
+        changes: settings over the scale's own.
+        chosen: the rate of each tuned arm, by its number, once it is known.
+        at_edge: of each tuned arm, whether its best rate is the lowest or the highest that was tried.
+    """
+
+    scale: Scale
+    changes: Json = field(default_factory=dict)
+    chosen: dict[int, float] = field(default_factory=dict)
+    at_edge: dict[int, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.arms = arms(self.scale, self.changes)
+        self._measures = measures.names(self.scale.measures)
+        self._made: dict[tuple[int, float | None, int, bool | str], StudyTrial] = {}
+
+    def dry(self) -> dict[str, dict[str, Settings]]:
+        """Return the trials' settings by arm and name without reading the text.
+
+        A tuned arm has all rates at the tuning seeds, and its first rate at the others. A sweep with other settings
+        is a row of its own.
+        """
+        scale, trials = self.scale, {}
+        sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
+        rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)
+        for seed in dict.fromkeys((*sweep, *scale.seeds)):
+            row = ", sweep" if scale.tuning is not None and scale.tuning.settings and seed in sweep else ""
+            for arm in self.arms:
+                for rate in rates if seed in sweep else rates[:1]:
+                    words = [*arm.values.values(), *([] if rate is None else [f"lr {rate:g}"]), f"seed {seed}"]
+                    trials.setdefault(_label(arm, scale) + row, {})[", ".join(words)] = arm.trial(scale, rate, seed)
+        return trials
+
+    def wanted(self, result: Results) -> list[StudyTrial]:
+        """Update ``chosen``, and return the trials that are needed given the results so far, seed by seed."""
+        scale, wanted = self.scale, []
+        if scale.tuning is None:
+            for seed, number, rate in product(scale.seeds, range(len(self.arms)), scale.rates or (None,)):
+                wanted += self._chain(number, rate, seed)
+            return list({(trial.key, *trial.values.values()): trial for trial in wanted}.values())
+        seeds = scale.tuning_seeds
+        rates = [self._rates(scale.tuning, number, seeds, result) for number, _ in enumerate(self.arms)]
+        for seed in seeds:
+            for number, (tried, _) in enumerate(rates):
+                wanted += [self._trial(number, rate, seed, measured=False) for rate in tried]
+        swept = {number: (tried, best) for number, (tried, best) in enumerate(rates) if best is not None}
+        self.at_edge = {number: best.lowest in (tried[0], tried[-1]) for number, (tried, best) in swept.items()}
+        self.chosen = {number: best.chosen for number, (_, best) in swept.items()}
+        others = self._others(scale.tuning)
+        for seed in scale.seeds:
+            for number, rate in self.chosen.items():
+                wanted += self._chain(number, rate, seed)
+            for number, rate in others.items():
+                wanted.append(self._trial(number, rate, seed, measured=False))
+        return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
+
+    def is_tuned(self, trial: StudyTrial) -> bool:
+        """Return whether a trial has its arm's chosen rate and a seed of the study; True if the study tunes none."""
+        if self.scale.tuning is None:
+            return True
+        return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
+
+    def places(self, trial: StudyTrial) -> Json:
+        """Return the columns about a trial's rate: ``tuned``, and ``at_edge`` in a study that tunes rates."""
+        edge = {} if self.scale.tuning is None else {"at_edge": self.at_edge.get(self._number(trial))}
+        return {"tuned": self.is_tuned(trial), **edge}
+
+    def _number(self, trial: StudyTrial) -> int:
+        stage = {STAGE: self.scale.job} if self.scale.stages else {}
+        return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
+
+    def _others(self, tuning: Tuning) -> dict[int, float]:
+        """Return for each arm the best rate of another arm at which it is also trained, if that is known."""
+        numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
+        pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
+        others = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
+        return {number: self.chosen[other] for number, other in others.items() if other in self.chosen}
+
+    def _chain(self, number: int, rate: float | None, seed: int) -> list[StudyTrial]:
+        """Return an arm's first trial and the known trials of its stages."""
+        stages = (self._staged(stage, number, rate, seed) for stage in self.scale.stages)
+        return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
+
+    def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> StudyTrial | None:
+        """Return a stage's trial for an arm; None if the stage skips the arm or its input's rate is not known yet."""
+        if stage.of:
+            values = {**self.arms[number].values, **stage.of}
+            number = next((n for n, arm in enumerate(self.arms) if arm.values == values), -1)
+            rate = rate if self.scale.tuning is None else self.chosen.get(number)
+            if number < 0 or (rate is None and self.scale.tuning is not None):
+                return None
+        arm, key = self.arms[number], (number, rate, seed, stage.name)
+        if any(matches(arm.values, pattern) for pattern in stage.skip):
+            return None
+        if key in self._made:
+            return self._made[key]
+        earlier = {each.name: each for each in self.scale.stages}
+        root = self._trial(number, rate, seed, measured=True)
+        inputs: dict[str, StudyTrial] = {}
+        for name, source in stage.inputs.items():
+            trial = self._staged(earlier[source], number, rate, seed) if source in earlier else root
+            if trial is None:
+                return None
+            inputs[name] = trial
+        values, settings = {**arm.values, STAGE: stage.name}, stage.trial(seed)
+        self._made[key] = make_chained(stage.job, values, settings, stage.measures, inputs=inputs, root=root)
+        return self._made[key]
+
+    def _trial(self, number: int, rate: float | None, seed: int, *, measured: bool) -> StudyTrial:
+        key = (number, rate, seed, measured)
+        if key not in self._made:
+            arm: Arm = self.arms[number]
+            taken = self._measures if measured else ()
+            values = {**arm.values, **({STAGE: self.scale.job} if self.scale.stages else {})}
+            self._made[key] = make_trial(self.scale.job, values, arm.trial(self.scale, rate, seed), taken)
+        return self._made[key]
+
+    def _rates(
+        self, tuning: Tuning, number: int, seeds: tuple[int, ...], result: Results
+    ) -> tuple[list[float], Best | None]:
+        """Return the rates to try for an arm, and the best one once all of their results are known."""
+        rates = sorted(tuning.rates)
+        for widening in range(tuning.widen + 1):
+            known: dict[float, list[Json]] = {}
+            for rate in rates:
+                results = (result(self._trial(number, rate, seed, measured=False)) for seed in seeds)
+                known[rate] = [each for each in results if each is not None]
+            if any(len(results) < len(seeds) for results in known.values()):
+                return rates, None
+            best = best_rate(known, tuning.rule)
+            nothing = all(math.isinf(_rank(results)[0]) for results in known.values())  # no trial ended
+            inside = best.lowest not in (rates[0], rates[-1])
+            if nothing or len(rates) == 1 or inside or widening == tuning.widen:
+                return rates, best
+            # Beyond the edge, in the ratio of the last two, with two digits more than the eye needs.
+            down = best.lowest == rates[0]
+            beyond = rates[0] / (rates[1] / rates[0]) if down else rates[-1] * (rates[-1] / rates[-2])
+            rates = sorted([*rates, float(f"{beyond:.4g}")])
+        raise AssertionError("the loop returns")
+
+
+def _label(arm: Arm, scale: Scale) -> str:
+    """Return an arm's labels, with the name of an axis that is a setting: ``keel, num_layers=8``."""
+    plain = {axis for axis in scale.axes if axis == "placement" or axis not in scale.axes[axis][arm.values[axis]]}
+    named = [label if axis in plain else f"{axis}={label}" for axis, label in arm.values.items()]
+    return ", ".join(named) or str(arm.settings.get("placement", "all trials"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best rate of an arm's sweep: the ``lowest`` mean's, and the ``chosen`` one, at which the arm trains."""
+
+    lowest: float
+    chosen: float
+
+
+def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
+    """Choose the best rate of a sweep from the tuning seeds' results at each rate, the lowest rate first.
+
+    ``best``: the rate at which the smallest share of seeds diverged or got stuck, then the lowest mean loss.
+    ``one-se``: the lowest rate that loses no larger share and whose mean lies within one standard error of the best
+    mean. The means are over the seeds that learned; the standard error is over the best rate's, at least two of them.
+    """
+    if rule == "one-se":
+        known = {
+            rate: [
+                result if severity(str(result["status"])) <= severity("short") else {**result, "eval_loss": None}
+                for result in part
+            ]
+            for rate, part in known.items()
+        }
+    ranks = {rate: _rank(results) for rate, results in known.items()}
+    lowest = min(ranks, key=lambda rate: ranks[rate])
+    losses = [float(result["eval_loss"]) for result in known[lowest] if result.get("eval_loss") is not None]
+    if rule == "best" or len(losses) < 2:
+        return Best(lowest=lowest, chosen=lowest)
+    share, mean = ranks[lowest]
+    limit = mean + stdev(losses) / math.sqrt(len(losses))
+    return Best(lowest=lowest, chosen=min(rate for rate, rank in ranks.items() if rank <= (share, limit)))
+
+
+def _rank(results: list[Json]) -> tuple[float, float]:
+    """Return a rate's rank: first the share of trials that did not learn, then the mean of the known losses.
+
+    A trial that did not end says nothing about its rate; a rate without one that ended comes last.
+    """
+    ended = [result for result in results if result["status"] in ENDED]
+    if not ended:
+        return math.inf, math.inf
+    bad = sum(severity(str(result["status"])) > severity("short") for result in ended)
+    losses = [float(result["eval_loss"]) for result in ended if result.get("eval_loss") is not None]
+    return bad / len(ended), sum(losses) / len(losses) if losses else math.inf

@@ -1,0 +1,76 @@
+"""The settings of `lamina study run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from lamina.core.json_types import Json
+from lamina.core.values import corpus_name, mapping, path, place
+from lamina.jobs.setting_groups import OutputSettings, ThreadSettings, WorkerSettings
+from lamina.jobs.settings import Settings, at_least, changed, not_below, setting
+from lamina.lab.papers.study_catalog import records_folder
+from lamina.studies.settings import seed_list
+
+ScaleName = Literal["cpu", "gpu", "paper"]
+Engine = Literal["local", "ray"]
+
+
+class StoreSettings(Settings):
+    """Where trials are, for all studies."""
+
+    store: str = setting(
+        "runs/trials", "folder of all studies' trials; one that is there is not trained again", path, decides=False
+    )
+    records: str | None = setting(
+        None,
+        "folder with the records of studies that were run before (default: those that come with Lamina)",
+        path,
+        decides=False,
+    )
+
+    @property
+    def records_folder(self) -> Path:
+        return records_folder() if self.records is None else Path(self.records)
+
+
+class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSettings):
+    """One study at one scale."""
+
+    command_name = "study run"
+    main = (
+        *("study", "scale", "seeds", "corpus", "set", "store"),
+        *("engine", "workers", "threads", "output"),
+    )
+    order = ("study", "scale")
+
+    study: str | None = setting(None, "a study's name (see `lamina study list`), or the YAML file of your own", place)
+    scale: ScaleName = setting("cpu", "cpu (2 cores, minutes to an hour), gpu (one GPU), paper (the paper's own)")
+    seeds: str | None = setting(None, "other seeds than the study's, comma-separated", seed_list)
+    corpus: str | None = setting(None, "another corpus than the study's", corpus_name)
+    set: Json = setting({}, "any other setting of the trials, e.g. --set.steps 200", mapping)
+    engine: Engine = setting(
+        "local", "local (processes on this machine) or ray (a Ray cluster; lamina[ray])", decides=False
+    )
+    address: str | None = setting(
+        None, "with the engine ray, the cluster's address (default: one on this machine)", decides=False
+    )
+    gpus: float = setting(0.0, "with the engine ray, GPUs of each process of a trial", not_below(0.0), decides=False)
+    processes: int = setting(
+        1,
+        "with the engine ray, processes per trial, on one host or several, one bundle each",
+        at_least(1),
+        decides=False,
+    )
+    threads: int | None = changed(1, help="CPU threads per trial")
+
+    def check(self) -> None:
+        """Raise UserError for an address without a cluster."""
+        super().check()
+        if self.engine != "ray":
+            self.refuse_unused("address", "gpus", "processes", allowed="with --engine ray")
+
+    @property
+    def changes(self) -> Json:
+        """The settings of the trials that differ from the study's."""
+        return {**self.set, **({} if self.corpus is None else {"corpus": self.corpus})}

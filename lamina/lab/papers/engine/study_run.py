@@ -1,0 +1,434 @@
+"""`lamina study run`: a study's trials, its tables, and the verdicts on its claims."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.core.json_types import Json
+from lamina.core.values import writable_folder
+from lamina.core.yaml_files import read_mapping
+from lamina.errors import UserError
+from lamina.jobs import columns
+from lamina.jobs.environment import environment
+from lamina.jobs.files import write_json, write_sealed
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import ResumePolicy, open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.names import CLAIMS, RESULTS, STUDY
+from lamina.jobs.status import ENDED
+from lamina.lab.papers.engine import verdicts
+from lamina.lab.papers.engine.plan import StudyPlan, refuse_without_effect
+from lamina.lab.papers.engine.settings import StudySettings
+from lamina.lab.papers.study_catalog import StudyDefinition, catalog_folder, check_seeds, read_study
+from lamina.lab.papers.trials import measures
+from lamina.lab.papers.trials.jobs import TRIAL_JOBS
+from lamina.lab.papers.trials.store import TABLES, Records, Store, recorded_keys, write_results, write_table
+from lamina.lab.papers.trials.trial import StudyTrial, read_again
+from lamina.studies import processes
+from lamina.studies.record import has_study, read_record, stored_study, write_study
+from lamina.studies.running import Executor, run_tasks, run_trials
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Known = Callable[[StudyTrial], Json | None]
+
+
+def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
+    """Return by key the trials that can start now; a trial that must wait is replaced by those that it waits for.
+
+    A trial whose result only the records have is run again if its model is needed.
+    """
+    found: dict[str, StudyTrial] = {}
+
+    def visit(trial: StudyTrial) -> None:
+        lacking = [source for source in trial.inputs.values() if not store.has_model(source)]
+        for source in lacking:
+            visit(source)
+        if not lacking:
+            found[trial.key] = trial
+
+    for trial in trials:
+        if known(trial) is None:
+            visit(trial)
+    return found
+
+
+def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
+    """Return the result "failed" for a trial if one of its inputs has failed, or else None."""
+    for source in trial.inputs.values():
+        result = failed.get(source.key)
+        if result is None or result["status"] in ENDED:  # it ended, and only a measurement failed
+            result = blocked(source, failed)
+        if result is not None:
+            return {"status": "failed", "reason": f"it starts from a trial that is {result['status']}: {source.name}"}
+    return None
+
+
+def run_plan(
+    plan: StudyPlan,
+    store: Store,
+    *,
+    workers: int | None,
+    bar: bool,
+    ended: Callable[[], None] = lambda: None,
+    execute: Executor = run_trials,
+) -> dict[str, Json]:
+    """Run what is missing; returns every trial's result by its key. ``ended`` is called after each trial.
+
+    A trial that failed in this call is not tried again: its result says why.
+
+    Raises:
+        OSError: the disk is full; what was finished is kept.
+        KeyboardInterrupt: after the running trials have ended as `interrupted`.
+    """
+    failed: dict[str, Json] = {}
+
+    def known(trial: StudyTrial) -> Json | None:
+        return failed.get(trial.key) or store.complete(trial) or blocked(trial, failed)
+
+    def result(trial: StudyTrial) -> Json | None:
+        return store.result(trial) or failed.get(trial.key) or blocked(trial, failed)
+
+    while True:
+        wanted = plan.wanted(result)
+        todo = runnable(wanted, store, known)
+        if not todo:
+            return {trial.key: found for trial in wanted if (found := result(trial)) is not None}
+        tasks = {trial.name: store.task(trial) for trial in todo.values()}
+        keys = {trial.name: trial.key for trial in todo.values()}
+        lacking = {trial.key for trial in wanted if known(trial) is None}  # some only a measure
+        done = len({trial.key for trial in wanted} - lacking - {*todo})
+        waiting = len(lacking - {*todo})
+
+        def one_ended(name: str, outcome: Json, keys: dict[str, str] = keys) -> None:
+            if outcome["status"] not in ENDED:
+                failed[keys[name]] = outcome
+            ended()
+
+        run_tasks(tasks, done=done, waiting=waiting, workers=workers, bar=bar, ended=one_ended, execute=execute)
+        # What ended without its measures, or without a model that another trial needs, would be run for ever.
+        for key, trial in todo.items():
+            if key not in failed and store.complete(trial) is None and (found := store.result(trial)) is not None:
+                failed[key] = found
+        needed = {source.key for trial in wanted if known(trial) is None for source in trial.inputs.values()}
+        lost = [key for key, trial in todo.items() if key in needed and not store.has_model(trial)]
+        failed.update({key: {"status": "failed", "reason": "it left no model"} for key in lost})
+
+
+logger = logging.getLogger(__name__)
+SHOWN = 10
+"""How many damaged files are named."""
+POLICY = ResumePolicy(what="study", free=StudySettings.free())
+
+
+def run_study(
+    settings: StudySettings | Mapping[str, object],
+    *,
+    record: bool = False,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> pd.DataFrame:
+    """Run a study at one scale; returns the rows of results.csv, a row per trial.
+
+    OUTPUT/claims.json has the verdicts. A trial that the store or the records have is not run again. ``record`` also
+    writes the study's tables and verdicts to the records; of a study that is stopped, the trials that have ended, if
+    there is no whole record of it.
+
+    Raises:
+        UserError: for invalid settings, a study that can't be read or has changed since it ran here, an output folder
+            in use, a claim over something that was not measured.
+        OSError: the disk is full.
+        KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
+    """
+    given = settings.to_dict() if isinstance(settings, StudySettings) else dict(settings)
+    if record and not given.get("records") and any(given.get(name) for name in ("seeds", "set", "corpus")):
+        raise UserError(
+            "record: the study's seeds or settings are changed (allowed: --records with a folder of your own, or no "
+            "--seeds, --set and --corpus)"
+        )
+    given["output"] = str(output_of(given))
+    study = read_study(str(given["study"]))
+    if record and not records_are_of(study, StudySettings.from_dict(given)):
+        raise UserError(
+            "record: a study of your own has no place among Lamina's records (allowed: --records with a folder of your "
+            "own)"
+        )
+    job = open_job(
+        Kind.CLAIMS, StudySettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
+    )
+    complete, plan = job.settings, study_plan(study, job.settings)
+    writable_folder("store", Path(complete.store))
+    store = store_of(complete)
+    if job.resumes and has_study(job.folder):
+        _refuse_edited(read_record(job.folder), read_mapping(study.file), plan, store)
+    # Before the folder is touched: a placement or the corpus may be unreadable.
+    wanted = [] if plan.scale.needs else plan.wanted(store.result)
+    damage = store.damage(wanted)  # in trials that are only reused, which nothing else reads
+    more = [f"{len(damage) - SHOWN} more files are damaged"] if len(damage) > SHOWN else []
+    for line in (*damage[:SHOWN], *more):
+        logger.warning("store: %s", line)
+    if complete.engine == "local" and any(store.complete(trial) is None for trial in wanted):
+        processes.prepare()
+    try:
+        with job:
+            results = _run(study, plan, complete, store, job.folder, bar)
+    except KeyboardInterrupt:
+        if record:
+            _write_tables(plan, results_table(plan, store), store, job.folder)
+            _record(study, complete, job.folder, store, whole=False)
+        raise
+    if record:
+        _record(study, complete, job.folder, store)
+    return results
+
+
+def output_of(settings: Mapping[str, object]) -> Path:
+    """Return the study's folder: the output given, or runs/studies/STUDY-SCALE. Raises UserError for no study."""
+    record = StudySettings.from_dict(settings)
+    name = record_name(record)
+    return Path("runs") / "studies" / name if record.output is None else Path(record.output)
+
+
+def record_name(settings: StudySettings) -> str:
+    if settings.study is None:
+        raise UserError("study: none given (see `lamina study list`)")
+    return f"{read_study(settings.study).name}-{settings.scale}"
+
+
+def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
+    """Return whether the records may hold this study; Lamina's own hold only the catalog's studies."""
+    return settings.records is not None or study.file.parent == catalog_folder()
+
+
+def store_of(settings: StudySettings) -> Store:
+    records = Records(settings.records_folder, own=record_name(settings))
+    return Store(Path(settings.store), records, settings.threads)
+
+
+def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
+    """Run a share of a study's trials, while other drivers with the same store run theirs.
+
+    Ends when all of the study's trials have ended; returns every trial's result by its key. Writes no folder but the
+    trials'.
+    """
+    assert settings.study is not None
+    plan, store = study_plan(read_study(settings.study), settings), store_of(settings)
+    if plan.scale.needs:
+        raise UserError(f"scale: {settings.scale!r} has no trials: {plan.scale.needs} (allowed: another scale)")
+    writable_folder("store", Path(settings.store))
+    Path(settings.store).mkdir(parents=True, exist_ok=True)
+    return run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings))
+
+
+def study_plan(study: StudyDefinition, settings: StudySettings) -> StudyPlan:
+    """Return the plan of a study's scale, with the seeds and settings that the user changed. Raises UserError."""
+    read_again()
+    scale = study.scale(settings.scale)
+    if settings.seeds is not None:
+        seeds = tuple(int(seed) for seed in settings.seeds.split(","))
+        check_seeds("seeds: ", scale.tuning, seeds)
+        scale = replace(scale, seeds=seeds)
+    refuse_without_effect(scale, settings.changes)
+    for stage in scale.stages:
+        stage.refuse_missing()
+    return StudyPlan(scale, settings.changes)
+
+
+def _executor(settings: StudySettings) -> Executor:
+    if settings.engine == "local":
+        return run_trials
+    from lamina.lab.papers.engine.ray_cluster import executor
+
+    return executor(
+        address=settings.address, gpus=settings.gpus, processes=settings.processes, cpus=settings.threads or 1
+    )
+
+
+def _run(
+    study: StudyDefinition,
+    plan: StudyPlan,
+    settings: StudySettings,
+    store: Store,
+    folder: Path,
+    bar: bool,
+) -> pd.DataFrame:
+    execute = _executor(settings)
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    header: Json = {
+        "command": settings.command(),
+        "version": environment(0)["versions"].get("lamina"),
+        "created": created,
+        "settings": settings.to_dict(),
+        "definition": read_mapping(study.file),
+    }
+    Path(settings.store).mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        write_results(folder, results_table(plan, store))
+
+    if plan.scale.needs:
+        write_study(folder, {**header, "trials": []})
+        write_results(folder, results := results_table(plan, store))
+    else:
+        write_study(folder, {**header, "trials": sorted({trial.key for trial in plan.wanted(store.result)})})
+        try:
+            outcome = run_plan(plan, store, workers=settings.workers, bar=bar, ended=write, execute=execute)
+        finally:
+            write()
+        failed = {key: result for key, result in outcome.items() if result["status"] not in ENDED}
+        write_results(folder, results := results_table(plan, store, failed))
+        write_study(folder, {**header, "trials": sorted(outcome)})
+        _write_tables(plan, results, store, folder)
+    ended = results[results["status"].isin(ENDED)] if "status" in results else results
+    judged = verdicts.judge_study(
+        *(study, plan.scale, results, store),
+        missing=len(results) - len(ended),
+        looks=len(verdicts.looks_of(settings.records_folder / record_name(settings), ended["key"].tolist())),
+    )
+    write_json(folder / CLAIMS, judged)
+    return results
+
+
+def _write_tables(plan: StudyPlan, results: pd.DataFrame, store: Store, folder: Path) -> None:
+    for measure in measures.names(plan.scale.all_measures):
+        if (rows := measured_table(results, store, measure)) is not None:
+            write_table(folder, measure, rows)
+
+
+def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store) -> None:
+    """Raise UserError if trials that ran in this folder are no longer the study's."""
+    allowed = (
+        "(allowed: the study as it was; another --output; or --overwrite, which keeps all trials in the store and "
+        "runs only what is new)"
+    )
+    written = (one.get("scales", {}).get(plan.scale.name) or {} for one in (stored.get("definition") or {}, definition))
+    told = ("notes", "figure", "figures")  # only text or figures
+    before, now = ({key: value for key, value in one.items() if key not in told} for one in written)
+    ran = set(stored.get("trials", []))
+
+    # A rate of which a trial failed was known to lose when the study ran here.
+    def known(trial: StudyTrial) -> Json | None:
+        return store.result(trial) or store.outcome(trial)
+
+    wanted = plan.wanted(known)
+    if before == now and any(known(trial) is None for trial in wanted):
+        return  # the store is another one, or was emptied: which trials follow is not known yet
+    if gone := sorted(ran - {trial.key for trial in wanted}):
+        raise UserError(
+            f"study: it has changed since it ran here: {len(gone)} of its {len(ran)} trials no longer fit (the first: "
+            f"{gone[0]}) {allowed}"
+        )
+
+
+def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store: Store, *, whole: bool = True) -> None:
+    """Copy a study's tables and verdicts to the records, without models and without paths of this machine.
+
+    A study that is not ``whole`` has no verdicts yet, and never replaces one that has.
+    """
+    records = settings.records_folder / record_name(settings)
+    if not whole and (records / CLAIMS).is_file():
+        return
+    known = environment(0)  # before the records change: they are part of the repository
+    looks = verdicts.looks_of(records, recorded_keys(folder)) if whole else []
+    trained = _trained(records, recorded_keys(folder), store)
+    shutil.rmtree(records / TABLES, ignore_errors=True)
+    records.mkdir(parents=True, exist_ok=True)
+    for name in (RESULTS, CLAIMS) if whole else (RESULTS,):
+        shutil.copyfile(folder / name, records / name)
+    for path in sorted((folder / TABLES).glob("*.parquet")):
+        (records / TABLES).mkdir(exist_ok=True)
+        shutil.copyfile(path, records / TABLES / path.name)
+    write_sealed(
+        records / STUDY,
+        {
+            "settings": {
+                "study": study.name,
+                "scale": settings.scale,
+                "seeds": settings.seeds,
+                "changes": settings.changes,
+            },
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "revision": known["git_revision"],
+            "versions": known["versions"],
+            "machine": known["machine"],
+            "trained": trained,
+            **({"looks": looks} if looks else {}),  # the trials at each recording of verdicts
+            "definition": read_mapping(study.file),
+        },
+    )
+
+
+def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:
+    """Return what the trials were trained on, without those that come from other records.
+
+    If the records know it of more trials than the store, whose trials may be gone, the records count.
+    """
+    found = [store.machines(keys)]
+    if (records / STUDY).is_file() and set(recorded_keys(records)) <= set(keys):
+        found.append(read_mapping(records / STUDY).get("trained", []))
+    return max(found, key=lambda ones: sum(one["trials"] for one in ones))
+
+
+_NOTES = {*columns.BESIDES, "rollbacks", "key", "tuned", "at_edge"}
+
+
+def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
+    """Return a row per trial with a result: its key, its place on the axes and in its arm's sweep, and the result."""
+    failed, axes = failed or {}, plan.scale.axes
+    rows: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
+
+    def known(trial: StudyTrial) -> Json | None:
+        return failed.get(trial.key) or store.result(trial)
+
+    for trial in plan.wanted(known):
+        if (result := known(trial)) is not None:  # a setting's value as written, or a label
+            values = {
+                axis: axes[axis][name].get(axis, name) if axis in axes else name for axis, name in trial.values.items()
+            }
+            rows[trial.key, *trial.values.values()] = result_row(trial, result, values, **plan.places(trial))
+    return as_table(rows.values(), list(plan.scale.axis_names))
+
+
+def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
+    """Return the rows of a study as a table: the key, the axes, then the columns of a result."""
+    import pandas as pd
+
+    rows = list(rows)
+    names = ["key", *axes, "placement", "learning_rate", "seed", "tuned"]
+    rest = [name for name in columns.names() if name not in (*names, "trial")]
+    more = list(dict.fromkeys(name for row in rows for name in row if name not in names and name not in rest))
+    return pd.DataFrame(rows, columns=list(dict.fromkeys([*names, *rest, *more])))
+
+
+def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **places: object) -> Json:
+    """Return a trial's row: its key, its result, its values on the axes, and its place in its arm's sweep.
+
+    ``values``: on the axes; ``places``: in its arm's sweep (``tuned``, ``at_edge``).
+    """
+    left_out = {*_NOTES, *values, "trial"}
+    numbers = TRIAL_JOBS[trial.job].numbers(result)
+    scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
+    placement = re.sub(r"^[^(]*/", "", trial.placement)  # without the folder of a file that only this machine has
+    own: Json = {"key": trial.key, "placement": placement, **values, "seed": trial.seed}
+    return {**scalars, **own, "learning_rate": trial.learning_rate, **places}
+
+
+def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
+    """Return a measure's rows of all trials, with the trial's key first; None if no trial has any."""
+    import pandas as pd
+
+    tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]
+    rows = [table.assign(key=key) for key, table in tables if table is not None and len(table)]
+    if not rows:
+        return None
+    joined = pd.concat(rows, ignore_index=True)
+    return joined.reindex(columns=["key", *(name for name in joined.columns if name != "key")])

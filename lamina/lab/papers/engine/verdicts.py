@@ -1,0 +1,141 @@
+"""The verdicts of a study on its claims: claims.json, and those of all records."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lamina.core import specs
+from lamina.core.frames import Frame
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.environment import environment
+from lamina.jobs.files import read_json, read_sealed
+from lamina.jobs.names import CLAIMS, STUDY
+from lamina.lab.papers.judging.claims import Claim, judge, judgeable, load_claims
+from lamina.lab.papers.judging.findings import Verdict
+from lamina.lab.papers.judging.trials import Reader, Trials
+from lamina.lab.papers.study_catalog import Scale, StudyDefinition, catalog_folder, names, read_study, records_folder
+from lamina.lab.papers.trials.store import recorded_keys
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lamina.lab.papers.trials.store import Store
+
+
+def judge_study(
+    study: StudyDefinition, scale: Scale, results: pd.DataFrame, store: Store, *, missing: int = 0, looks: int = 1
+) -> list[Json]:
+    """Judge each of a study's claims; returns a verdict for each.
+
+    ``missing``: how many of its planned trials have not ended. Nothing is judged before all have. ``looks``: how often
+    its verdicts were recorded, each time with other trials, this time included. Raises UserError for a claim over
+    something that was not measured.
+    """
+    if not study.claims_file.is_file():
+        return []
+    claims, known = _load(study), environment(0)
+    if scale.needs:
+        judged = [_unjudged(claim, Verdict.NEEDS_SCALE, scale.needs) for claim in claims]
+    elif missing:
+        seconds = float(cast(float, results["seconds"].mean())) if "seconds" in results else math.nan
+        cost = "" if math.isnan(seconds) else f" (about {missing * seconds / 60:.0f} core-minutes)"
+        note = f"{missing} of {len(results)} planned trials have not ended{cost}"
+        judged = [_unjudged(claim, Verdict.NOT_RUN, note) for claim in claims]
+    else:
+        axes = list(scale.axis_names)
+        rows = judgeable(results, axes, scale.tuning_seeds, scale.seeds)
+        trials = Trials(rows, axes=axes, scale=scale.name, measures=_reader(scale, store))
+        judged = [one.record() for one in judge(claims, trials, looks=max(looks, scale.looks))]
+    provenance: Json = {
+        "study": study.name,
+        "scale": scale.name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "revision": known["git_revision"],
+        "machine": known["machine"]["processor"],
+        "versions": known["versions"],
+    }
+    return [{**one, **provenance} for one in judged]
+
+
+def _reader(scale: Scale, store: Store) -> Reader:
+    """Return a function that reads a trial's table by its name in the YAML, or by its probe's name."""
+
+    def read(key: str, name: str, at: str) -> Frame | None:
+        listed = scale.all_measures.get(at, ())
+        fits = [one for one in listed if name in (one, specs.parse(one, "probe")[0])]
+        return store.table(key, f"{at}/{fits[0]}") if fits else None
+
+    return read
+
+
+def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
+    shared = {"claim": claim.name, "says": claim.says, "verdict": str(verdict), "ours": "", "seeds": 0}
+    return {**shared, "paper": claim.paper, "note": note}
+
+
+def looks_of(record: Path, trials: Collection[str]) -> list[int]:
+    """Return the numbers of trials at each look: those on record, and the one of these trials.
+
+    A record that shares no trial with them is of another experiment.
+    """
+    before: list[int] = []
+    if (record / STUDY).is_file() and set(trials) & set(recorded_keys(record)):
+        before = [int(each) for each in read_sealed(record / STUDY).get("looks", [])]
+    return sorted({*before, len(set(trials))})
+
+
+def all_verdicts(records: Path | None = None) -> list[Json]:
+    """Return each claim of the catalog with its verdict at every scale that was run, or `not run yet` and the command.
+
+    Raises UserError for a file of the catalog that can't be read.
+    """
+    folder = records_folder() if records is None else records
+    return [one for name in names() for one in verdicts_of(read_study(name), folder)]
+
+
+def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
+    """Return every claim of a study with its verdict at every scale that was recorded.
+
+    Of a study of the catalog, a claim without one is `not run yet`, with the command. Raises UserError for a file that
+    can't be read.
+    """
+    verdicts = []
+    for scale in study.scales:
+        folder = records / f"{study.name}-{scale}"
+        stored = read_claims(folder)
+        if stored is None and scale == "cpu" and study.file.parent == catalog_folder():
+            note, labels = f"lamina study run {study.name} --scale {scale}", {"study": study.name, "scale": scale}
+            claims = _load(study) if study.claims_file.is_file() else []
+            verdicts += [{**_unjudged(claim, Verdict.NOT_RUN, note), **labels, "date": None} for claim in claims]
+        for one in stored or ():
+            if (own := (one.get("study"), one.get("scale"))) != (study.name, scale):  # the folder was exchanged
+                raise UserError(
+                    f"records: {str(folder)!r} holds a verdict of {own[0]}-{own[1]} (allowed: each study's record "
+                    "under its own name)"
+                )
+            verdicts.append(one)
+    return verdicts
+
+
+def read_claims(folder: Path) -> list[Json] | None:
+    """Read the verdicts in a study's folder; None without a file. Raises UserError for a file that can't be read."""
+    path = folder / CLAIMS
+    if not path.is_file():
+        return None
+    try:
+        claims = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(path)!r}: not readable ({error})") from None
+    if not isinstance(claims, list) or not all(isinstance(one, dict) for one in claims):
+        raise UserError(f"{str(path)!r}: no list of verdicts (allowed: the file as it was written)")
+    return claims
+
+
+def _load(study: StudyDefinition) -> list[Claim]:
+    """Load the claims of a study. Only a user's own file is announced as code."""
+    return load_claims(study.claims_file, trusted=study.file.parent == catalog_folder())

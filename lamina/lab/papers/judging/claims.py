@@ -1,0 +1,302 @@
+"""Claims: functions in a file next to a study's YAML that judge its trials, and the judge that calls them.
+
+A claim's code asks for numbers; `Reads` says of which trials, and `limited` applies the rules of power to these. So no
+claim can forget a rule, and one that reads only models before training is under none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lamina.core.frames import Frame
+from lamina.core.json_types import Json
+from lamina.core.python_files import guarded, run_file
+from lamina.errors import UserError
+from lamina.evaluation.generated import CHANCES
+from lamina.lab.papers.judging.checks import NOT_TRAINED, TRAINED
+from lamina.lab.papers.judging.findings import MOST, TOO_FEW, Finding, Verdict, inconclusive
+from lamina.lab.papers.judging.statistics import ALPHA, holm, t_interval
+from lamina.lab.papers.judging.trials import NO_ARM, NotMeasured, Reads, Trials
+
+ENOUGH = 5  # pairs that must remain without the seeds of the sweep
+STAGE = "stage"
+_SCORE, _GAIN = "score", "reward_gain"
+
+
+def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
+    """Return the rows that claims may read if the seeds ``tuning`` chose each arm's rate.
+
+    At the chosen rates, only the study's other ``seeds`` remain. If these are fewer than 5, all rows remain, and those
+    of the tuning seeds have True in ``tuned_on``. ``rates`` is the number of rates at which a row's arm was tried.
+    """
+    if not tuning or not len(results):
+        return results
+    results = results.copy()
+    arms = _arms(axes)
+    swept = results[results["seed"].isin(tuning)]
+    for values, rows in swept.groupby(arms, dropna=False) if arms else [((), swept)]:
+        of_arm = (results[arms] == values).all(axis=1) if arms else results["seed"].notna()
+        results.loc[of_arm, "rates"] = rows["learning_rate"].nunique()
+    both = results["tuned"].astype(bool) & results["seed"].isin(tuning)
+    return results.assign(tuned_on=both) if len(set(seeds) - set(tuning)) < ENOUGH else results[~both]
+
+
+def limited(
+    finding: Finding,
+    results: Frame,
+    axes: Sequence[str],
+    reads: Reads,
+    *,
+    exact: bool = False,
+    one_learned: bool = False,
+) -> Finding:
+    """Apply the rules of power to a finding, given what its claim has read of the ``results``.
+
+    Needs scale: an arm that trains and has not learned more than a bigram table, that is not above chance on the tasks,
+    or whose policies have not moved. Inconclusive: a rate that the tested seeds chose, or a best rate at the sweep's
+    edge. ``exact``: the claim is an identity of any model, and under no rule. ``one_learned``: one arm past the bigram
+    table is enough.
+    """
+    if exact or not reads.columns or "key" not in results or "status" not in results:
+        return finding
+    keys = results["key"].astype(str)
+    rows = results[keys.isin(list(reads.columns))]
+    beyond = results[keys.isin([key for key, columns in reads.columns.items() if columns != {"status"}])]
+    arms = _arms(axes)
+    unlearned = _unlearned(beyond, results, arms, enough=one_learned)
+    for why in dict.fromkeys([*unlearned, *_by_chance(beyond, arms, reads), *_unmoved(beyond, arms)]):
+        finding = replace(finding, verdict=Verdict.NEEDS_SCALE).noted(why)
+    if finding.verdict == Verdict.NEEDS_SCALE:
+        return finding
+    for why in _badly_tuned(rows, beyond, arms, reads):
+        finding = finding.undecided(why) if finding.verdict.decided else finding.noted(why)
+    if "rates" in beyond and len(tried := sorted(set(beyond["rates"].dropna().astype(int)))) > 1:
+        finding = finding.noted(f"arms were tuned over unequal numbers of rates: {', '.join(map(str, tried))}")
+    return finding
+
+
+def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
+    """Name the arms that are not past the bigram table; none if one is past it and that is ``enough``."""
+    if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
+        return
+    several = not arms or rows.groupby(arms, dropna=False)["learning_rate"].nunique().max() > 1
+    short, past = [], 0
+    for name, part in _each(rows, [*arms, "learning_rate"] if several else arms):
+        if STAGE in part and part["bigram_entropy"].isna().all():  # the models that the stage began with
+            root = results[results["bigram_entropy"].notna() & results["seed"].isin(part["seed"])]
+            part = root[(root[arms] == part[arms].iloc[0]).all(axis=1) & root["tuned"].astype(bool)]
+        trained = part[part["status"].isin(TRAINED)].dropna(subset=["eval_loss", "bigram_entropy"])
+        lost = int(part["status"].isin(NOT_TRAINED).sum())
+        loss, bigrams = trained["eval_loss"].mean(), trained["bigram_entropy"].mean()
+        if lost < MOST * (lost + len(trained)) and loss >= bigrams:
+            short.append(f"{name} {loss:.3f} ({bigrams:.3f})")
+        past += loss < bigrams
+    if short and not (enough and past):
+        yield f"not past the loss of a table of bigrams (in brackets): {', '.join(short)}"
+
+
+def _by_chance(rows: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
+    tasks = {column for columns in reads.columns.values() for column in columns if column.startswith(_SCORE)}
+    for column in sorted(tasks & set(rows)):
+        scores = [each for each in rows if each.startswith(f"{_SCORE}_") and rows[each].notna().any()]
+        named = [each.removeprefix(f"{_SCORE}_") for each in (scores if column == _SCORE else [column])]
+        if not named or any(name not in CHANCES for name in named):
+            continue
+        chance = 100 * sum(CHANCES[name] for name in named) / len(named)
+        for arm, part in _each(rows, arms):
+            values = part[column].dropna().tolist()
+            if len(values) >= TOO_FEW and (low := t_interval(values)[0]) <= chance:
+                yield f"{arm} is not above chance: {column} from {low:.1f} % (95 %), chance {chance:.1f} %"
+
+
+def _unmoved(rows: Frame, arms: Sequence[str]) -> Iterator[str]:
+    for arm, part in _each(rows, arms) if _GAIN in rows else ():
+        gains = part[_GAIN].dropna().tolist()
+        if len(gains) >= TOO_FEW and (low := t_interval(gains)[0]) <= 0:
+            yield f"{arm}: the policy has not moved: its reward's gain is from {low:.2g} (95 %)"
+
+
+def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
+    if reads.chose_rate or ("tuned_on" in rows and rows["tuned_on"].fillna(False).astype(bool).any()):
+        yield "its rates were chosen by seeds that it tests"
+    if "at_edge" in beyond:
+        own = beyond[beyond["tuned"].astype(bool) & beyond["status"].isin(TRAINED)]
+        if edges := [name for name, part in _each(own, arms) if part["at_edge"].fillna(False).astype(bool).any()]:
+            yield f"the best rate is at the sweep's edge: {', '.join(edges)}"
+
+
+def _arms(axes: Sequence[str]) -> list[str]:
+    """Return the axes that tell arms apart."""
+    return [axis for axis in axes if axis not in (*NO_ARM, STAGE)]
+
+
+def _each(rows: Frame, by: Sequence[str]) -> Iterator[tuple[str, Frame]]:
+    """Yield the rows of each arm with its name, made of the values in which the arms differ."""
+    by = [column for column in by if column in rows]
+    named = [column for column in by if rows[column].nunique(dropna=False) > 1] or by[:1]
+    for _, part in rows.groupby(by, dropna=False, sort=False) if by and len(rows) else ():
+        values = part[named].iloc[0]
+        yield " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values), part
+
+
+logger = logging.getLogger(__name__)
+Check = Callable[[Trials], Finding]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A paper's statement, and the code that judges it.
+
+    Attributes:
+        name: the study's id, or the id, a slash and the part's name ("mix-ppl/post-fails").
+        check: the function that judges trials; the others are the arguments of ``claim``.
+    """
+
+    name: str
+    says: str
+    paper: str
+    check: Check
+    exact: bool = False
+    one_learned: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged(Finding):
+    """A claim's finding after the correction for the study's claims and looks.
+
+    ``p`` is of what the verdict says, for or against the claim, and ``p_holm`` the corrected one.
+    """
+
+    claim: str
+    says: str
+    paper: str
+    p_holm: float | None
+
+    def record(self) -> Json:
+        """Return plain values for JSON, without numbers that JSON lacks."""
+
+        def plain(value: float | None) -> float | None:
+            return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+        interval = None if self.interval is None else [plain(end) for end in self.interval]
+        found: Json = {"verdict": self.verdict.value, "ours": self.ours, "parts": list(self.parts), "paper": self.paper}
+        numbers: Json = {"margin": plain(self.margin), "interval": interval, "p": plain(self.p)}
+        rest: Json = {"p_holm": plain(self.p_holm), "seeds": self.seeds, "note": self.note}
+        return {"claim": self.claim, "says": self.says, **found, **numbers, **rest}
+
+
+_loading: list[dict[str, Claim]] = []  # of the files that are being read, the innermost last
+
+
+def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool = False) -> Callable[[Check], Check]:
+    """Register a function ``(trials) -> Finding`` as a claim, for ``load_claims``.
+
+    Its name is the claim's id with ``_`` for ``-`` and ``__`` for ``/``: ``mix_ppl__post_fails``.
+
+    Args:
+        says: the claim in one sentence.
+        paper: the paper's own numbers, which stand beside ours.
+        exact: it is an identity of any model, however little it has learned, under no rule of power.
+        one_learned: it is about what keeps an arm from learning, such as an initializer: one arm whose loss is below
+            that of a bigram table is enough.
+    """
+
+    def register(check: Check) -> Check:
+        name = check.__name__.replace("__", "/").replace("_", "-")
+        if _loading:
+            if name in _loading[-1]:
+                raise UserError(f"claim {name!r}: defined twice (allowed: one function per claim)")
+            _loading[-1][name] = Claim(
+                name=name, says=says, paper=paper, check=check, exact=exact, one_learned=one_learned
+            )
+        return check
+
+    return register
+
+
+def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
+    """Load the claims of a file, in its order. The file runs as code. A warning says so unless ``trusted``.
+
+    Raises UserError that names the file: for any error in it, and for a claim of another study than the file's.
+    """
+    if not path.is_file():
+        raise UserError(f"claims {str(path)!r}: no such file")
+    claims: dict[str, Claim] = {}
+    _loading.append(claims)
+    try:
+        run_file("claims", path, announced=trusted)
+    finally:
+        _loading.pop()
+    study = path.stem.replace("_", "-")
+    for name in claims:
+        if name.split("/")[0] != study:
+            expected = study.replace("-", "_")
+            raise UserError(
+                f"claims {str(path)!r}: {name!r} is not a claim of the study {study!r} (allowed: functions named "
+                f"{expected} and {expected}__part)"
+            )
+    return list(claims.values())
+
+
+def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
+    """Run the claims' checks, hold them to the rules of power, and correct for their number.
+
+    The family is fixed: every claim is in Holm's correction, with p = 1 if it could not be tested. What holds and
+    what fails is corrected alike, each side in a family of its own at the same level. If seeds were added after the
+    verdicts had been read, each look tests anew: the corrected p values are multiplied by ``looks`` (Bonferroni). A
+    claim that asks for what was not measured, or whose code fails, is also inconclusive, with a warning and a note that
+    says why. Raises UserError if that is so of all claims.
+    """
+    findings, errors = [], []
+    for claim in claims:
+        part = trials.afresh()
+        try:
+            found = _find(claim, part)
+            findings.append(
+                limited(found, trials.rows, trials.axes, part.reads, exact=claim.exact, one_learned=claim.one_learned)
+            )
+        except UserError as error:
+            errors.append(error)
+            logger.warning("%s", error)
+            findings.append(inconclusive("not judged", str(error)))
+    if claims and len(errors) == len(claims):
+        raise errors[0]
+    tested = [finding.verdict not in (Verdict.NEEDS_SCALE, Verdict.NOT_RUN) for finding in findings]
+    corrected = []
+    for family in ([finding.p for finding in findings], [finding.p_not for finding in findings]):
+        ps = [1.0 if p is None or not able else p for p, able in zip(family, tested, strict=True)]
+        corrected.append([min(1.0, looks * p) for p in holm(ps)])
+    return [_judged(claim, finding, p, looks) for claim, finding, *p in zip(claims, findings, *corrected, strict=True)]
+
+
+def _find(claim: Claim, trials: Trials) -> Finding:
+    with guarded(f"claim {claim.name!r}: its code"):
+        try:
+            finding = claim.check(trials)
+        except NotMeasured as error:
+            raise UserError(
+                f"claim {claim.name!r}: the study does not measure {error.args[0]} (allowed: what its axes and "
+                "measures give)"
+            ) from error
+    if not isinstance(finding, Finding):
+        raise UserError(f"claim {claim.name!r}: its code returned {finding!r} (allowed: a Finding)")
+    return finding
+
+
+def _judged(claim: Claim, finding: Finding, corrected: Sequence[float], looks: int) -> Judged:
+    over = "the study's claims" + (f" and {looks} looks" if looks > 1 else "")
+    p, p_holm = (finding.p_not, corrected[1]) if finding.verdict.failed else (finding.p, corrected[0])
+    if p is not None and finding.verdict.decided:
+        if p_holm >= ALPHA:
+            word = finding.verdict.value
+            finding = finding.undecided(
+                f"'{word}' only before Holm's correction over {over}: p {p:.2g}, corrected {p_holm:.2g}"
+            )
+        elif looks > 1:
+            finding = finding.noted(f"seeds were added after a look: p corrected over {over}, {p_holm:.2g}")
+    named: Json = {"claim": claim.name, "says": claim.says, "paper": claim.paper}
+    return Judged(**{**vars(finding), "p": p}, **named, p_holm=None if p is None else p_holm)

@@ -1,0 +1,305 @@
+"""The findings of a claim's checks: verdicts with their numbers, and how several make one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lamina.lab.papers.judging.statistics import ALPHA, p_above, t_interval
+
+MOST, FEW = 2 / 3, 1 / 3  # shares of the seeds
+TOO_FEW = 3  # pairs of seeds below which a difference is not judged
+
+
+class Verdict(StrEnum):
+    """The verdict on a claim.
+
+    Attributes:
+        HOLDS: the trials show it.
+        HOLDS_AT_ISO_LOSS: they also show it at equal loss of pretraining.
+        EXPLAINED: they show it, and at equal loss of pretraining it is gone.
+        REVERSED: they show the opposite.
+        EXCLUDED: they exclude a difference as large as the smallest that counts.
+        PART_FAILED: they show that a part of it is false.
+        FAILS: a count or a formula contradicts it.
+        INCONCLUSIVE: inside the seeds' spread.
+        NEEDS_SCALE: this scale cannot decide it; the note says why.
+        NOT_RUN: its trials have not been trained, or not all of them.
+    """
+
+    HOLDS = "holds"
+    HOLDS_AT_ISO_LOSS = "holds at iso-loss"
+    EXPLAINED = "explained by loss"
+    REVERSED = "reversed"
+    EXCLUDED = "excluded"
+    PART_FAILED = "a part failed"
+    FAILS = "fails"
+    INCONCLUSIVE = "inconclusive"
+    NEEDS_SCALE = "needs scale"
+    NOT_RUN = "not run yet"
+
+    @property
+    def decided(self) -> bool:
+        """Whether it is an answer."""
+        return self.shown or self.failed
+
+    @property
+    def shown(self) -> bool:
+        """Whether the trials show what the claim says, for whatever reason."""
+        return self in (Verdict.HOLDS, Verdict.HOLDS_AT_ISO_LOSS, Verdict.EXPLAINED)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the trials show that the claim is false."""
+        return self in FAILED
+
+
+FAILED = (Verdict.REVERSED, Verdict.EXCLUDED, Verdict.PART_FAILED, Verdict.FAILS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A verdict and the numbers that it rests on.
+
+    Attributes:
+        verdict: what the check decided, before the correction for the study's claims and looks.
+        ours: the numbers in one line.
+        parts: the same, a line for each finding that this one is made of, with its own verdict; what decides first.
+        margin: the difference that was judged, or a value, in the column's unit.
+        interval: the margin's 95 % interval.
+        p: of what the claim says, one-sided and doubled; None if the verdict rests on no test (an exact formula).
+        p_not: of what contradicts it, in the same way.
+        seeds: how many seeds the verdict rests on.
+        note: what a reader must know beside the numbers: runs that failed, a rate at the sweep's edge.
+    """
+
+    verdict: Verdict
+    ours: str
+    margin: float | None = None
+    interval: tuple[float, float] | None = None
+    p: float | None = None
+    p_not: float | None = None
+    seeds: int = 0
+    note: str = ""
+    parts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            object.__setattr__(self, "parts", (self.ours,))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The parts as links of a larger claim: each with its verdict."""
+        linked = len(self.parts) > 1 or self.ours.startswith(f"{self.verdict}: ")
+        return self.parts if linked else (f"{self.verdict}: {self.ours}",)
+
+    def noted(self, note: str) -> Finding:
+        return replace(self, note="; ".join(filter(None, [self.note, note])))
+
+    def undecided(self, note: str) -> Finding:
+        """Return the same numbers without a verdict, and why."""
+        return replace(self, verdict=Verdict.INCONCLUSIVE).noted(note)
+
+
+def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
+    """Return the finding of a check without enough to judge by."""
+    return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours.strip(), note=note, seeds=seeds)
+
+
+def needs_scale(scale: str, why: str) -> Finding:
+    """Return the finding of a claim that only a larger scale ("gpu", "paper") can decide; ``why`` in one sentence."""
+    return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"decided at scale {scale}: {why}")
+
+
+def all_of(*findings: Finding) -> Finding:
+    """Join findings by "and": the claim holds if all hold, and fails if one fails.
+
+    The p that all hold is the parts' largest (an intersection-union test). The p that one is false is their smallest
+    times the number of parts (Bonferroni): one that fails by its own p alone leaves the conjunction inconclusive.
+    Margin and interval are those of the deciding part: the first that fails or is undecided, else the one of the
+    largest p.
+    """
+    p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
+    failed = [each for each in findings if each.verdict.failed]
+    if failed:
+        if len({each.verdict for each in findings}) == 1:  # all of them
+            p_not = _largest([each.p_not for each in findings])
+            return _joined(findings, failed[0], failed[0].verdict, p, p_not)
+        by_count = any(each.p_not is None for each in failed)
+        if by_count or p_not is None or p_not < ALPHA:
+            first = min(failed, key=lambda each: each.p_not or 0.0)
+            return _joined(findings, first, Verdict.PART_FAILED, p, None if by_count else p_not)
+        return _joined(findings, failed[0], Verdict.INCONCLUSIVE, p, p_not)
+    for verdict in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE, Verdict.EXPLAINED):
+        deciding = [each for each in findings if each.verdict == verdict]
+        if deciding:
+            return _joined(findings, deciding[0], verdict, p, p_not)
+    holding = [each for each in findings if each.verdict == Verdict.HOLDS] or list(findings)
+    weakest = max(holding, key=lambda each: -1.0 if each.p is None else each.p)
+    return _joined(findings, weakest, weakest.verdict, p, p_not)
+
+
+def any_of(*findings: Finding) -> Finding:
+    """Join findings by "or": the claim holds if one holds and fails if all fail.
+
+    The p that one holds is its p times the number of parts. The p that all fail is the largest of theirs.
+    """
+    p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
+    shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)
+    for verdict in (*shown, Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE, Verdict.NOT_RUN):
+        deciding = [each for each in findings if each.verdict == verdict]
+        if deciding:
+            best = min(deciding, key=lambda each: 0.0 if each.p is None else each.p)
+            tested = sum(each.p is not None for each in findings)
+            own = None if best.p is None else min(1.0, best.p * tested)
+            if verdict in shown and own is not None and own >= ALPHA:
+                return _joined(findings, best, Verdict.INCONCLUSIVE, own, p_not)
+            return _joined((best,) if verdict in shown else findings, best, verdict, own, p_not)
+    kinds = {each.verdict for each in findings}
+    return _joined(findings, findings[0], findings[0].verdict if len(kinds) == 1 else Verdict.FAILS, p, p_not)
+
+
+def denied(finding: Finding) -> Finding:
+    """Negate a finding: one that holds becomes reversed, and one that failed holds."""
+    verdict = finding.verdict
+    if verdict.decided:
+        verdict = Verdict.REVERSED if verdict.shown else Verdict.HOLDS
+    return replace(finding, verdict=verdict, p=finding.p_not, p_not=finding.p)
+
+
+def _largest(ps: Sequence[float | None]) -> float | None:
+    return max((p for p in ps if p is not None), default=None)
+
+
+def _smallest(ps: Sequence[float | None]) -> float | None:
+    """Return the smallest p, times how many there are."""
+    known = [p for p in ps if p is not None]
+    return min(1.0, min(known) * len(known)) if known else None
+
+
+def _joined(
+    findings: Sequence[Finding], deciding: Finding, verdict: Verdict, p: float | None, p_not: float | None
+) -> Finding:
+    notes = dict.fromkeys(note for finding in findings for note in finding.note.split("; ") if note)
+    several = len(findings) > 1
+    lines = (finding.lines if several else finding.parts for finding in (deciding, *findings))
+    parts = tuple(dict.fromkeys(line for each in lines for line in each))
+    return replace(
+        deciding,
+        verdict=verdict,
+        ours="; ".join(parts),
+        parts=parts,
+        p=p,
+        p_not=p_not,
+        seeds=min((finding.seeds for finding in findings if finding.seeds), default=0),
+        note="; ".join(notes),
+    )
+
+
+BySeed = Mapping[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """The region in which a claim puts a mean: below a bound, above one, or between two.
+
+    Attributes:
+        least: the smallest distance beyond the bound that counts.
+        text: the claim in words, after the numbers.
+    """
+
+    below: float = math.inf
+    above: float = -math.inf
+    least: float = 0.0
+    text: str = ""
+
+    def find(self, values: Sequence[float], *, name: str) -> Finding:
+        """Judge the mean of at least three values, one per seed; an infinite value is a failed run's.
+
+        Holds if a one-sided test at 2.5 % shows the mean inside each bound, and it lies inside by ``least``. Fails by
+        tests at the same level: `reversed` if the mean is shown to lie outside in the same way, `excluded` if it is
+        shown not to lie inside by ``least``. All p values are doubled. With an infinite value, Wilcoxon's signed ranks
+        and the median take the place of the t test and the mean.
+        """
+        known, slack = all(map(math.isfinite, values)), 1e-9
+        low, high = statistics.median_low(values), statistics.median_high(values)
+        median = (low + high) / 2 if low != -high or math.isfinite(low) else 0.0
+        center = mean(values) if known else median
+        # Each side turned and shifted so that the claim is: below 0.
+        sides = [(1.0, self.below)] if math.isfinite(self.below) else []
+        sides += [(-1.0, self.above)] if math.isfinite(self.above) else []
+        turned = [[sign * (value - bound) for value in values] for sign, bound in sides]
+        centers = [sign * (center - bound) for sign, bound in sides]
+        p = max(p_above([-value for value in side]) for side in turned)
+        reverse = min(p_above(side) for side in turned)
+        exclude = min(p_above([value + self.least for value in side]) for side in turned)
+        verdict, p_not = Verdict.INCONCLUSIVE, exclude
+        if p < ALPHA and max(centers) <= slack - self.least:
+            verdict = Verdict.HOLDS
+        elif reverse < ALPHA and max(centers) >= self.least - slack:
+            verdict, p_not = Verdict.REVERSED, reverse
+        elif exclude < ALPHA:
+            verdict = Verdict.EXCLUDED
+        interval = t_interval(values) if known else None
+        shown = p_not if verdict.failed else p
+        return Finding(
+            verdict=verdict,
+            ours=f"{name} {measured(center, interval, len(values), shown)}{self.text}".strip(),
+            margin=center,
+            interval=interval,
+            p=p,
+            p_not=p_not,
+            seeds=len(values),
+        )
+
+
+def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) -> Finding:
+    """Judge the differences a - b over the seeds that both have.
+
+    An infinite value is of a run that did not train: the difference is infinite, and where both have one, the pair says
+    nothing. Too few pairs are inconclusive.
+    """
+    seeds = [seed for seed in sorted(a.keys() & b.keys()) if not (math.isnan(a[seed]) or math.isnan(b[seed]))]
+    seeds = [seed for seed in seeds if a[seed] != b[seed] or math.isfinite(a[seed])]
+    if len(seeds) < TOO_FEW:
+        return too_few(names, a, b, len(seeds))
+    differences = [float(a[seed]) - float(b[seed]) for seed in seeds]
+    if all(map(math.isfinite, differences)):
+        means = (number(mean([side[seed] for seed in seeds])) for side in (a, b))
+        return region.find(differences, name=f"{names[0]} {next(means)} vs {names[1]} {next(means)}: difference")
+    won = sum(difference < 0 for difference in differences)
+    name = f"{names[0]} vs {names[1]}, runs that failed last: lower in {won} of {len(seeds)} pairs, median difference"
+    return region.find(differences, name=name)
+
+
+def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
+    """Return the finding of a comparison without enough pairs; it names the arms that lack values."""
+    empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
+    ours, note = f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common", f"fewer than {TOO_FEW} pairs of seeds"
+    return inconclusive(ours, f"{note}; no run that has learned: {', '.join(empty)}" if empty else note, pairs)
+
+
+def number(value: float) -> str:
+    """Format a number as the verdicts print it: four digits."""
+    return f"{value:.4g}"
+
+
+def measured(value: float, interval: Sequence[float] | None, seeds: int, p: float) -> str:
+    """Format a number with its interval: ``-0.013 (95 % -0.016 to -0.010, 5 seeds, p 0.001)``."""
+    within = "" if interval is None else f"95 % {interval[0]:.3g} to {interval[1]:.3g}, "
+    return f"{value:.3g} ({within}{seeds_text(seeds)}, {p_text(p)})"
+
+
+def p_text(p: float) -> str:
+    """Format a p value: ``p 0.012``, ``p < 0.001``."""
+    return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
+
+
+def seeds_text(count: int) -> str:
+    return f"{count} seed" + ("" if count == 1 else "s")
+
+
+mean = statistics.fmean

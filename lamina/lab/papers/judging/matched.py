@@ -1,0 +1,137 @@
+"""Comparisons on equal terms: at one loss of pretraining, and at one KL to the start.
+
+An arm whose pretraining ended at a lower loss may be better in all that follows for that reason alone. So the other arm
+is also pretrained longer, and both are compared at one loss. Of policies, equal steps favor the one whose logits move
+faster, so these are compared at equal KL.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from lamina.core.frames import Frame
+from lamina.lab.papers.judging.checks import higher, values_of
+from lamina.lab.papers.judging.curves import trained
+from lamina.lab.papers.judging.findings import BySeed, Finding, Verdict
+from lamina.lab.papers.judging.trials import Arm, Trials, label
+from lamina.lab.papers.judging.value_checks import compare_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """An arm at one length of pretraining: by seed the loss after it, and the result after tuning."""
+
+    losses: BySeed
+    values: BySeed
+
+
+def better_at_equal_loss(
+    trials: Trials,
+    a: Arm,
+    *,
+    than: Arm,
+    longer: Sequence[Arm],
+    stage: str,
+    column: str = "score",
+    by: float = 1.0,
+) -> Finding:
+    """Judge whether arm ``a`` has the higher value after a stage, and whether more than its loss explains it.
+
+    ``longer``: the other arm with more pretraining; see ``iso_loss``.
+    """
+    tuned = trials.tuned()
+    after, before = tuned.where(stage=stage), tuned.where(stage="pretrain")
+    raw = higher(after, a, than=than, column=column, by=by)
+    ours, *others = (
+        Budget(losses=values_of(before, arm), values=values_of(after, arm, column)) for arm in (a, than, *longer)
+    )
+    return iso_loss(raw, ours, others, by=by, names=(label(a), label(than)))
+
+
+def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
+    """Return the same arm at every other length of pretraining in the study, by its axis ``budget``."""
+    fixed = {name: value for name, value in arm.items() if name != "budget"}
+    return [{**fixed, "budget": value} for value in trials.where(**fixed).values("budget") if value != arm["budget"]]
+
+
+def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
+    """Turn a finding that our values are higher into one that also compares at equal loss.
+
+    ``others``: the other arm at several lengths of pretraining; its value at our loss is interpolated (``at_loss``).
+
+    Returns:
+        ``raw`` if it does not hold. Else: ``holds at iso-loss`` if our values are also higher at equal loss;
+        ``explained by loss`` if a difference of ``by`` is excluded there; ``holds`` if that is open. The first two
+        rest on both tests, so their p is the larger one.
+    """
+    matched = at_loss(others, ours.losses)
+    equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
+    lost = len((ours.losses.keys() & ours.values.keys()) - matched.keys())
+    note = f"{lost} without a {names[1]} run of so low a loss, left out at equal loss" if lost > 0 else ""
+    parts = (*raw.lines, *equal.lines)
+    joined = replace(raw, ours="; ".join(parts), parts=parts).noted("; ".join(filter(None, [equal.note, note])))
+    if raw.verdict != Verdict.HOLDS:
+        return joined
+    if equal.verdict == Verdict.HOLDS or equal.verdict.failed:
+        verdict = Verdict.EXPLAINED if equal.verdict.failed else Verdict.HOLDS_AT_ISO_LOSS
+        p = max(raw.p or 0.0, (equal.p_not if equal.verdict.failed else equal.p) or 0.0)
+        return replace(joined, verdict=verdict, margin=equal.margin, interval=equal.interval, p=p, seeds=equal.seeds)
+    return joined.noted("whether it is more than the lower loss is open")
+
+
+def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
+    """Return by seed an arm's value at a loss, on the line through its two budgets around that loss.
+
+    A loss above all of the arm's gets the value at the highest of them: the arm is compared with what it reached at a
+    lower loss, which can only favor it. A loss below all of them is left out, for nothing says what it would give.
+    """
+    found: dict[int, float] = {}
+    for seed, loss in losses.items():
+        pairs = ((each.losses.get(seed, math.nan), each.values.get(seed, math.nan)) for each in budgets)
+        points = sorted(pair for pair in pairs if all(map(math.isfinite, pair)))
+        if points and loss >= points[0][0]:
+            found[seed] = interpolated(points, loss)
+    return found
+
+
+def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Interpolate y at x between sorted points; outside of them, return the nearest point's y."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (left, low), (right, high) in itertools.pairwise(points):
+        if x <= right:
+            return low if right == left else low + (high - low) * (x - left) / (right - left)
+    return points[-1][1]
+
+
+Frontier: TypeAlias = Sequence[tuple[float, float]]
+"""The reward that a policy had at each KL to its start, in nats per answer, sorted by the KL."""
+
+
+def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
+    """Return by seed the reward-KL frontier of an arm's policy: its means over the prompts at each evaluation.
+
+    ``trials``: of the stage with the policies, which records ``held_out``. Seeds that did not train are left out.
+    """
+    chosen = trained(trials.arm(arm))
+    if not len(chosen):
+        return {}
+    means: Frame = chosen.record("held_out").groupby(["seed", "step"])[["kl", "reward"]].mean()
+    return {int(seed): sorted(map(tuple, rows.to_numpy().tolist())) for seed, rows in means.groupby("seed")}
+
+
+def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
+    """Return each arm's reward by seed at the largest KL that all arms reached with that seed, and these KLs.
+
+    ``arms``: the frontiers by seed, by any name. Between two evaluations the reward is interpolated.
+    """
+    seeds = set.intersection(*(set(by_seed) for by_seed in arms.values()))
+    reached = {seed: min(by_seed[seed][-1][0] for by_seed in arms.values()) for seed in sorted(seeds)}
+    rewards = {
+        name: {seed: interpolated(by_seed[seed], kl) for seed, kl in reached.items()} for name, by_seed in arms.items()
+    }
+    return rewards, reached

@@ -1,0 +1,32 @@
+"""The learning rates of a sweep: each arm's best one.
+
+A rate that is chosen by the results of the runs that are then compared flatters its arm: `Trials.choose_rate` notes it,
+and the judge decides nothing by it.
+"""
+
+from __future__ import annotations
+
+from lamina.lab.papers.judging.checks import NOT_TRAINED
+from lamina.lab.papers.judging.trials import Trials
+
+
+def at_best_rates(trials: Trials) -> Trials:
+    """Return the trials of every arm at its best rate: the fewest runs fail there, then the mean loss is lowest."""
+    keys: list[str] = []
+    for arm in trials.arms() or [{}]:
+        of_arm = trials.where(**arm)
+        keys += map(str, of_arm.where(learning_rate=best_rate(of_arm)).values("key"))
+    return trials.where(key=keys)
+
+
+def best_rate(trials: Trials) -> float:
+    """Return an arm's best rate: the fewest runs fail at it, and among such rates its mean loss is lowest."""
+    trials.choose_rate()
+
+    def rank(rate: object) -> tuple[int, float]:
+        runs = trials.where(learning_rate=rate)
+        losses, lost = runs.rows["eval_loss"], runs.rows["status"].isin(NOT_TRAINED)
+        mean = float(losses[~lost].mean())
+        return int(lost.sum()), mean if mean == mean else float("inf")
+
+    return float(str(min(sorted(trials.values("learning_rate"), key=lambda rate: float(str(rate))), key=rank)))

@@ -1,0 +1,156 @@
+"""Drawings: figures as data, which a page and a paper render in their own ways."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lamina.core.json_types import Json
+from lamina.reports.style import Look
+
+Value = float | str
+LOST_AT = 1.06  # where the marks of points without a seed that trained stand, in heights of the data
+_LONG = 28  # letters of a panel's title, from which on it takes two lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A line with its spread over seeds.
+
+    Attributes:
+        x, y: its points, sorted along x.
+        low, high: the ends of each point's spread; empty without one.
+        lost: x of the points at which no seed trained, and how those ended; drawn at the top edge.
+    """
+
+    label: str
+    look: Look
+    x: tuple[Value, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    lost: tuple[tuple[Value, str], ...] = ()
+
+    @property
+    def bars(self) -> tuple[list[float], list[float]]:
+        """How far the spread reaches below and above each point."""
+        below = [y - low for low, y in zip(self.low, self.y, strict=True)]
+        return below, [high - y for high, y in zip(self.high, self.y, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """A map: ``values`` by row (upwards) and column; NaN for an empty cell."""
+
+    rows: tuple[float, ...]
+    columns: tuple[float, ...]
+    values: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One field of a figure, of lines or of a map."""
+
+    title: str = ""
+    series: tuple[Series, ...] = ()
+    cells: Cells | None = None
+
+    @property
+    def heading(self) -> str:
+        """The title, a long one on two lines."""
+        breaks = [match.end() for match in re.finditer(", ", self.title)]
+        if len(self.title) <= _LONG or not breaks:
+            return self.title
+        middle = min(breaks, key=lambda place: abs(2 * place - len(self.title)))
+        return f"{self.title[:middle].rstrip()}\n{self.title[middle:]}"
+
+
+def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
+    """Return the places along x of a series' marks of failed points, shifted beside those of other series."""
+    losing = [place for place, series in enumerate(panel.series) if series.lost]
+    aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
+    ends = [tick for tick in axis.ticks if isinstance(tick, float)]
+    reach = (max(ends) / min(ends)) ** (1 / 70) if axis.log and ends else (max(ends) - min(ends)) / 70 if ends else 0.0
+    places = (x for x, _ in panel.series[number].lost)
+    return [x if isinstance(x, str) else x * reach**aside if axis.log and reach else x + aside * reach for x in places]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis. ``ticks``: the values that have ticks; of an axis with categories, all of them."""
+
+    title: str
+    log: bool = False
+    ticks: tuple[Value, ...] = ()
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether its values are categories."""
+        return any(isinstance(tick, str) for tick in self.ticks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A figure.
+
+    Attributes:
+        name: the stem of its files.
+        x, y: the axes that all panels share.
+        panels: side by side, at most three in a row.
+        joined: whether the points of a series are joined by a line.
+        quantity: what the color of a map is of.
+    """
+
+    name: str
+    title: str
+    caption: str
+    x: Axis
+    y: Axis
+    panels: tuple[Panel, ...]
+    joined: bool = True
+    spread: Literal["bars", "band"] = "bars"
+    quantity: str = ""
+
+    @property
+    def is_map(self) -> bool:
+        return any(panel.cells is not None for panel in self.panels)
+
+    @property
+    def has_legend(self) -> bool:
+        """Whether the lines' names say more than the ticks of x do."""
+        names = {series.label for panel in self.panels for series in panel.series}
+        return len(names) > 1 and not names <= set(self.x.ticks)
+
+    def height(self, reach: float) -> float | None:
+        """Return a height in units of the data's range: 0 is the lowest point, 1 the highest; None without points."""
+        lines = [series for panel in self.panels for series in panel.series]
+        values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
+        if not values:
+            return None
+        low, high = min(values), max(values)
+        if self.y.log and low > 0:
+            return low * (high / low) ** reach
+        height = max(high - low, 0.02 * abs(high), 1e-9)
+        return (low if reach < 0 else high) + (reach if reach < 0 else reach - 1) * height
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request for a figure, from a study's YAML or from its axes.
+
+    Attributes:
+        kind: a name in ``lamina.lab.papers.pages.study_figures.KINDS``.
+        x, y: columns; "" leaves them to the kind.
+        color: the axis that has the lines; "" for the placement, or the first axis that varies.
+        measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.
+        more: what else the YAML says.
+    """
+
+    kind: str
+    x: str = ""
+    y: str = ""
+    color: str = ""
+    measure: str = ""
+    more: Json = field(default_factory=dict)

@@ -1,0 +1,184 @@
+"""A study's arms as lines and panels: one axis has the colors, the other axes are panels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from lamina.lab.papers.pages.drawing import Axis, Panel, Series, Value
+from lamina.lab.papers.pages.folder import StudyFolder
+from lamina.lab.papers.study_catalog import STAGE
+from lamina.reports.records import Frame, rows_of
+from lamina.reports.sentences import Guess
+from lamina.reports.style import PALETTE, Look, looks
+
+_MOST_PANELS = 9
+_WIDE = 8  # a factor from which on a range is logarithmic
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
+_ALONE = Look("#1f2933")
+_PAIRS = ("reward", "dpo")  # jobs whose loss is of a pair of answers
+_TITLES = {
+    "learning_rate": "learning rate",
+    "max_learning_rate": "largest learning rate",
+    "num_layers": "layers",
+    "hidden_size": "width",
+    "hidden_top_abs": "largest |x|",
+    "edr": "effective dimension ratio",
+    "left": "left side of the bound",
+    "right": "right side of the bound",
+}
+
+
+def title_of(column: str) -> str:
+    """Return a column's name on an axis."""
+    return _TITLES.get(column, column.replace("_", " "))
+
+
+def value_title(study: StudyFolder, column: str) -> str:
+    """Return a result's name on an axis, with its unit in this study."""
+    if column != "eval_loss":
+        return title_of(column)
+    stages = study.definition_of_scale.get("then")
+    jobs = {str(s.get("job") or name) for name, s in stages.items()} if isinstance(stages, dict) else set()
+    return f"eval loss ({'nats' if jobs & {*_PAIRS} else Guess.of_any(study.results).unit})"
+
+
+def arms_title(study: StudyFolder) -> str:
+    """Return the title of the table of arms; each stage of a study shows its own value."""
+    return "score, reward or loss" if STAGE in study.axes else value_title(study, study.value)
+
+
+def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
+    """Return the axis that has the colors: the one wanted, or the placement, or the first varying one besides x."""
+    if wanted in study.results or wanted == "placement":
+        return wanted
+    free = [axis for axis in study.varied if axis != x]
+    return "placement" if "placement" in free or not free else free[0]
+
+
+def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
+    """Return the look of each value on an axis: its placement's look, or else one by its order.
+
+    Several values of one placement have its color, and differ in dash and marker.
+    """
+    if axis not in study.results:
+        return {}
+    values = list(dict.fromkeys(_text(value) for value in study.results[axis]))
+    placements = study.results["placement"].groupby([_text(value) for value in study.results[axis]]).unique()
+    own = looks(study.results["placement"])
+    several = study.results["placement"].nunique() > 1 and all(len(placements[value]) == 1 for value in values)
+    if axis != "placement" and not several:
+        return {
+            value: Look(PALETTE[number % len(PALETTE)], marker=_MARKERS[number % len(_MARKERS)])
+            for number, value in enumerate(values)
+        }
+    chosen: dict[str, Look] = {}
+    for value in values:
+        look = own[value if axis == "placement" else placements[value][0]]
+        same = sum(other.color == look.color for other in chosen.values())
+        chosen[value] = Look(look.color, _DASHES[same % len(_DASHES)], _MARKERS[same % len(_MARKERS)]) if same else look
+    return chosen
+
+
+def panels(
+    study: StudyFolder, rows: Frame, color: str, x: str, *, band: str = "std", numeric: bool = False, lost: bool = True
+) -> tuple[Panel, ...]:
+    """Make panels of lines (``line``) from rows, a line for the rows of one color.
+
+    The axes that have neither the colors nor ``x`` tell panels apart; if there were too many, the lines' names. Lines
+    stand in the order of the axes that vary: numbers by size, texts as the study has them. ``lost``: points at which no
+    seed trained are marked as well.
+    """
+    if rows.empty:
+        return ()
+    ranks = {}
+    for name in (name for name in study.measured_axes if name in rows):
+        places = {value: number for number, value in enumerate(ordered_values(study.results[name]))}
+        ranks[f"rank of {name}"] = [places.get(_key(value, places), len(places)) for value in rows[name]]
+    rows = rows.assign(**ranks).sort_values(list(ranks), kind="stable") if ranks else rows
+    rest = [study.label(row, without=(color, x)) for row in rows_of(rows)]
+    several = len(set(rest)) <= _MOST_PANELS
+    rows = rows.assign(panel=rest if several else "", line=[_text(value) for value in rows[color]], rest=rest)
+    chosen, made = looks_of(study, color), []
+    for title, group in rows.groupby("panel", sort=False):
+        lines = []
+        for (name, more), part in group.groupby(["line", "rest"], sort=False):
+            label = str(name) if several or not more else f"{name}, {more}"
+            part = part if lost else part[part["mean"].notna()]
+            lines.append(line(part, x, label, chosen.get(str(name), _ALONE), band=band, numeric=numeric))
+        kept = tuple(line for line in lines if line is not None)
+        if kept:
+            made.append(Panel(title=str(title), series=kept))
+    return tuple(made)
+
+
+def axis(column: str, values: Iterable[object]) -> Axis:
+    """Return the axis of a column's values: numbers that span a wide range are on a logarithmic scale."""
+    ordered = ordered_values(values)
+    numbers = [value for value in ordered if isinstance(value, float)]
+    log = len(numbers) == len(ordered) > 2 and numbers[0] > 0 and numbers[-1] / numbers[0] >= _WIDE
+    return Axis(title=title_of(column), log=log or column == "learning_rate", ticks=tuple(ordered))
+
+
+def joined(values: Iterable[object]) -> bool:
+    """Return whether a line may join an axis's values: numbers, or texts that contain a number."""
+    return all(isinstance(value, float) or re.search(r"\d", str(value)) for value in ordered_values(values))
+
+
+def ordered_values(values: Iterable[object]) -> list[Value]:
+    """Return the values of an axis, each once: numbers by size, texts as they come.
+
+    Numbers that span decades from 0 are texts, as neither a linear nor a logarithmic axis can show them.
+    """
+    once = list(dict.fromkeys(point(value) for value in values))
+    numbers = sorted(value for value in once if isinstance(value, float))
+    if len(numbers) < len(once):
+        return [_text(value) for value in once]
+    wide = len(numbers) > 2 and numbers[0] == 0 < numbers[1] and numbers[-1] / numbers[1] >= _WIDE
+    wide = wide and numbers[2] > 3 * numbers[1]  # 0, 1, 2, ... layers do not span decades, however many
+    return [_text(value) for value in numbers] if wide else list(numbers)
+
+
+def point(value: object) -> Value:
+    """Return an axis's value for a figure: a float for a number, else a text."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return float(value)
+
+
+def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", numeric: bool = False) -> Series | None:
+    """Make a line through one row of ``over_seeds`` per point; None without points.
+
+    ``band``: the spread is the standard deviation ("std") or the range ("range"). ``numeric``: x stays a number even
+    where it spans decades from 0, as training steps do.
+    """
+    known = rows[rows["mean"].notna()]
+    values = sorted({float(value) for value in rows[x]}) if numeric else ordered_values(rows[x])
+    order: dict[Value, int] = {value: number for number, value in enumerate(values)}
+    known = known.assign(place=[order[_key(value, order)] for value in known[x]]).sort_values("place", kind="stable")
+    lost = rows[rows["mean"].isna()]
+    if known.empty and lost.empty:
+        return None
+    several = bool((known["trained"] > 1).any())
+    low, high = (tuple(map(float, known[name])) for name in ("low", "high"))
+    if band == "std":
+        spread = known["std"].fillna(0.0)
+        low, high = (tuple(map(float, known["mean"] + sign * spread)) for sign in (-1, 1))
+    return Series(
+        label=label,
+        look=look,
+        x=tuple(_key(value, order) for value in known[x]),
+        y=tuple(map(float, known["mean"])),
+        low=low if several else (),
+        high=high if several else (),
+        lost=tuple((_key(row[x], order), str(row["ended"])) for row in rows_of(lost)),
+    )
+
+
+def _key(value: object, order: dict[Value, int]) -> Value:
+    return as_point if (as_point := point(value)) in order else _text(value)
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

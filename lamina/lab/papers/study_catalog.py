@@ -1,0 +1,569 @@
+"""A study as data, read from YAML and checked; and the places of the catalog and its records.
+
+A study has up to three scales; a scale has axes, learning rates, seeds, measures, and stages that follow its trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, TypeAlias, cast, get_args
+
+from lamina.core.json_types import Json
+from lamina.core.values import existing_file, is_finite, seed_number
+from lamina.core.yaml_files import read_mapping
+from lamina.errors import UserError, unknown
+from lamina.jobs import columns
+from lamina.jobs.settings import Settings
+from lamina.lab.papers.trials.jobs import TRIAL_JOBS, TrialJob
+from lamina.probes.engine.registry import check_probe
+
+Axes: TypeAlias = Mapping[str, Mapping[str, Json]]
+"""By axis, its values by label; a value is the settings that it stands for."""
+BASES = "bases.yaml"
+_RECORDS = "lamina_records"
+PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
+SCALES = ("cpu", "gpu", "paper")
+TIMES = ("init", "end", "records")
+MOST_SEEDS = 1000
+"""Each seed is a trial of every arm: a number above is a seed that was meant as one, not as how many."""
+_STUDY = ("study", "paper", "source", "title", "question", "scales", "figure", "figures", "notes")
+_SCALE = (
+    *("base", "settings", "axes", "measures", "job", "skip", "needs", "looks", "then"),
+    *("notes", "figure", "figures"),
+)
+_STAGE = ("job", "from", "of", "settings", "skip", "records")
+STAGE = "stage"
+"""The axis that the trials of a scale with stages have in addition to the scale's own."""
+RECORDS = ("metrics", "layers", "held_out")
+"""The training records that can be measured; ``held_out``, reward and KL by prompt, is a policy's."""
+SOURCES = ("data", "eval_data", "reward_function")
+"""The settings of a stage that name files."""
+ENGINE = {
+    "output": "--store, the folder of all trials",
+    "threads": "--threads",
+    "pause_step": "steps, which end a trial with its schedule",
+    "push_to_hub": "to push the model of a trial by hand",
+}
+"""Settings of a trial that are not a study's to say, with what is."""
+TAKEN = frozenset(
+    (
+        *(*columns.names(), "key", "tuned", "at_edge", STAGE, "candidate"),
+        *("metric", "value", "layer", "sublayer", "role", "index", "step", "loss"),
+        *("label", "panel", "line", "rest", "place", "y", "mean", "std", "low", "high", "trained", "trials", "ended"),
+    )
+)
+"""The columns of results.csv, of what is measured, and of the page's tables: an axis can't have their names."""
+
+
+def catalog_folder() -> Path:
+    """Return the folder of the studies that come with Lamina: the repository's, or the package's."""
+    repository = Path(__file__).parents[3] / "studies"
+    return repository if (repository / BASES).is_file() else Path(__file__).parent / "studies"
+
+
+def records_folder() -> Path:
+    """Return the folder of the catalog's records: the repository's, or the one that lamina[papers] installs.
+
+    Without either it does not exist, and nothing is recorded.
+    """
+    spec = find_spec(_RECORDS)
+    installed = list(spec.submodule_search_locations or ()) if spec else []
+    folder = catalog_folder() / "records"
+    return Path(installed[0]) if installed and not folder.is_dir() else folder
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in catalog_folder().glob("*.yaml") if path.name != BASES)
+
+
+def find(study: str) -> Path:
+    """Find a study's file by its name in the catalog, or by the path of a user's own. Raises UserError."""
+    path = Path(study)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"study: {study!r} is not a file (allowed: a YAML file, or a name of `lamina study list`)")
+        return path.resolve()
+    if study not in (known := names()):
+        raise unknown("study", study, known)
+    return catalog_folder() / f"{study}.yaml"
+
+
+Rule = Literal["best", "one-se"]
+WIDENINGS = 2
+"""How often a sweep is widened whose best rate is at its edge, unless the study says it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """A search for each arm's best learning rate.
+
+    Attributes:
+        rates: each is tried with every tuning seed.
+        seeds: the tuning seeds: the first so many of the study's, or a list of others that no claim sees.
+        rule: which rate is an arm's: the ``best``, or with ``one-se`` the lowest that is as good but for noise.
+        widen: how often a sweep is widened whose best rate is at its edge.
+        also: per label of an axis, another label of it. The first's arms are also trained at the best rate of the
+            second's, with all seeds: the papers compare at one rate for all.
+        settings: those of the tuning seeds' trials that differ from the study's, as fewer steps.
+    """
+
+    rates: tuple[float, ...]
+    seeds: int | tuple[int, ...]
+    rule: Rule = "best"
+    widen: int = WIDENINGS
+    also: Mapping[str, str] = field(default_factory=dict)
+    settings: Json = field(default_factory=dict)
+
+    def sweep(self, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tuning seeds of a study with these seeds."""
+        return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
+
+    def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
+        """Return the values of the arm at whose best rate this one is also trained; None if there is none."""
+        for axis, label in values.items():
+            if label in self.also:
+                return {**values, axis: self.also[label]}
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        name: its label on the axis ``stage``.
+        job: what its trials are: a name in ``TRIAL_JOBS``.
+        settings: of its trials.
+        inputs: by setting, the stage whose model it takes.
+        of: values of axes: the stage runs for this arm alone, and the stages after it take that one's model. So all
+            arms may share one reward model. Empty: it runs for every arm.
+        skip: patterns of axis values for which the stage, and all that need it, are left out.
+        measures: the training records that are kept, as "records/NAME".
+        folder: of the study's file; files that begin with ``./`` are relative to it.
+    """
+
+    name: str
+    job: str
+    settings: Json = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    of: Mapping[str, str] = field(default_factory=dict)
+    skip: tuple[Json, ...] = ()
+    measures: tuple[str, ...] = ()
+    folder: Path = Path()
+
+    @property
+    def record(self) -> TrialJob:
+        return TRIAL_JOBS[self.job]
+
+    def trial(self, seed: int) -> Settings:
+        """Return the settings of a trial, without its inputs. Raises UserError that names the setting."""
+        settings = dict(self.settings)
+        for name in self.record.files:
+            if str(settings.get(name, "")).startswith("./"):
+                settings[name] = str(self.folder / str(settings[name])[2:])
+        return self.record.settings_class().from_dict({**settings, **({"seed": seed} if self.record.seeded else {})})
+
+    def refuse_missing(self) -> None:
+        """Raise UserError for a missing file of the stage now, before all earlier stages have run."""
+        settings = self.trial(seed=0).to_dict()
+        for name in self.record.files:
+            for part in str(settings[name] or "").split(",") if name in SOURCES else ():
+                try:
+                    existing_file(name, part.strip())
+                except UserError as error:
+                    raise UserError(f"then: {self.name}: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """One scale of a study.
+
+    Attributes:
+        name: cpu, gpu or paper.
+        job: what a trial is: a name in ``TRIAL_JOBS``.
+        settings: those that all trials share.
+        axes: per axis, its values by label; a value is the settings that it stands for.
+        rates: the learning rates of a sweep; empty if the settings or the arms say the rate.
+        tuning: the search for each arm's rate, if there is one.
+        measures: per time (init, end, records), the probes or records.
+        skip: combinations of axis values that are left out.
+        stages: the jobs that follow, on the models that these trials leave.
+        needs: why this scale cannot decide the claims; empty if it can.
+        looks: how often its verdicts have been read, each time with more seeds; multiplies the corrected p values.
+        folder: of the study's file; placements that begin with ``./`` are relative to it.
+    """
+
+    name: str
+    job: str = "pretrain"
+    settings: Json = field(default_factory=dict)
+    axes: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
+    tuning: Tuning | None = None
+    seeds: tuple[int, ...] = (0,)
+    measures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    skip: tuple[Json, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    needs: str = ""
+    looks: int = 1
+    folder: Path = Path()
+
+    @property
+    def record(self) -> TrialJob:
+        return TRIAL_JOBS[self.job]
+
+    @property
+    def tuning_seeds(self) -> tuple[int, ...]:
+        """The seeds that choose each arm's rate; none if no rate is tuned."""
+        return () if self.tuning is None else self.tuning.sweep(self.seeds)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The axes of a row besides learning rate and seed."""
+        return (*self.axes, *((STAGE,) if self.stages else ()))
+
+    @property
+    def all_measures(self) -> Mapping[str, tuple[str, ...]]:
+        """The measures by time, with the records of the stages."""
+        records = [each.partition("/")[2] for stage in self.stages for each in stage.measures]
+        kept = dict.fromkeys([*self.measures.get("records", ()), *records])
+        return {**self.measures, "records": tuple(kept)} if kept else self.measures
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyDefinition:
+    """A study: one question, at up to three scales.
+
+    Attributes:
+        name: also the id of its main claim.
+        paper: whose claim it is; one of ``PAPERS``.
+        source: the table, figure or equation.
+        title: what is compared.
+        file: the YAML file; the claims stand in the Python file of the same name beside it.
+        figures: how its figures are drawn, as written.
+    """
+
+    name: str
+    paper: str
+    source: str
+    title: str
+    scales: Mapping[str, Scale]
+    file: Path
+    figures: tuple[Json, ...] = ()
+
+    @property
+    def claims_file(self) -> Path:
+        return self.file.with_suffix(".py")
+
+    def scale(self, name: str) -> Scale:
+        """Return a scale by its name. Raises UserError for one that the study does not have."""
+        if name not in self.scales:
+            raise unknown(f"scale of {self.name}", name, self.scales)
+        return self.scales[name]
+
+
+class _Entries:
+    """The entries of a mapping of a study's YAML. Every error names the place and the nearest allowed name."""
+
+    def __init__(self, where: str, data: object, allowed: Sequence[str], what: str) -> None:
+        if not isinstance(data, Mapping):
+            raise UserError(f"{where}: {data!r} (allowed: a mapping{what})")
+        self.where, self.data = where, data
+        self.among("field", data, allowed)
+
+    def among(self, what: str, names: Iterable[object], allowed: Iterable[str], at: str = "") -> None:
+        """Raise UserError for a name that is not among the allowed ones; ``at``: the entry that has it."""
+        listed = tuple(allowed)
+        for name in names:
+            if name not in listed:
+                raise unknown(f"{what} in {self.where}{f': {at}' if at else ''}", str(name), listed)
+
+    def refused(self, key: str, value: object, allowed: str) -> UserError:
+        """Return the error of an entry's value."""
+        return UserError(f"{self.where}: {key}: {value!r} (allowed: {allowed})")
+
+    def mapping(self, key: str) -> Mapping[str, object]:
+        if not isinstance(value := self.data.get(key, {}), Mapping):
+            raise self.refused(key, value, "a mapping")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return an entry that is a text; ``default`` if it is missing."""
+        if not isinstance(value := self.data.get(key, default), str):
+            raise self.refused(key, value, "a text")
+        return value
+
+    def mappings(self, key: str) -> tuple[Json, ...]:
+        """Return an entry that is a list of mappings; an empty one if it is missing."""
+        value = self.data.get(key, ())
+        if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
+            raise self.refused(key, value, "a list of mappings")
+        return tuple(dict(one) for one in value)
+
+    def whole(self, key: str, default: int, low: int) -> int:
+        """Return an entry that is a whole number of at least ``low``; ``default`` if it is missing."""
+        value = self.data.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.refused(key, value, f"a whole number of at least {low}")
+        return value
+
+    def seeds(self, key: str, given: object) -> tuple[int, ...]:
+        """Read seeds: a number of them from 0, or a list."""
+        if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_SEEDS:
+            return tuple(range(given))
+        if isinstance(given, Sequence) and not isinstance(given, str) and given:
+            seeds = tuple(seed_number("seed", seed) for seed in given)
+            if len(set(seeds)) == len(seeds) <= MOST_SEEDS:
+                return seeds
+        raise self.refused(key, given, f"how many, at most {MOST_SEEDS}, or a list of different seeds")
+
+    def figures(self) -> tuple[Json, ...]:
+        """Return the figures that a study or a scale asks for, under ``figures`` or ``figure``."""
+        if "figures" in self.data or "figure" not in self.data:
+            return self.mappings("figures")
+        return (dict(self.mapping("figure")),)
+
+    def skip(self, axes: Axes) -> tuple[Json, ...]:
+        """Read the patterns under ``skip``: per axis, a label or a list of labels that the axis has."""
+        patterns = self.mappings("skip")
+        for axis, given in (item for pattern in patterns for item in pattern.items()):
+            if axis not in axes:
+                raise UserError(f"{self.where}: skip: {axis!r} is not an axis (allowed: {', '.join(axes)})")
+            labels = [str(label) for label in (given if isinstance(given, list) else [given])]
+            if not any(label in axes[axis] for label in labels):
+                self.among("label", [", ".join(labels)], axes[axis], f"skip: {axis}")
+        return patterns
+
+
+def read_study(study: str | Path) -> StudyDefinition:
+    """Read a study by its name in the catalog or by its file.
+
+    Raises UserError that names the file, the field and the nearest allowed name.
+    """
+    path = find(str(study))
+    entries = _Entries(path.name, read_mapping(path), _STUDY, "")
+    name = entries.text("study")
+    if name != path.stem:
+        raise entries.refused("study", name, f"{path.stem!r}, the file's own name")
+    paper = entries.text("paper", default="field")
+    entries.among("paper", [paper], PAPERS)
+    scales = entries.data.get("scales")
+    if not isinstance(scales, Mapping) or not scales:
+        raise UserError(f"{path.name}: scales: none given (allowed: a mapping from {', '.join(SCALES)})")
+    entries.among("scale", scales, SCALES)
+    return StudyDefinition(
+        name=name,
+        paper=paper,
+        source=entries.text("source", default=""),
+        title=entries.text("title", default=name),
+        scales={key: _read_scale(f"{path.name}: {key}", key, value, path.parent) for key, value in scales.items()},
+        file=path,
+        figures=entries.figures(),
+    )
+
+
+def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
+    entries = _Entries(where, data, _SCALE, " with base, settings, axes, ...")
+    entries.figures()
+    job = entries.text("job", default="pretrain")
+    entries.among("job", [job], (each.name for each in TRIAL_JOBS.values() if not each.inputs))
+    axes = dict(entries.mapping("axes"))
+    rates, tuning = _read_rates(entries, axes.pop("learning_rate", None))
+    seeds = entries.seeds("seed", axes.pop("seed", 1))
+    own, base = entries.mapping("settings"), _base(entries, entries.data.get("base"), folder)
+    points = {axis: _points(entries, axis, values, TRIAL_JOBS[job]) for axis, values in axes.items()}
+    tuned_with: Json = {} if tuning is None else tuning.settings
+    if tuning is not None:
+        _check_also(entries, tuning, points)
+        entries.among("setting", tuned_with, TRIAL_JOBS[job].settings_class().names(), "learning_rate: settings")
+    decided = {**ENGINE, "seed": "an axis 'seed'"}
+    if rates or tuning:
+        decided["learning_rate"] = "the axis 'learning_rate' alone"
+    given = [("settings", own), ("learning_rate: settings", tuned_with)]
+    for place, settings in [*given, *((f"{a}: {p}", points[a][p]) for a in points for p in points[a])]:
+        for setting in settings:
+            if setting in decided:
+                place = f"{where}: {place}: {setting}"
+                raise UserError(f"{place}: the trials say it themselves (allowed: {decided[setting]})")
+    scale = Scale(
+        name=name,
+        job=job,
+        settings={**base, **own},
+        axes=points,
+        rates=rates,
+        tuning=tuning,
+        seeds=seeds,
+        measures=_read_measures(entries),
+        skip=entries.skip(points),
+        stages=_read_stages(entries, job, points, folder),
+        needs=entries.text("needs", default=""),
+        looks=entries.whole("looks", 1, 1),
+        folder=folder,
+    )
+    if tuning is not None and isinstance(tuning.seeds, int) and tuning.seeds > len(seeds):
+        raise entries.refused("learning_rate: seeds", tuning.seeds, f"at most the {len(seeds)} of 'seed'")
+    if tuned_with and not isinstance(tuning.seeds if tuning else None, tuple):
+        raise entries.refused("learning_rate: settings", tuned_with, "with a list of tuning seeds")
+    check_seeds(f"{where}: ", tuning, seeds)
+    return scale
+
+
+def _base(entries: _Entries, name: object, folder: Path) -> Json:
+    if name is None:
+        return {}
+    own = folder / BASES
+    file = own if own.is_file() else catalog_folder() / BASES
+    bases = _bases(file, file.stat().st_mtime_ns if file.is_file() else 0)
+    entries.among("base", [name], bases)
+    settings = dict(bases[str(name)])
+    return {**_base(entries, settings.pop("base", None), folder), **settings}
+
+
+@cache
+def _bases(file: Path, changed: int) -> Json:
+    """Read a file of bases once for all studies until it changes."""
+    return read_mapping(file)
+
+
+def _read_rates(entries: _Entries, given: object) -> tuple[tuple[float, ...], Tuning | None]:
+    """Read a scale's ``learning_rate``: the rates of a sweep, or how to tune them. Raises UserError."""
+    if given is None or not isinstance(given, Mapping):
+        return () if given is None else _rates(entries, given), None
+    allowed = ("tune", "seeds", "rule", "widen", "also", "settings")
+    search = _Entries(f"{entries.where}: learning_rate", given, allowed, "")
+    seeds, rule = given.get("seeds", 1), given.get("rule", "best")
+    search.among("rule", [rule], get_args(Rule))
+    return (), Tuning(
+        rates=_rates(entries, given.get("tune")),
+        seeds=search.whole("seeds", 1, 1) if isinstance(seeds, int) else search.seeds("seeds", seeds),
+        rule=cast(Rule, rule),
+        widen=search.whole("widen", WIDENINGS, 0),
+        also={str(label): str(other) for label, other in search.mapping("also").items()},
+        settings=dict(search.mapping("settings")),
+    )
+
+
+def _rates(entries: _Entries, values: object) -> tuple[float, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise entries.refused("learning_rate", values, "a list of rates, or tune: with one")
+    rates = []
+    for value in values:
+        try:
+            rate = float(value) if isinstance(value, str) else value  # YAML reads 1e-3 as a text
+        except ValueError:
+            rate = value
+        if not is_finite(rate) or rate <= 0:
+            raise entries.refused("learning_rate", value, "numbers above 0")
+        rates.append(float(rate))
+    if len(set(rates)) < len(rates):
+        raise UserError(f"{entries.where}: learning_rate: {values!r} names one twice")
+    return tuple(rates)
+
+
+def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> None:
+    """Raise UserError for tuning seeds that a study with these seeds can't have."""
+    if tuning is None:
+        return
+    if isinstance(tuning.seeds, tuple) and (both := [seed for seed in tuning.seeds if seed in seeds]):
+        raise UserError(f"{where}seed {both[0]} tunes the rates (allowed: seeds that are not among {[*tuning.seeds]})")
+    if tuning.rule == "one-se" and len(tuning.sweep(seeds)) < 2:
+        raise UserError(f"{where}learning_rate: rule: 'one-se' with one tuning seed (allowed: with at least two)")
+
+
+def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
+    """Raise UserError for an entry of ``also`` that is not two different labels of one axis."""
+    every = {name: labels for labels in reversed([*axes.values()]) for name in labels}
+    for label, other in tuning.also.items():
+        entries.among("label", [label], every, "learning_rate: also")
+        rest = [name for name in every[label] if name != label]
+        entries.among("label", [other], rest, f"learning_rate: also: {label}")
+
+
+def _points(entries: _Entries, axis: str, values: object, job: TrialJob) -> dict[str, Json]:
+    """Read an axis's values by label: a list of a setting's values, or labels with settings."""
+    names = job.settings_class().names()
+    if axis in TAKEN and axis not in names:
+        place = f"{entries.where}: {axis}"
+        raise UserError(f"{place}: is a column of the study's tables already (allowed: another name)")
+    if isinstance(values, Mapping) and values:
+        for label, settings in values.items():
+            if not isinstance(settings, Mapping):
+                raise entries.refused(f"{axis}: {label}", settings, "a mapping of settings")
+            entries.among("setting", settings, names, f"{axis}: {label}")
+        return {str(label): dict(settings) for label, settings in values.items()}
+    entries.among("axis", [axis], names)
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise entries.refused(axis, values, "a list of values")
+    return {str(value): {axis: value} for value in values}
+
+
+def _read_measures(entries: _Entries) -> dict[str, tuple[str, ...]]:
+    measures = {}
+    given = _Entries(f"{entries.where}: measures", entries.mapping("measures"), TIMES, "")
+    for time, listed in given.data.items():
+        if not isinstance(listed, Sequence) or isinstance(listed, str):
+            raise given.refused(time, listed, "a list")
+        if time == "records":
+            entries.among("record", listed, RECORDS)
+        for name in listed if time != "records" else ():
+            try:
+                check_probe(str(name))
+            except UserError as error:
+                raise UserError(f"{given.where}: {time}: {error}") from None
+        measures[time] = tuple(str(name) for name in listed)
+    return measures
+
+
+def _read_stages(scale: _Entries, first: str, axes: Axes, folder: Path) -> tuple[Stage, ...]:
+    """Read the stages under ``then``; ``first``: the label of the scale's own trials.
+
+    Raises UserError that names the stage and the field.
+    """
+    stages: dict[str, Stage] = {}
+    listed = scale.mapping("then")
+    if listed and STAGE in axes:
+        raise UserError(f"{scale.where}: axes: {STAGE!r} is the axis of the stages (allowed: another name)")
+    for name, entry in listed.items():
+        if name == first or not isinstance(entry, Mapping):
+            allowed = f"a name other than {first!r}, and a mapping with job, settings"
+            raise UserError(f"{scale.where}: then: {name}: {entry!r} (allowed: {allowed})")
+        entries = _Entries(f"{scale.where}: then: {name}", entry, _STAGE, "")
+        stages[name] = _read_stage(entries, str(name), (first, *stages), axes, folder)
+    return tuple(stages.values())
+
+
+def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes, folder: Path) -> Stage:
+    job = entries.text("job", default=name)
+    entries.among("job", [job], (each.name for each in TRIAL_JOBS.values() if each.inputs))
+    settings, record = dict(entries.mapping("settings")), TRIAL_JOBS[job].settings_class()
+    decided = {"seed", *ENGINE, *TRIAL_JOBS[job].inputs, *(record.free() - {*TRIAL_JOBS[job].files})}
+    entries.among("setting", settings, [each for each in record.names() if each not in decided])
+    of = {str(axis): str(label) for axis, label in entries.mapping("of").items()}
+    for axis, label in of.items():
+        if axis not in axes or label not in axes[axis]:
+            place = f"{entries.where}: of: {axis}: {label!r}"
+            raise UserError(f"{place} is not in any arm (allowed: values of {', '.join(axes)})")
+    records = entries.data.get("records", ())
+    records = records if isinstance(records, Sequence) else (records,)
+    entries.among("record", records, RECORDS)
+    given, known = entries.data.get("from", earlier[0]), TRIAL_JOBS[job].inputs
+    inputs = dict(given) if isinstance(given, Mapping) else {known[0]: given}  # one name is of the main input
+    entries.among("setting", inputs, known, "from")
+    entries.among("stage", inputs.values(), earlier, "from")
+    if known[0] not in inputs:
+        raise UserError(f"{entries.where}: from: {given!r} (needed: {known[0]})")
+    stage = Stage(
+        name=name,
+        job=job,
+        settings=settings,
+        inputs={str(setting): str(source) for setting, source in inputs.items()},
+        of=of,
+        skip=entries.skip(axes),
+        measures=tuple(f"records/{record}" for record in records),
+        folder=folder,
+    )
+    stage.trial(seed=0)
+    return stage

@@ -1,0 +1,133 @@
+"""The jobs of trials, each with its settings and its function, imported when they are needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from lamina.core.json_types import Json
+from lamina.jobs import catalog
+from lamina.jobs.catalog import load
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.names import CONFIG, PLAN, RESULT
+from lamina.jobs.settings import Settings
+from lamina.jobs.status import Status
+from lamina.training.settings import PretrainSettings
+
+SCORE = "score"
+"""The column of the average over the tasks, in percent; each task's is ``score_TASK``."""
+
+
+def columns_of(result: Json) -> Json:
+    """Return ``score``, the average of a table's shares in percent, and ``score_HEADING`` of each column.
+
+    A result from a study's records already has its columns, and is returned unchanged.
+    """
+    if "table" not in result:
+        return result
+    kept = {name: result[name] for name in ("status", "seconds", "reason") if name in result}
+    table = result["table"]
+    lines = table["lines"]
+    if not lines:
+        return kept
+    values = list(zip(table["headings"], lines[0]["mean"], table["shares"], strict=True))
+    shares = [value for _, value, share in values if share]
+    # a table of several shares ends with their average, one of a single share has none
+    several = len(shares) > 1
+    tasks = {
+        re.sub(r"\W+", "_", heading).strip("_").lower(): value
+        for heading, value, _ in values[: -1 if several else None]
+    }
+    return {
+        **kept,
+        **({SCORE: shares[-1]} if shares else {}),
+        **{f"{SCORE}_{task}": value for task, value in tasks.items()},
+    }
+
+
+def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool = True) -> Json:
+    """Write the folder of a model that is not trained: its settings, its plan, and a result of 0 steps.
+
+    Raises UserError for invalid settings and a folder in use.
+    """
+    from lamina.training.resolve import resolve_run  # it loads torch
+
+    del bar  # nothing here takes long
+    resolved = resolve_run(settings)
+    result: Json = {"status": str(Status.FINISHED), "steps": 0, "init": settings.init, "seconds": 0.0, "reason": ""}
+    with open_job(Kind.RUN, PretrainSettings, settings, resume=resume) as job:
+        job.write_yaml(CONFIG, settings.to_dict())
+        job.write_json(PLAN, resolved.plan.to_dict())
+        job.write_json(RESULT, result)
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialJob:
+    """A kind of trial.
+
+    Attributes:
+        name: as the YAML of a study says it.
+        settings: "module:class" of its settings, which have ``output`` and ``seed``.
+        run: "module:function"; it takes the settings, ``resume`` and ``bar``, and writes a run's folder.
+        trains: whether it leaves a trained model.
+        inputs: the settings that take the folder of an earlier trial, the main one first; empty for a job that starts
+            a chain, whose settings have ``placement``.
+        files: the settings that name data or code, which an identity has by its content.
+        seeded: whether the job takes the seed of its chain.
+        numbers: from result.json to what a row has of it.
+    """
+
+    name: str
+    settings: str
+    run: str
+    trains: bool = True
+    inputs: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    seeded: bool = True
+    numbers: Callable[[Json], Json] = lambda result: result
+
+    def settings_class(self) -> type[Settings]:
+        return cast(type[Settings], load(self.settings))
+
+
+TRIAL_JOBS = {
+    job.name: job
+    for job in (
+        TrialJob(
+            name="pretrain",
+            settings="lamina.training.settings:PretrainSettings",
+            run="lamina.training.pretrain:pretrain",
+        ),
+        TrialJob(
+            name="init",
+            settings="lamina.training.settings:PretrainSettings",
+            run="lamina.lab.papers.trials.jobs:initialize",
+            trains=False,
+        ),
+        TrialJob(
+            name="max-lr",
+            settings="lamina.studies.settings:MaxRateSettings",
+            run="lamina.studies.compare:run_max_rate",
+        ),
+        *(
+            TrialJob(name=row.name, settings=row.settings, run=row.run, inputs=row.inputs, files=row.files)
+            for row in catalog.JOBS.values()
+            if row.inputs[:1] == ("from_model",) and row.files
+        ),
+        TrialJob(
+            name="eval",
+            settings="lamina.evaluation.settings:EvalSettings",
+            run="lamina.evaluation.job:evaluate",
+            trains=False,
+            inputs=("models",),
+            files=("tasks",),
+            seeded=False,
+            numbers=columns_of,
+        ),
+    )
+}

@@ -1,0 +1,133 @@
+"""Measures of a study's trials beyond their results: probes before and after training, and training records.
+
+A measure is "TIME/NAME": ``init/gradients``, ``end/angular_distance(tokens=all)``, ``records/layers``. Its table is a
+Parquet file in the trial's folder; measures.json says of each whether it was measured, or why it could not be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lamina.errors import UserError, one_line
+from lamina.jobs.files import noted, write_json, write_parquet
+from lamina.jobs.run_folder import RunFolder, parse_lines
+from lamina.training.settings import PretrainSettings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FOLDER, STATE = "measures", "measures.json"
+MEASURED = "measured"
+SEQUENCES = 16
+"""The number of held-out blocks that a probe reads."""
+
+
+def names(measures: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
+    """Return the measures of a scale as "TIME/NAME"."""
+    return tuple(f"{time}/{name}" for time, listed in measures.items() for name in listed)
+
+
+def file_name(measure: str) -> str:
+    """Return the name of a measure's table: ``end-angular_distance-tokens-all.parquet``."""
+    return re.sub(r"[^\w.]+", "-", measure).strip("-") + ".parquet"
+
+
+def missing(folder: Path, measures: Iterable[str]) -> list[str]:
+    """Return the measures that a trial's folder does not have yet."""
+    state = noted(folder / STATE)
+    return [
+        measure
+        for measure in measures
+        if measure not in state or (state[measure] == MEASURED and _file(folder, measure) is None)
+    ]
+
+
+def table(folder: Path, measure: str) -> pd.DataFrame | None:
+    """Read a measure's table; None if the trial has none. Raises UserError for a file that can't be read."""
+    path = _file(folder, measure)
+    return None if path is None else read_table(path)
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """Read a Parquet file. Raises UserError that names it."""
+    import pandas as pd
+
+    try:
+        return pd.read_parquet(path.absolute())
+    except Exception as error:  # damage shows as almost any error of pyarrow's, pandas' or json's
+        raise UserError(
+            f"{str(path)!r}: not readable as Parquet ({one_line(error)}) (allowed: the file as it was written)"
+        ) from None
+
+
+def _file(folder: Path, measure: str) -> Path | None:
+    """Return the file of a measure's table; None if there is none."""
+    path = folder / FOLDER / file_name(measure)
+    return path if path.is_file() else None
+
+
+def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -> None:
+    """Measure what a trial's folder lacks. A measure that does not apply is noted with its reason."""
+    wanted = missing(folder, measures)
+    if not wanted:
+        return
+    (folder / FOLDER).mkdir(exist_ok=True)
+    for name in wanted:
+        try:
+            rows, note = _table(folder, settings, name), MEASURED
+        except UserError as error:
+            rows, note = None, str(error)
+        if rows is not None:
+            write_parquet(folder / FOLDER / file_name(name), rows, compression="zstd")
+        write_json(folder / STATE, {**noted(folder / STATE), name: note})
+
+
+def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFrame:
+    """Make a measure's table. Raises UserError for a trial without a model, and a probe that does not apply to it."""
+    time, name = measure.split("/", 1)
+    if time == "records":
+        return _records(folder, name)
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from lamina.modeling.modeling_lamina import HEADS
+    from lamina.probes.engine.measure import make_context
+    from lamina.probes.engine.measure import measure as measured
+    from lamina.probes.engine.probe_settings import ProbeSettings
+    from lamina.probes.engine.registry import make
+    from lamina.training.resolve import initial_model, resolve_run
+
+    resolved = resolve_run(settings)
+    splits, processor = resolved.read()
+    if time == "init":
+        model = cast(torch.nn.Module, initial_model(resolved, splits, processor)[0])
+    elif (folder / "model").is_dir():
+        model = cast(torch.nn.Module, HEADS[resolved.objective.head].model.from_pretrained(folder / "model"))
+    else:
+        raise UserError("no model: the run diverged")
+    tokenizer = processor if isinstance(processor, PreTrainedTokenizerBase) else None
+    model, how = model.to(resolved.device, torch.float32), ProbeSettings()
+    context = make_context(model, how, splits.eval.sample(SEQUENCES), tokenizer, sample=True)
+    probe = make(name)
+    return measured(context, [probe], how, sampled=False)[probe.name]
+
+
+def _records(folder: Path, name: str) -> pd.DataFrame:
+    import pandas as pd
+
+    if name == "layers":
+        parts = sorted((folder / "layers").glob("part-*.parquet"))
+        if not parts:
+            raise UserError("no layer records")
+        return pd.concat([pd.read_parquet(part.absolute()) for part in parts], ignore_index=True)
+    if name == "held_out":
+        from lamina.lab.posttraining.rlhf import HELD_OUT
+
+        return pd.DataFrame(parse_lines(folder / HELD_OUT)[0])
+    if not (records := RunFolder(folder).metrics):
+        raise UserError("no training records")
+    rows = pd.DataFrame(records)
+    return rows.drop(columns=["tokens_per_second"], errors="ignore")

@@ -1,0 +1,299 @@
+"""The store of trials, each in a folder named by its key, and the records of earlier studies."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lamina.core.json_types import Json
+from lamina.core.yaml_files import read_mapping
+from lamina.errors import UserError
+from lamina.jobs import columns
+from lamina.jobs.catalog import load
+from lamina.jobs.files import noted, read_result, write_json, write_parquet, write_text
+from lamina.jobs.folder import lock
+from lamina.jobs.manifest import MODEL, what_is_broken
+from lamina.jobs.names import CONFIG, ENVIRONMENT, MANIFEST, RESULTS
+from lamina.jobs.status import ENDED, Status
+from lamina.lab.papers.trials import measures
+from lamina.lab.papers.trials.jobs import TRIAL_JOBS
+from lamina.lab.papers.trials.measures import file_name, measure, read_table
+from lamina.lab.papers.trials.trial import SPELLED, StudyTrial, key, may_be
+from lamina.studies.task import Busy, Task
+from lamina.training.settings import PretrainSettings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TABLES = "tables"
+
+
+class Records:
+    """The records in a folder, read when they are needed.
+
+    Args:
+        folder: of the records; it need not exist.
+        own: the name of a study's own record. Where it and another have the same trial, it counts: a trial that was
+            trained again on another kind of machine has a slightly different loss.
+    """
+
+    def __init__(self, folder: Path, own: str = ""):
+        self.folder, self.own = folder, own
+        self._tables: dict[str, dict[str, pd.DataFrame]] = {}
+
+    @cached_property
+    def rows(self) -> dict[str, Json]:
+        """The result of every recorded trial that ended, by its key. Raises UserError for an unreadable file."""
+        import pandas as pd
+
+        tables, places, own = [], set(), {"key", *columns.names()}
+        for path in self._files(RESULTS):
+            try:
+                table = pd.read_csv(path.absolute(), dtype={"key": str})
+                tables.append(table[table["status"].isin(ENDED)])  # what failed may be tried again
+                places |= {*map(str, table.columns[: list(table.columns).index("tuned")])}  # on the study's axes
+            except (OSError, ValueError, KeyError) as error:
+                raise UserError(f"{str(path)!r}: no record of a study ({type(error).__name__}: {error})") from None
+        rows: dict[str, Json] = {}
+        for table in tables:
+            kept = table.drop(columns=[name for name in table if name in places - own]).astype(object)
+            for row in kept.where(kept.notna(), None).to_dict("records"):
+                row, other = {str(name): value for name, value in row.items()}, rows.get(str(row["key"]), {})
+                if row.get("eval_loss") == other.get("eval_loss"):  # else trained again, on another kind of machine
+                    row = {**other, **{n: value for n, value in row.items() if value is not None or n not in other}}
+                rows[str(row["key"])] = row
+        return rows
+
+    def row(self, trial: StudyTrial) -> Json | None:
+        """Return the recorded result of a trial; None without one. Raises UserError if it is another trial's."""
+        row = self.rows.get(trial.key)
+        own = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
+        for name, value in own.items():
+            stored = None if row is None else row.get(name)
+            if None in (stored, value) or stored == value or (name == "placement" and may_be(trial.first, str(stored))):
+                continue
+            raise UserError(
+                f"records: {str(self.folder)!r}: the row of the trial {trial.key} has {name} {stored!r}, but the trial "
+                f"has {value!r} (allowed: {RESULTS} as it was recorded)"
+            )
+        return row
+
+    def table(self, key: str, measure: str) -> pd.DataFrame | None:
+        """Return a measure's table of one trial; None if there is no record of it."""
+        if measure not in self._tables:
+            tables: dict[str, pd.DataFrame] = {}
+            for path in self._files(f"{TABLES}/{file_name(measure)}"):
+                for name, rows in read_table(path).groupby("key", sort=False):
+                    tables[str(name)] = rows.drop(columns="key").reset_index(drop=True)
+            self._tables[measure] = tables
+        return self._tables[measure].get(key)
+
+    def _files(self, name: str) -> list[Path]:
+        """List the records' files of a name, the study's own last, since later ones win."""
+        own = self.folder / self.own / name
+        return sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == own, path))
+
+
+def recorded_keys(record: Path) -> list[str]:
+    """Return the keys of the trials in one study's record; none without one."""
+    import pandas as pd
+
+    path = record / RESULTS
+    return pd.read_csv(path.absolute(), dtype={"key": str})["key"].tolist() if path.is_file() else []
+
+
+def write_results(folder: Path, results: pd.DataFrame) -> None:
+    """Write a study's rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / RESULTS, results.to_csv(index=False))
+
+
+def write_table(folder: Path, measure: str, rows: pd.DataFrame) -> None:
+    """Write a measure's rows of all trials, each with its trial's key."""
+    (folder / TABLES).mkdir(parents=True, exist_ok=True)
+    write_parquet(folder / TABLES / file_name(measure), rows, compression="zstd")
+
+
+IDENTITY = "trial.json"
+_CLAIMS = ".claims"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTask(Task):
+    """A trial of the store, which several drivers and studies may share.
+
+    Attributes:
+        measures: what is measured on the trial, as "TIME/NAME".
+        identity: all that decides its numbers.
+    """
+
+    measures: tuple[str, ...] = ()
+    identity: Json
+
+    def to_request(self) -> Json:
+        return {**super().to_request(), "measures": list(self.measures), "identity": self.identity}
+
+    @classmethod
+    def from_request(cls, request: Json) -> StoredTask:
+        task = Task.from_request(request)
+        stored = {"measures": tuple(request["measures"]), "identity": request["identity"]}
+        return cls(settings=task.settings, job=task.job, trains=task.trains, **stored)
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Hold the trial while it runs. Entering raises Busy if another driver runs it."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(lock(self.folder.parent / _CLAIMS / self.folder.name))
+            except UserError as error:
+                raise Busy(str(error)) from None
+            yield
+
+    def run(self) -> Json:
+        """Run or resume the trial, then measure what it does not have yet; returns its result."""
+        refuse_another(self.folder)
+        # In the words of the trial's folder: its name is the hash of what they mean, so these only differ in how they
+        # say it, such as a depth that is the backbone's own or given, or another path of the same text.
+        path = self.folder / CONFIG
+        stored, ours = read_mapping(path) if path.is_file() else {}, self.settings.to_dict()
+        settings = replace(self.settings, **{name: stored[name] for name in SPELLED if name in stored and name in ours})
+        write_json(self.folder / IDENTITY, self.identity)
+        result = load(self.job)(settings, resume="auto", bar=False)
+        if self.measures and result["status"] in ENDED:
+            measure(self.folder, cast(PretrainSettings, settings), self.measures)
+        return result
+
+
+def refuse_another(folder: Path) -> None:
+    """Raise UserError if a folder of the store does not hold the trial of its name; it may be a copy."""
+    path = folder / IDENTITY
+    status = (read_result(folder) or {}).get("status")
+    if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
+        return  # it has not begun, or was stopped before it began
+    try:
+        own = key(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"store: {str(path)!r} is not readable ({error}), so it is not known whose results the folder holds "
+            "(allowed: the file as it was; without the folder, the trial is run again)"
+        ) from None
+    if own != folder.name:
+        raise UserError(
+            f"store: the folder {str(folder)!r} holds the trial {own}, as its {IDENTITY} says (allowed: each trial in "
+            "the folder of its name; without the folder, the trial is run again)"
+        )
+
+
+UNTRAINED = (Status.DIVERGED.value, Status.STUCK.value)
+"""How a model ended that no other trial starts from."""
+
+
+class Store:
+    """The folders of trials, and what they computed.
+
+    Args:
+        folder: of the trials' folders.
+        records: of studies that were run before, perhaps elsewhere.
+        threads: of each trial; None leaves it to the trial's settings.
+    """
+
+    def __init__(self, folder: Path, records: Records, threads: int | None = None):
+        self.folder, self.records, self.threads = folder, records, threads
+        self._ended: dict[str, Json] = {}
+        self._complete: set[tuple[str, tuple[str, ...]]] = set()
+        self._verified: set[str] = set()
+
+    def place(self, key: str) -> Path:
+        """Return a trial's folder. Raises UserError if it holds another trial, or an unknown one."""
+        folder = self.folder / key
+        if key not in self._verified and folder.is_dir():
+            refuse_another(folder)
+            self._verified.add(key)
+        return folder
+
+    def machines(self, keys: Iterable[str]) -> list[Json]:
+        """Return what the trials here were trained on, with counts: machine, torch, and revision, the most first."""
+        counts = Counter[str]()
+        for name in keys:
+            if machine := (known := noted(self.folder / name / ENVIRONMENT)).get("machine"):
+                versions = {"torch": known.get("versions", {}).get("torch"), "revision": known.get("git_revision")}
+                counts[json.dumps({**machine, **versions}, sort_keys=True)] += 1
+        return [{"trials": count, **json.loads(text)} for text, count in counts.most_common()]
+
+    def task(self, trial: StudyTrial) -> StoredTask:
+        """Return the trial as a task that a process runs."""
+        places = {name: str((self.folder / source.key).absolute()) for name, source in trial.inputs.items()}
+        changes: Json = {"output": str(self.folder / trial.key), **places}
+        if self.threads is not None:
+            changes["threads"] = self.threads
+        settings = replace(trial.settings, **changes)
+        job = TRIAL_JOBS[trial.job]
+        return StoredTask(
+            settings=settings, job=job.run, trains=job.trains, measures=trial.measures, identity=trial.identity
+        )
+
+    def result(self, trial: StudyTrial) -> Json | None:
+        """Return the result of a trial that has ended; None for any other."""
+        if trial.key in self._ended:
+            return self._ended[trial.key]
+        result = self.outcome(trial)
+        if result is None or result["status"] not in ENDED:  # not kept: the trial may run here for its model
+            return self.records.row(trial) or self._inherited(trial)
+        self._ended[trial.key] = result
+        return result
+
+    def outcome(self, trial: StudyTrial) -> Json | None:
+        """Return the status in a trial's folder, failed and interrupted included; None if there is none."""
+        folder = self.place(trial.key)
+        return read_result(folder) if folder.is_dir() else None
+
+    def has_model(self, trial: StudyTrial) -> bool:
+        """Return whether other trials can start from a trial's model. Raises UserError if the model is cut short."""
+        model = self.place(trial.key) / MODEL
+        if (model / MANIFEST).is_file() and (broken := what_is_broken(model, content=False)) is not None:
+            raise UserError(
+                f"store: {str(model)!r}: {broken}, and other trials start from it (allowed: the files as they were "
+                "written; without the trial's folder, it is trained again)"
+            )
+        return model.is_dir()
+
+    def damage(self, trials: Iterable[StudyTrial]) -> list[str]:
+        """Return a line for each model and checkpoint of an ended trial that lacks a file or has a cut one."""
+        lines = []
+        for name in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
+            folder = self.folder / name
+            for sealed in (folder / MODEL, *sorted(folder.glob("checkpoints/checkpoint-*"))):
+                if (sealed / MANIFEST).is_file() and (broken := what_is_broken(sealed, content=False)) is not None:
+                    lines.append(f"{sealed.relative_to(self.folder)}: {broken}")
+        return lines
+
+    def _inherited(self, trial: StudyTrial) -> Json | None:
+        """Return the status of an input whose model did not train, as this trial's result; None if all trained."""
+        for source in trial.inputs.values():
+            result = self.result(source)
+            if result is not None and result["status"] in UNTRAINED:
+                return {"status": str(result["status"]), "reason": f"it starts from a model that is {result['status']}"}
+        return None
+
+    def complete(self, trial: StudyTrial) -> Json | None:
+        """Return the result of a trial that has ended and has all its measures; None for any other."""
+        result, place = self.result(trial), (trial.key, trial.measures)
+        if result is None or not trial.measures or place in self._complete or self._inherited(trial) is not None:
+            return result
+        lacking = measures.missing(self.place(trial.key), trial.measures)
+        model = result["status"] != "diverged" or "key" not in result  # training again gives none of a recorded one
+        if model and any(self.records.table(trial.key, measure) is None for measure in lacking):
+            return None
+        self._complete.add(place)
+        return result
+
+    def table(self, key: str, measure: str) -> pd.DataFrame | None:
+        """Read a measure's table of one trial; None if it has none or the file was altered."""
+        table = measures.table(self.place(key), measure)
+        return table if table is not None else self.records.table(key, measure)

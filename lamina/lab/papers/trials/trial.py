@@ -1,0 +1,262 @@
+"""A trial of a study, and its identity: everything that decides its numbers, and the key that is its hash.
+
+Two trials with one key compute the same, on the same machine to the bit. So a trial that several studies need is
+trained once, and a trial that has changed never takes the place of the old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path
+
+from lamina.core.backbone_presets import PRESETS
+from lamina.core.json_types import Json
+from lamina.data.corpus import Corpus
+from lamina.errors import UserError
+from lamina.evaluation.generated import NAMES, version
+from lamina.evaluation.task_sets import GENERATED
+from lamina.jobs.manifest import files_in, model_folder, sha256
+from lamina.jobs.names import MANIFEST
+from lamina.jobs.settings import Settings
+from lamina.lab.papers.trials.jobs import TRIAL_JOBS, TrialJob
+from lamina.lab.posttraining.settings import MemorySettings
+from lamina.placements import resolve
+from lamina.training.setting_groups import ImageSettings, ObjectiveSettings, PretrainOptimizerSettings
+from lamina.training.settings import BranchSettings
+
+NUMERICS = 1
+"""The version of the code that trains. Raise it with any change after which the same settings give other numbers:
+tests/lab/papers/test_numerics.py trains a few small models and fails if their losses are not those of this version."""
+
+# Settings on which the numbers of a run depend only if it may roll back.
+OF_A_ROLLBACK = frozenset(("rollback_factor", "rollback_skip", "save_steps", "keep"))
+# Settings that may name a folder, with the files in it that decide nothing of a trial.
+_WEIGHTS = ("*.safetensors", MANIFEST)
+PLACES = {"backbone": (*_WEIGHTS, "*token*", "README.md"), "tokenizer": _WEIGHTS, "from_model": ()}
+# Settings that an identity has by what they mean, not by their words: a plan, a text, an initializer.
+SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")
+_NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
+# Settings younger than the first records, with the values at which they change nothing: left out there, so that older
+# trials keep their keys.
+_YOUNGER_GROUPS = (BranchSettings, ObjectiveSettings, ImageSettings, PretrainOptimizerSettings, MemorySettings)
+YOUNGER: Json = {
+    "eval_corpus": None,
+    "eval_tasks": None,
+    "eval_task_limit": 100,
+    "trl": {},
+    "group_by_length": False,
+    "depth_scaling": "none",
+    "base_depth": None,
+    "reward_weights": None,
+    "system": None,
+    "generation": {},
+    "reward_timeout": 0.0,
+    **{name: group.default(name) for group in _YOUNGER_GROUPS for name in group.names()},
+}
+
+
+def identity(job: str, settings: Settings) -> Json:
+    """Return everything that decides a trial's numbers. Raises UserError for an unreadable placement or corpus."""
+    values = settings.to_dict()
+    placement, layers = str(values.pop("placement")), values.pop("num_layers", None)
+    plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
+    if values.get("init") == "recommended":
+        values["init"] = recommended
+    kept = _deciding(values, settings.free(), ("corpus",))
+    field, second = str(values.get("text_field", "text")), kept.pop("eval_corpus", None)
+    return {
+        "job": job,
+        "numerics": NUMERICS,
+        "settings": kept,
+        "plan": plan,
+        "text": _text(str(values["corpus"]), field),
+        **({} if second is None else {"eval_text": _text(str(second), field)}),
+        **_places(kept),
+    }
+
+
+def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Json:
+    """Return everything that decides the numbers of a trial that starts from other trials.
+
+    ``inputs``: by setting, the key of the trial whose folder it takes. Raises UserError for data that can't be read.
+    """
+    values, data = settings.to_dict(), {}
+    for name in job.files:
+        if (value := values.pop(name)) not in (None, ""):
+            data[name] = ",".join(_content(part.strip()) for part in str(value).split(","))
+    field = str(values.get("text_field", "text"))
+    texts = {name: _text(str(values[name]), field) for name in ("corpus", "eval_corpus") if values.get(name)}
+    kept = _deciding(values, settings.free(), (*job.inputs, *texts))
+    identity: Json = {"job": job.name, "numerics": NUMERICS, "settings": kept, "inputs": dict(inputs), "data": data}
+    return {**identity, **({"texts": texts} if texts else {}), **_places(kept)}
+
+
+def key(identity: Json) -> str:
+    """Return the hash of an identity: 16 hexadecimal digits."""
+    return _hash(identity)[:16]
+
+
+def read_again() -> None:
+    """Forget cached texts and placement files, which may have changed."""
+    for known in (_plan, _text, _depth, _files):
+        known.cache_clear()
+
+
+def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json:
+    """Return the settings that decide the numbers, without ``others``."""
+    left_out = {*others, *(free - OF_A_ROLLBACK if values.get("rollback") else free)}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in left_out and not (name in YOUNGER and value == YOUNGER[name])
+    }
+
+
+def _places(settings: Json) -> Json:
+    """Return the content of the folders that settings name, by setting; names without a folder have none."""
+    places = {
+        name: _files(str(path), ignored)
+        for name, ignored in PLACES.items()
+        if (value := settings.get(name)) and (path := Path(str(value)).expanduser()).is_dir() and value not in PRESETS
+    }
+    return {"places": places} if places else {}
+
+
+@lru_cache(maxsize=64)
+def _files(folder: str, ignored: tuple[str, ...]) -> str:
+    """Hash the files of a saved model, complete or not."""
+    root = model_folder(folder)
+    names = [name for name in files_in(root) if not any(fnmatch(name, pattern) for pattern in ignored)]
+    return _hash([[name, sha256(root / name)] for name in names])
+
+
+@lru_cache(maxsize=1024)
+def _plan(placement: str, num_layers: int) -> tuple[str, str]:
+    """Hash what a plan computes, without its name, and the initializer that it recommends."""
+    plan = resolve(placement, num_layers)
+    unnamed = {name: value for name, value in _changed(plan).items() if name not in _NAMES}
+    return _hash(unnamed), plan.initialization or "normal"
+
+
+def _changed(value: object) -> Json:
+    """Return a plan's fields that are not at their defaults, so that new fields change no older key."""
+    assert is_dataclass(value)
+    changed = {}
+    for entry in fields(value):
+        held = getattr(value, entry.name)
+        if held == (entry.default if entry.default_factory is MISSING else entry.default_factory()):
+            continue
+        if isinstance(held, tuple):
+            changed[entry.name] = [_changed(one) if is_dataclass(one) else one for one in held]
+        else:
+            changed[entry.name] = _changed(held) if is_dataclass(held) else held
+    return changed
+
+
+def _content(source: str) -> str:
+    """Return a name's content: a file's hash, the version of generated data, or else the name itself."""
+    file, _, rest = source.rpartition(":") if ".py:" in source else (source, "", "")
+    if (path := Path(file).expanduser()).is_file():
+        return f"{sha256(path)} {rest}".strip()
+    return f"{source} {version()}" if source.partition(":")[0] in (GENERATED, *NAMES) else source
+
+
+def _hash(data: Json | list[list[str]]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _text(corpus: str, text_field: str) -> str:
+    """Hash a text, and the shares of a mix."""
+    parts = Corpus.parse(corpus, text_field).parts
+    hashes = "+".join(part.corpus.fingerprint() for part in parts)
+    return hashes if len(parts) == 1 else f"{hashes} {':'.join(str(part.share) for part in parts)}"
+
+
+@lru_cache(maxsize=64)
+def _depth(backbone: str) -> int:
+    from lamina.modeling.backbones import resolve_backbone  # imports transformers
+
+    return int(resolve_backbone(backbone).num_hidden_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyTrial:
+    """One trial, as a study needs it.
+
+    Attributes:
+        job: a name in ``TRIAL_JOBS``.
+        values: its place on the study's axes: the label of each value.
+        settings: complete; the store says where the trial is.
+        measures: what is measured on it, as "TIME/NAME".
+        identity: all that decides its numbers.
+        inputs: by setting, the trial whose model it takes; empty for the first of a chain.
+        root: the first trial of the chain; None for that trial itself.
+    """
+
+    job: str
+    values: Mapping[str, str]
+    settings: Settings
+    measures: tuple[str, ...]
+    identity: Json
+    key: str
+    inputs: Mapping[str, StudyTrial] = field(default_factory=dict)
+    root: StudyTrial | None = None
+
+    @property
+    def first(self) -> StudyTrial:
+        return self if self.root is None else self.root
+
+    @property
+    def placement(self) -> str:
+        return str(getattr(self.first.settings, "placement", ""))
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The peak learning rate of the first trial; None for a job without one."""
+        return getattr(self.first.settings, "learning_rate", None)
+
+    @property
+    def seed(self) -> int:
+        return int(getattr(self.first.settings, "seed", 0))
+
+    @property
+    def name(self) -> str:
+        """A short name for progress lines."""
+        words = [*self.values.values(), *([] if self.learning_rate is None else [f"lr {self.learning_rate:g}"])]
+        return ", ".join([*words, f"seed {self.seed}"])
+
+
+def may_be(trial: StudyTrial, placement: str) -> bool:
+    """Return whether a placement's name means the first trial's plan, or can't be read here."""
+    try:
+        settings = replace(trial.settings, placement=placement)
+        return identity(trial.job, settings)["plan"] == trial.identity["plan"]
+    except (UserError, TypeError):  # a file of another machine's
+        return True
+
+
+def make_trial(job: str, values: Mapping[str, str], settings: Settings, measures: tuple[str, ...]) -> StudyTrial:
+    """Make a trial of these settings. Raises UserError for a placement or a corpus that can't be read."""
+    decided = identity(job, settings)
+    return StudyTrial(job=job, values=values, settings=settings, measures=measures, identity=decided, key=key(decided))
+
+
+def make_chained(
+    job: str,
+    values: Mapping[str, str],
+    settings: Settings,
+    measures: tuple[str, ...],
+    *,
+    inputs: Mapping[str, StudyTrial],
+    root: StudyTrial,
+) -> StudyTrial:
+    """Make a trial that starts from other trials' models. Raises UserError for unreadable data."""
+    own = chained(TRIAL_JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
+    made = StudyTrial(job=job, values=values, settings=settings, measures=measures, identity=own, key=key(own))
+    return replace(made, inputs=inputs, root=root)

@@ -1,0 +1,235 @@
+"""Reward models and direct preference optimization, on pairs of a better and a worse answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from transformers import PreTrainedModel, TrainingArguments
+
+from lamina.core.json_types import Json
+from lamina.jobs.kinds import Kind
+from lamina.lab.posttraining.examples import IGNORED, Fields, preference_of
+from lamina.lab.posttraining.settings import DpoSettings, RewardSettings
+from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer
+from lamina.lab.posttraining.tuning import S, TuningStage, tune
+from lamina.modeling.parts import patched
+from lamina.training.run import TrainingRun
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# TRL's metrics of a batch that are no mean over its pairs
+_EXTREMES = {"min_reward": min, "max_reward": max}
+_OF_TOKENS = {
+    "entropy": "tokens",
+    "logits/chosen": "chosen",
+    "mean_token_accuracy": "chosen",
+    "logits/rejected": "rejected",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """TRL's measures of a batch of held-out pairs.
+
+    Attributes:
+        loss: the mean over the pairs.
+        metrics: the metrics, by TRL's names.
+        counts: the numbers of ``pairs``, and of the answers' ``tokens``, in total, ``chosen`` and ``rejected``.
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+    counts: Mapping[str, int]
+
+
+class PairTrainer(TunedTrainer):
+    """A mixin for TRL's RewardTrainer and DPOTrainer."""
+
+    def held_out(self) -> dict[str, float]:
+        """Return the mean loss over held-out pairs, and give TRL its metrics to log: means over pairs or tokens.
+
+        TRL's own evaluation averages batches, and repeats pairs until all processes have equally many. Trainer's
+        evaluation, before training, would also keep DDP from training the model.
+        """
+        batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
+        losses = np.repeat(np.array([b.loss for b in batches], np.float32), [b.counts["pairs"] for b in batches])
+        self._metrics["eval"].update(_overall(batches))
+        return {"eval_loss": float(losses.mean())}  # to the bit Trainer's, in one process
+
+    def measured_here(self) -> list[Measured]:
+        """Measure this process's share of the held-out pairs, batch by batch."""
+        data: Passed = self.eval_dataset
+
+        def measure(chosen: list[int]) -> Measured:
+            inputs: Passed = self._prepare_inputs(self.data_collator([data[i] for i in chosen]))
+            loss: Passed = self.compute_loss(self.in_precision, inputs)  # type: ignore[arg-type]
+            metrics = {name: float(values[-1]) for name, values in self._metrics["eval"].items()}
+            self._metrics["eval"].clear()
+            counts = {"pairs": len(inputs["input_ids"]) // 2}
+            if "completion_mask" in inputs:  # of DPO; a text's first token is not predicted
+                better, worse = (int(part.sum()) for part in inputs["completion_mask"][:, 1:].chunk(2))
+                counts |= {"tokens": better + worse, "chosen": better, "rejected": worse}
+            return Measured(loss=float(loss), metrics=metrics, counts=counts)
+
+        def keep(data: Passed, *args: Passed, **kwargs: Passed) -> Passed:
+            return data  # TRL would gather a batch's numbers: one process may have a batch more than another
+
+        with patched(self.accelerator, gather=keep, gather_for_metrics=keep):
+            return self.held_out_batches(measure)
+
+
+def _overall(batches: Sequence[Measured]) -> dict[str, list[float]]:
+    """Merge all batches' metrics into TRL's form: lists whose mean it logs."""
+    overall: dict[str, list[float]] = {}
+    for name in batches[0].metrics:
+        values = [batch.metrics[name] for batch in batches]
+        weights = [batch.counts[_OF_TOKENS.get(name, "pairs")] for batch in batches]
+        if name in _EXTREMES:
+            overall[name] = [_EXTREMES[name](values)]
+        elif name in _OF_TOKENS:
+            overall[name] = [float(np.average(values, weights=weights)) if any(weights) else 0.0]
+        else:
+            overall[name] = [value for value, times in zip(values, weights, strict=True) for _ in range(times)]
+    return overall
+
+
+class PairStage(TuningStage[S]):
+    """A stage that trains on preferences."""
+
+    encodes = ("chosen_whole", "rejected_whole", "prompt_ids", "chosen_ids", "rejected_ids", "truncated")
+    monitored = "chosen_whole"
+
+    def new_model(self) -> PreTrainedModel:
+        """Load or build the model without dropout, as TRL does by default; LoRA's dropout is added later."""
+        from trl.trainer.utils import disable_dropout_in_model
+
+        model = self.start.scorer() if self.head == "sequence_classification" else super().new_model()
+        if self.settings.trl.get("disable_dropout", True):
+            disable_dropout_in_model(model)
+        return model
+
+    def encoded(self, row: Fields) -> Json:
+        """Encode a preference: whole texts, and separately the prompt (their common beginning) and the answers."""
+        better, worse = self.encoder.preference(preference_of(row))
+        ids, others = better["input_ids"], worse["input_ids"]
+        first = min(next(i for i, label in enumerate(t["labels"]) if label != IGNORED) for t in (better, worse))
+        first = next((i for i in range(first) if ids[i] != others[i]), first)
+        return {
+            "chosen_whole": ids,
+            "rejected_whole": others,
+            "prompt_ids": ids[:first],
+            "chosen_ids": ids[first:],
+            "rejected_ids": others[first:],
+            "truncated": better["truncated"] or worse["truncated"],
+        }
+
+
+def _margin(given: object) -> float:
+    try:
+        margin = float(str(given))  # a .csv file's is a text
+    except ValueError:
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise ValueError(f"the field 'margin' must be a number, not {given!r}")
+    return margin
+
+
+class RewardModeling(PairStage[RewardSettings]):
+    """Trains on -log sigmoid(score(chosen) - score(rejected) - margin), InstructGPT's Eq. 1 for two answers.
+
+    The margin is a field of the row, as in TRL and Llama 2's Eq. 2; 0 without it.
+    """
+
+    kind = Kind.REWARD
+    record = RewardSettings
+    head = "sequence_classification"
+    part, theirs = PairTrainer, "Reward"
+    encodes = (*PairStage.encodes, "margin")
+    columns = (("chosen_ids", "chosen_whole"), ("rejected_ids", "rejected_whole"))
+
+    def encoded(self, row: Fields) -> Json:
+        """Encode a preference with its margin. Raises ValueError for an invalid margin or a cut answer.
+
+        Pairs that are too long are left out, as in TRL: the score at the last token would not be the whole answer's.
+        """
+        margin = {"margin": _margin(row["margin"])} if "margin" in row else {}
+        encoded = super().encoded(row)
+        if encoded["truncated"]:
+            raise ValueError(
+                f"an answer ends after {self.encoder.longest} tokens, prompt included (allowed: at most that)"
+            )
+        return encoded | margin
+
+    def dataset(self, encoded_rows: Dataset, *, train: bool) -> Dataset:
+        data, margins = super().dataset(encoded_rows, train=train), list(encoded_rows["margin"])
+        if all(margin is None for margin in margins):
+            return data
+        return data.add_column("margin", [margin or 0.0 for margin in margins])
+
+    def fields(self, run: TrainingRun) -> Json:
+        return {"max_length": None, "disable_dropout": False}
+
+
+class DpoTrainer(PairTrainer):
+    """A mixin for TRL's DPOTrainer."""
+
+    def __init__(self, *args: Passed, **kwargs: Passed):
+        options = kwargs["args"]
+        # TRL would take the numbers from a cache by a hash of the reference, which LoRA's and a sharded one do not have
+        precomputed, options.precompute_ref_log_probs = options.precompute_ref_log_probs, False
+        super().__init__(*args, **kwargs)
+        alone = isinstance(self.ref_model, NoReference)
+        if alone:
+            self.ref_model = self.without_adapters
+        if precomputed:
+            self.precompute_ref_logps, data = True, (self.train_dataset, self.eval_dataset)
+            self.train_dataset, self.eval_dataset = map(self._with_reference, cast("tuple[Dataset, Dataset]", data))
+            if not alone:  # it is not needed any more
+                self.accelerator._models.remove(self.ref_model)
+            self.ref_model = None
+
+    def _with_reference(self, dataset: Dataset) -> Dataset:
+        """Add the reference model's log-probabilities of both answers, in nats, as columns."""
+        theirs: Passed = self  # TRL's DPOTrainer
+
+        def measure(chosen: list[int]) -> list[tuple[int, float, float]]:
+            inputs = theirs._prepare_inputs(theirs.data_collator([dataset[i] for i in chosen]))
+            both = theirs.compute_ref_log_probs(theirs.ref_model, inputs)
+            return list(zip(chosen, *(part.tolist() for part in both), strict=True))
+
+        batches = self.held_out_batches(measure, len(dataset), theirs.args.precompute_ref_batch_size)
+        everyones = self.processes.everyones([row for batch in batches for row in batch])
+        rows = sorted(row for part in everyones for row in part)
+        for place, column in enumerate(("ref_chosen_logps", "ref_rejected_logps"), start=1):
+            dataset = dataset.add_column(column, [row[place] for row in rows])
+        return dataset
+
+    def _prepare_dataset(self, dataset: Passed, *args: object, **kwargs: object) -> Passed:
+        return dataset  # it is encoded, which TRL does not look for here
+
+
+class DirectPreferences(PairStage[DpoSettings]):
+    """Trains on -log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), Rafailov et al. 2023, Eq. 7."""
+
+    kind = Kind.DPO
+    record = DpoSettings
+    part, theirs = DpoTrainer, "DPO"
+    columns = tuple((name, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+
+    def fields(self, run: TrainingRun) -> Json:
+        return {"max_length": None, "beta": self.settings.beta, "disable_dropout": False}
+
+    def options(self, arguments: TrainingArguments) -> Json:
+        return {"ref_model": self.reference()}
+
+
+reward = partial(tune, RewardModeling)
+"""Train a reward model on preferences; see ``lamina.lab.posttraining.tuning.tune``."""
+dpo = partial(tune, DirectPreferences)
+"""Train a policy on preferences; see ``lamina.lab.posttraining.tuning.tune``."""

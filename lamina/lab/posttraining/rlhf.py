@@ -1,0 +1,417 @@
+"""Policies by reinforcement learning on TRL's online trainers: its RLOO and GRPO, and ReMax on the former.
+
+ReMax (Li et al. 2024, arXiv 2310.10505), as in Adam-mini's code, takes one sampled and one greedy answer per prompt.
+With clipped rewards r, the log-probabilities logp of the policy and ref of the model that it started from, and the mask
+of the sampled answer's tokens:
+
+    advantage = r(sampled) - r(greedy)
+    weight_t  = advantage - beta * (logp_t - ref_t)             the KL per step: each step is charged its own
+    weight_t  = advantage - beta * sum_s (logp_s - ref_s)       the KL per sequence, as TRL's RLOO charges it
+    loss      = - sum_t weight_t * logp_t / sum_t 1             over all answers' tokens; the weights are constants
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import pandas as pd
+import torch
+from safetensors.torch import load, save
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, TrainingArguments
+
+from lamina.core.json_types import Json
+from lamina.core.values import mapping
+from lamina.errors import UserError
+from lamina.jobs.files import write_lines
+from lamina.jobs.job import Job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.run_folder import parse_lines
+from lamina.jobs.settings import at_least
+from lamina.lab.posttraining.examples import Fields, prompt_of
+from lamina.lab.posttraining.rewards import Rewards, check_rewards, make_rewards, padded
+from lamina.lab.posttraining.settings import RlhfSettings
+from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer
+from lamina.lab.posttraining.tuning import TuningStage, tune
+from lamina.modeling.parts import patched
+from lamina.modeling.processes import Processes
+from lamina.training.checkpointing.checkpoints import RunState
+from lamina.training.optimization.order import TrainOrder
+from lamina.training.run import TrainingRun
+
+logger = logging.getLogger(__name__)
+
+_Online: Passed = object  # one of TRL's online trainers, in the classes below
+
+REUSE = {"steps_per_generation", "num_iterations"}  # TRL's: the steps that train on the same answers
+SAMPLING = {"top_p", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs"}  # TRL's, of prompts and answers
+_ENTROPY = ("entropy_coef", "_last_world_entropy")  # what TRL's GRPOTrainer adapts
+HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-out prompt, by evaluation
+
+
+class PolicyTrainer(TunedTrainer, _Online):
+    """A mixin for TRL's RLOOTrainer and GRPOTrainer: prompts encoded here, Lamina's rewards, a separate reference.
+
+    Args:
+        rewards: the rewards of answers, not clipped.
+        clip: the largest magnitude of a reward; 0 for no clipping.
+        beta: the factor on the KL. TRL's own argument stays 0 while the trainer is built, since it would load the
+            reference model by name.
+        reference: the model that the policy starts from, frozen; with LoRA it is the policy without its matrices.
+    """
+
+    def __init__(
+        self,
+        *args: Passed,
+        rewards: Rewards,
+        clip: float,
+        beta: float,
+        reference: PreTrainedModel | NoReference,
+        **kwargs: Passed,
+    ):
+        self.rewards, self.clip = rewards, clip
+        super().__init__(*args, reward_funcs=self._clipped_rewards, **kwargs)
+        from trl.trainer.utils import add_fused_lm_head
+
+        if self.sharded:  # processes that have their answers go on until all have theirs
+            self.bare_model().generate = partial(self.bare_model().generate, synced_gpus=True)
+        self.beta = beta
+        self.ref_model: Passed = self.without_adapters  # the KL is measured with beta = 0, too
+        if not isinstance(reference, NoReference):
+            add_fused_lm_head(cast(PreTrainedModel, reference), temperature=self.temperature)
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Load the prompts in Lamina's order, as the lists of rows that TRL's trainers take."""
+        return DataLoader(
+            self.train_dataset,  # type: ignore[arg-type]
+            batch_sampler=self.order,
+            collate_fn=list,
+            generator=torch.Generator().manual_seed(self.args.seed),  # else it draws from the model's random state
+        )
+
+    @property
+    def tokens_seen(self) -> int:
+        """The tokens of all prompts and answers so far."""
+        return int(self.state.num_input_tokens_seen)
+
+    def state_dict(self) -> Json:
+        """Return TunedTrainer's state, the answers that later steps reuse, and GRPO's entropy weight."""
+        state = {**super().state_dict(), "entropy": [getattr(self, name) for name in _ENTROPY if hasattr(self, name)]}
+        options: Passed = self.args
+        if self._step % (options.steps_per_generation * self.num_iterations):
+            tensors = {
+                f"{part}.{name}": value.detach().cpu().clone().contiguous()
+                for part, batch in enumerate(self._buffered_inputs)
+                for name, value in batch.items()
+            }
+            state["answers"] = self.processes.everyones(base64.b64encode(save(tensors)).decode())
+        return state
+
+    def load_state_dict(self, state: RunState) -> None:
+        super().load_state_dict(state)
+        options: Passed = self.args
+        self._step = max(0, int(state.get("step", 0))) * options.gradient_accumulation_steps
+        for name, value in zip(_ENTROPY, state.get("entropy", ()), strict=False):
+            setattr(self, name, value)
+        if len(answers := state.get("answers", ())) == self.processes.size:  # else they are sampled anew
+            self._buffered_inputs = [{} for _ in range(options.steps_per_generation)]
+            for name, value in load(base64.b64decode(answers[self.processes.rank])).items():
+                part, _, field = name.partition(".")
+                self._buffered_inputs[int(part)][field] = value.to(self.args.device)
+
+    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, Json]:
+        return [self._ids[prompt] for prompt in prompts], None, {}
+
+    def _generate_and_score_completions(self, inputs: list[Fields]) -> Passed:
+        self._ids = {row["prompt"]: row["prompt_ids"] for row in inputs}
+        return super()._generate_and_score_completions(inputs)
+
+    def _clipped_rewards(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        row: Sequence[str],
+        prompt_ids: Sequence[Sequence[int]],
+        **kwargs: object,
+    ) -> list[float]:
+        """Compute rewards with the signature that TRL expects of a reward function."""
+        rows = [
+            {"prompt": prompt, "prompt_ids": ids, "row": whole}
+            for prompt, ids, whole in zip(prompts, prompt_ids, row, strict=True)
+        ]
+        parts = self.rewards.parts(rows, completion_ids, completions)
+        for name, values in parts.items() if len(parts) > 1 else ():
+            self._metrics["train"][f"reward_{name}"].append(self.processes.mean(sum(values) / len(values)))
+        rewards = self.rewards.total(parts)
+        return [max(-self.clip, min(self.clip, reward)) for reward in rewards] if self.clip else rewards
+
+    def held_out(self) -> dict[str, float]:
+        """Return reward, KL and length of a sampled answer per held-out prompt, and write them to held_out.jsonl.
+
+        ``eval_kl`` is the mean over answers of sum_t (logp_t - ref_t) in nats, whose expectation is the KL divergence
+        of the policy's answers from those of the model that it started from. The random numbers are the same at each
+        evaluation, and training's random state is restored.
+        """
+        data: Passed = self.eval_dataset
+
+        def measure(chosen: list[int]) -> list[Json]:
+            answers = self._held_out_answers([data[i] for i in chosen])
+            return [{"prompt": i, **answer} for i, answer in zip(chosen, answers, strict=True)]
+
+        with torch.random.fork_rng(devices=[self.args.device] if self.args.device.type == "cuda" else []):
+            torch.manual_seed(self.args.seed)
+            numbers = [number for batch in self.held_out_batches(measure) for number in batch]
+        everyone = [number for part in self.processes.everyones(numbers) for number in part]
+        everyone.sort(key=lambda number: number["prompt"])
+        if self.processes.first:
+            write_held_out(Path(str(self.args.output_dir)).parent / HELD_OUT, self.state.global_step, everyone)
+        names = [name for name in everyone[0] if name != "prompt"]
+        return {f"eval_{name}": sum(n[name] for n in everyone) / len(everyone) for name in names}
+
+    def _held_out_answers(self, rows: Sequence[Fields]) -> list[Json]:
+        """Sample an answer to each prompt and measure it."""
+        tokenizer: Passed = self.processing_class
+        model, device, end = self.bare_model(), self.args.device, tokenizer.eos_token_id
+        ids, mask = padded([row["prompt_ids"] for row in rows], tokenizer.pad_token_id, device, left=True)
+        options = {"max_new_tokens": self.max_completion_length, "temperature": self.temperature, "do_sample": True}
+        ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": end}
+        whole = model.generate(input_ids=ids, attention_mask=mask, top_k=0, top_p=1.0, **options, **ends)  # type: ignore[operator]
+        answers = []
+        for answer in whole[:, ids.shape[1] :].tolist():
+            answers.append(answer[: answer.index(end) + 1] if end in answer else answer)
+        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        parts = self.rewards.parts(rows, answers, texts)
+        after, answered = padded(answers, tokenizer.pad_token_id, device)
+        sequence, attended = torch.cat([ids, after], 1), torch.cat([mask, answered], 1)
+        ours, theirs = (self.token_logps(m, sequence, attended, after.shape[1]) for m in (model, self.ref_model))
+        kl = ((ours - theirs) * answered).sum(1).cpu()
+        every = zip(self.rewards.total(parts), kl, answers, strict=True)
+        measured: list[Json] = [
+            {"reward": reward, "kl": float(k), "length": len(answer), "ended": float(answer[-1] == end)}
+            for reward, k, answer in every
+        ]
+        for name, values in parts.items() if len(parts) > 1 else ():
+            for one, value in zip(measured, values, strict=True):
+                one[f"reward_{name}"] = value
+        return measured
+
+    def token_logps(self, model: Passed, ids: torch.Tensor, mask: torch.Tensor, answer: int) -> torch.Tensor:
+        """Return the log-probabilities of the last ``answer`` tokens, [sequences, answer]; 0 where masked."""
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :-answer] = -100
+        with self.accelerator.autocast():
+            outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        return outputs.log_probs[:, -answer:]
+
+
+class ReMaxTrainer(PolicyTrainer):
+    """ReMax on TRL's RLOOTrainer; the module's docstring has the equations.
+
+    Of the two answers per prompt the first is sampled, and the second is greedy. RLOO's baseline of the first, the mean
+    reward of all other answers, is then the greedy answer's reward. The greedy answers are dropped before the forward
+    pass that has a gradient.
+    """
+
+    def __init__(self, *args: Passed, kl_per: str, **kwargs: Passed):
+        super().__init__(*args, **kwargs)
+        self.kl_per = kl_per
+
+    def _generate_single_turn(self, prompt_ids: list, *others: Passed) -> list[list[int]]:
+        if not self.bare_model().training:
+            return super()._generate_single_turn(prompt_ids, *others)
+        sampled = super()._generate_single_turn(prompt_ids[0::2], *others)
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
+        config = copy.deepcopy(self.generation_config)
+        config.update(**greedy)
+        with patched(self, generation_config=config, generation_kwargs={**self.generation_kwargs, **greedy}):
+            best = super()._generate_single_turn(prompt_ids[1::2], *others)
+        return [answer for pair in zip(sampled, best, strict=True) for answer in pair]
+
+    def _generate_and_score_completions(self, inputs: list[Fields]) -> Passed:
+        with patched(self, beta=0.0):  # TRL would charge the KL to the baseline, too
+            output = super()._generate_and_score_completions(inputs)
+        output = {name: value[0::2] for name, value in output.items()}  # the greedy answers were the baseline
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        answer = output["completion_ids"].shape[1]
+        with torch.no_grad():
+            output["reference"] = self.token_logps(self.ref_model, ids, mask, answer)
+        return output
+
+    def _compute_loss(self, model: Passed, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        answers = inputs["completion_mask"]
+        logps = self.token_logps(model, ids, mask, answers.shape[1])
+        reference = inputs["reference"]
+        settings = {"beta": self.beta, "kl_per": self.kl_per}
+        weight = remax_weights(inputs["advantages"], logps, reference, answers, **settings)
+        kl = ((logps.detach() - reference) * answers).sum()
+        sums = torch.stack([kl.float(), answers.sum().float(), torch.tensor(float(len(answers)), device=kl.device)])
+        kl, tokens, count = self.accelerator.reduce(sums, reduction="sum")
+        self._metrics["train"]["kl"].append(float(kl / tokens.clamp(min=1)))
+        self._metrics["train"]["kl_per_answer"].append(float(kl / count.clamp(min=1)))
+        return remax_loss(weight, logps, answers)
+
+
+def remax_weights(
+    advantage: torch.Tensor,
+    logps: torch.Tensor,
+    reference: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    beta: float,
+    kl_per: str,
+) -> torch.Tensor:
+    """Compute each token's weight in the loss, without a gradient.
+
+    Args:
+        advantage: [answers].
+        logps: the policy's log-probabilities of the tokens in nats, [answers, tokens].
+        reference: the log-probabilities under the model that the policy started from, [answers, tokens].
+        mask: 1 for an answer's tokens, [answers, tokens].
+    """
+    kl = ((logps - reference) * mask).detach()
+    if kl_per == "sequence":
+        kl = kl.sum(-1, keepdim=True)
+    return (advantage[:, None] - beta * kl) * mask
+
+
+def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Compute a batch's loss, a scalar, from the tokens' weights and log-probabilities, [answers, tokens]."""
+    return -(weight * logps * mask).sum() / mask.sum().clamp(min=1)
+
+
+def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
+    """Write an evaluation's held-out answers, replacing those from this step on, which a resumed run repeats."""
+    lines, fault = parse_lines(path)
+    if fault is not None:
+        logger.warning("%s; lines that are no records are left out", fault)
+    earlier = [line for line in lines if line["step"] < step]
+    write_lines(path, [*earlier, *({"step": step, **number} for number in numbers)])
+
+
+def reward_gain(path: Path) -> Json:
+    """Return the gain in held-out reward from first to last evaluation, with a 95 % interval over the prompts.
+
+    The interval is Student's for paired differences. The result is empty for fewer than two evaluations or two prompts.
+    """
+    from scipy import stats
+
+    lines = pd.DataFrame(parse_lines(path)[0], columns=pd.Index(("step", "prompt", "reward")))
+    rewards = lines.pivot_table(index="prompt", columns="step", values="reward", aggfunc="last")
+    if len(rewards.columns) < 2:
+        return {}
+    differences = (rewards.iloc[:, -1] - rewards.iloc[:, 0]).dropna()
+    if len(differences) < 2:
+        return {}
+    mean = float(differences.mean())
+    half = float(stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences))
+    return {"reward_gain": mean, "reward_gain_low": mean - half, "reward_gain_high": mean + half}
+
+
+class PolicyOptimization(TuningStage[RlhfSettings]):
+    """Trains a policy on rewards: InstructGPT's third step, by default ReMax with Adam-mini's KL and clipping."""
+
+    kind = Kind.RLHF
+    record = RlhfSettings
+    part, theirs = ReMaxTrainer, "RLOO"
+    encodes = ("prompt", "prompt_ids", "row")
+    columns = tuple((name, name) for name in encodes)
+    guarded = False
+    measure = "eval_reward"
+    monitored = "prompt_ids"
+
+    def rewards(self) -> str:
+        settings, longest = self.settings, self.start.longest
+        together = {name: settings.trl[name] for name in REUSE if name in settings.trl}
+        self.ordered = partial(PromptOrder, copies=settings.num_generations, **together)
+        digest = check_rewards(settings, self.start)
+        if settings.max_answer >= longest:
+            raise UserError(
+                f"max_answer: {settings.max_answer} leaves no room for a prompt in the context of {longest} tokens "
+                "(allowed: less)"
+            )
+        return digest
+
+    def encoded(self, row: Fields) -> Json:
+        """Encode a prompt: its text, its token ids, and its row as JSON."""
+        if row.get("tools"):
+            raise ValueError("the field 'tools' has tools, which no policy here calls")
+        prompt = prompt_of(row)
+        ids = self.encoder.prompt(prompt, room=self.settings.max_answer)
+        return {"prompt": self.encoder.prompt_text(prompt), "prompt_ids": ids, "row": json.dumps(row, default=str)}
+
+    def check(self, job: Job[RlhfSettings], processes: Processes) -> None:
+        if job.settings.algorithm != "remax":
+            self.part, self.theirs = PolicyTrainer, job.settings.algorithm.upper()
+        elif others := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers are transformers'
+            raise UserError(f"trl.{min(others)}: no effect on remax (allowed: {', '.join(sorted(SAMPLING))})")
+        mapping("trl.chat_template_kwargs", job.settings.trl.get("chat_template_kwargs") or {})
+        for name in REUSE & job.settings.trl.keys():
+            at_least(1)(f"trl.{name}", job.settings.trl[name])
+        if job.settings.trl.get("use_vllm") and importlib.util.find_spec("vllm") is None:
+            raise UserError("trl.use_vllm: vllm is not installed (to install it: pip install vllm)")
+        super().check(job, processes)
+
+    def fields(self, run: TrainingRun) -> Json:
+        settings = self.settings
+        return {
+            "per_device_train_batch_size": settings.batch_size * settings.num_generations // run.processes.size,
+            "num_generations": settings.num_generations,
+            "num_generations_eval": 1,  # TRL's own evaluation is not used; its check would refuse an odd batch size
+            "max_completion_length": settings.max_answer,
+            "temperature": settings.temperature,
+            "beta": 0.0,
+        }
+
+    def options(self, arguments: TrainingArguments) -> Json:
+        settings = self.settings
+        return {
+            "rewards": make_rewards(settings, arguments.device, self.start.dtype),
+            "clip": settings.reward_clip,
+            "beta": settings.beta,
+            "reference": self.reference(),
+            **({"kl_per": settings.kl_per} if settings.algorithm == "remax" else {}),
+        }
+
+    def finish(self, run: TrainingRun) -> Json:
+        return reward_gain(run.folder / HELD_OUT)
+
+
+class PromptOrder(TrainOrder):
+    """The training order of prompts for TRL's online trainers, with ``copies`` of each prompt in a row.
+
+    TRL generates answers once per ``steps_per_generation`` micro-batches (by default a step's), at the first of them,
+    and trains on all these answers ``num_iterations`` times. It ignores the prompts that it gets at the remaining
+    micro-batches.
+    """
+
+    def __init__(
+        self, prompts: int, *, copies: int, steps_per_generation: int = 0, num_iterations: int = 1, **options: Passed
+    ):
+        super().__init__(prompts, **options)
+        self.copies, self.iterations = copies, num_iterations
+        self.together = steps_per_generation or self.gradient_accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
+        accumulated = self.gradient_accumulation
+        for done in range(self.done * accumulated, self.steps * accumulated):
+            first = done // (self.together * self.iterations) * self.together
+            places = (divmod(place, accumulated) for place in range(first, first + self.together))
+            mine = [index for step, part in places for index in self.micro_batch(step + 1, part)[self.share]]
+            yield [index for index in mine for _ in range(self.copies)]
+
+
+rlhf = partial(tune, PolicyOptimization)
+"""Train a policy on prompts and rewards; see ``lamina.lab.posttraining.tuning.tune``."""

@@ -1,0 +1,361 @@
+"""The model and tokenizer that a job after pretraining starts from."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import logging
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.utils import skip_init
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from lamina.core.architectures import conversions
+from lamina.core.hub_access import local_when_unreachable
+from lamina.core.values import entries
+from lamina.data.encoding import vocab_size_of
+from lamina.data.tokenizers import load_tokenizer
+from lamina.errors import UserError, one_line, unknown
+from lamina.jobs.files import writing
+from lamina.jobs.manifest import model_folder, refuse_as_output, refuse_damaged
+from lamina.lab.posttraining.settings import LORA, TuningSettings
+from lamina.modeling.backbones.loading import load_weights, quiet, read_config, refuse_scores, stored_shapes
+from lamina.modeling.building import build
+from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.modeling_lamina import LaminaForSequenceClassification, adapter_of
+from lamina.modeling.processes import device_of
+from lamina.placements import Plan
+from lamina.training import source
+from lamina.training.checkpointing.sharding import only_trained, reshard, set_whole
+from lamina.training.execution.devices import decided
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+
+Passed: TypeAlias = Any
+ALL_LINEAR = "all-linear"
+NOT_TARGETED = ("lm_head", "score")  # a readout, which LoRA does not stand beside
+PACKED = 1024  # tokens of a packed sequence, unless the user says more or the model can less, as in TRL
+_PLACED = (LaminaConfig.model_type, *conversions(), "gemma3")  # Lamina's own, and those that it converts or refuses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The model that a job starts from.
+
+    Attributes:
+        tokenizer: the model's tokenizer, with an end-of-text and a padding token.
+        plan: the placement of the norms; None for a model of transformers that Lamina does not convert.
+        config: the configuration of the backbone, or of transformers' model.
+        longest: the maximum number of tokens in the job's sequences.
+        dtype: the dtype of weights that are not quantized.
+        attention: the attention kernel, "auto" for the model's default.
+    """
+
+    path: str
+    tokenizer: PreTrainedTokenizerBase
+    plan: Plan | None
+    config: PreTrainedConfig
+    longest: int
+    dtype: torch.dtype = torch.float32
+    attention: str = "auto"
+
+    def policy(self) -> PreTrainedModel:
+        if self.plan is not None:
+            model = source.load(self.path, self.config, "causal_lm", self.dtype)
+        else:
+            model = self._loaded(AutoModelForCausalLM, self.config)
+        generation: Passed = model.generation_config
+        for config in (model.config.get_text_config(), generation):
+            config.pad_token_id = self.tokenizer.pad_token_id
+        generation.eos_token_id = self.tokenizer.eos_token_id
+        return self._attending(model)
+
+    def scorer(self) -> PreTrainedModel:
+        """Return the model with a newly drawn score at the last token in place of its readout."""
+        if self.plan is None:
+            config = copy.deepcopy(self.config)
+            config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
+            return self._attending(self._loaded(AutoModelForSequenceClassification, config))
+        policy = self.policy()
+        config = copy.deepcopy(policy.config)
+        config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
+        with torch.device("meta"):
+            model: Passed = LaminaForSequenceClassification(cast(LaminaConfig, config))
+        model.model = policy.model
+        # drawn once, as transformers draws it: from the same seed, score and LoRA matrices begin as TRL's
+        score = skip_init(nn.Linear, model.score.in_features, 1, bias=False, dtype=self.dtype)
+        model.score = cast(nn.Linear, score)
+        nn.init.normal_(model.score.weight, std=float(getattr(config.get_text_config(), "initializer_range", 0.02)))
+        return model.train()
+
+    def _loaded(self, auto: type, config: PreTrainedConfig) -> PreTrainedModel:
+        folder = model_folder(self.path)
+        with local_when_unreachable():
+            model, _ = load_weights(
+                folder if folder.is_dir() else self.path,
+                config,
+                auto,
+                "from",
+                dtype=self.dtype,
+                optional=lambda model, name: name == "score.weight",
+            )
+        return model.train()
+
+    def _attending(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Set the attention kernel. Raises UserError for one that transformers or this machine lacks."""
+        if self.attention != "auto":
+            known = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+            if self.attention not in known and "/" not in self.attention:  # a kernel of the hub
+                raise unknown("attn_implementation", self.attention, known)
+            try:
+                with quiet():
+                    model.set_attn_implementation(self.attention)
+            except Exception as error:  # its own types, and those of a kernel's library
+                raise UserError(f"attn_implementation: {self.attention!r}: {one_line(error)}") from None
+        return model
+
+
+def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
+    """Inspect the model of ``from_model``. Raises UserError if it can't be read or its tokenizer does not fit."""
+    path = str(settings.from_model)
+    refuse_as_output(str(settings.output), path)
+    folder = model_folder(path)
+    if folder.is_dir():
+        refuse_damaged(folder)
+    place = folder if folder.is_dir() else path
+    try:
+        with local_when_unreachable():
+            outer = read_config(place, "from")
+        refuse_scores(outer, f"from: {path!r}")
+        plan, config = None, outer
+        if outer.model_type in _PLACED:
+            plan, config = source.stored_plan(path), source.config_of(path)
+        _check_writes(config, plan, path, head)
+        if plan is None and folder.is_dir():
+            stored_shapes(folder, "from")
+        tokenizer = load_tokenizer(str(place))
+        if (end := settings.trl.get("eos_token")) is not None:
+            if not isinstance(end, str) or end not in tokenizer.get_vocab():
+                raise UserError(f"trl.eos_token: {end!r} is no token of the tokenizer (allowed: one that is)")
+            tokenizer.eos_token = end
+        source.check_vocabulary(config.get_text_config(), vocab_size_of(tokenizer), path)
+    except UserError as error:
+        raise UserError(f"from: {error}" if str(error).startswith(("tokenizer", "model")) else str(error)) from None
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = min(PACKED, positions or PACKED) if getattr(settings, "packing", False) else positions or PACKED
+    longest = settings.sequence_length or int(limit)
+    if positions is not None and longest > positions:
+        raise UserError(f"sequence_length: {longest} is more than the model's {positions} (allowed: at most that)")
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    rest = "bf16" if decided(settings).precision == "bf16" else "fp32"
+    dtype = dtypes[rest if settings.quantized else settings.weights]
+    start = Start(
+        path=path, tokenizer=tokenizer, plan=plan, config=config, longest=longest, dtype=dtype,
+        attention=settings.attn_implementation,
+    )  # fmt: skip
+    if settings.trainer.get("use_liger_kernel"):
+        _check_liger(start, settings)
+    _check_outline(start, settings)
+    return start
+
+
+def _check_liger(start: Start, settings: TuningSettings) -> None:
+    """Raise UserError if Liger lacks layers for a model, or can't run here."""
+    name = "trainer.use_liger_kernel"
+    if start.plan is not None:
+        raise UserError(
+            f"{name}: Liger has no layers for Lamina's models, as {start.path!r} is (allowed: leave it out)"
+        )
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise UserError(f"{name}: liger-kernel is not installed (to install it: pip install liger-kernel)")
+    if device_of(settings.device) != "cuda":
+        raise UserError(f"{name}: its kernels need a GPU (allowed here: leave it out)")
+    known = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    if start.config.model_type not in known:
+        raise UserError(f"{name}: Liger has no layers for {start.config.model_type} models (allowed: leave it out)")
+
+
+def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
+    """Raise UserError for a model that generates no text, or that transformers can't give a job's head."""
+    if plan is None:  # of BERT and the like transformers has a model with a readout, too, which sees what comes next
+        causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
+        writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    else:
+        writes = "causal_lm" in adapter_of(config).heads
+    if not writes:
+        raise UserError(f"from: {path!r} is a {config.model_type} model, which writes no text (allowed: one that does)")
+    if plan is None and getattr(config, "quantization_config", None):
+        raise UserError(f"from: {path!r} has quantized weights (allowed: the original, with --weights nf4 or int8)")
+    if plan is None and head != "causal_lm" and not _has_score(config):
+        raise UserError(
+            f"from: transformers has no {config.model_type} model that gives scores (allowed: another model, or one "
+            "that lamina convert takes)"
+        )
+
+
+def _has_score(config: PreTrainedConfig) -> bool:
+    """Return whether transformers has this model with a ``score`` at the last token."""
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return False
+    with torch.device("meta"), quiet():
+        return hasattr(AutoModelForSequenceClassification.from_config(config), "score")
+
+
+def _check_outline(start: Start, settings: TuningSettings) -> None:
+    """Check what depends on the model's modules, before its weights are read. Raises UserError."""
+    named = settings.lora_targets if settings.lora_rank else ALL_LINEAR
+    if named == ALL_LINEAR and start.attention == "auto":
+        return
+    with torch.device("meta"), quiet():
+        if start.plan is None:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(start.config)
+        else:
+            model = build(start.config, start.plan, init="normal")
+    start._attending(model)
+    if named == ALL_LINEAR:
+        return
+    kinds = (nn.Linear, nn.Embedding, Conv1D)
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, kinds)]
+    targeted = [name for name in layers if name.rpartition(".")[2] not in NOT_TARGETED]
+    for target in entries(named) or [named]:  # peft passes over one that is no linear layer's, beside others
+        if not any(f".{name}".endswith(f".{target}") for name in targeted):
+            raise unknown("lora_targets", target, [ALL_LINEAR, *{name.rpartition(".")[2] for name in targeted}])
+
+
+def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
+    """Quantize all linear layers but the readout with bitsandbytes, on the run's device, if the settings ask for it.
+
+    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), int8 is LLM.int8(). ``dtype`` is the dtype
+    of nf4's products. Checkpoints of a quantized model hold only its trained weights.
+    """
+    if not settings.quantized:
+        return
+    bnb = importlib.import_module("bitsandbytes")  # an extra, without types
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # LLM.int8() says at every call that it rounds to float16
+    device = device_of(settings.device)
+    for name, layer in list(model.named_modules()):
+        if type(layer) is not nn.Linear or name.rpartition(".")[2] in NOT_TARGETED:
+            continue
+        size, held = (layer.in_features, layer.out_features, layer.bias is not None), layer.weight.data
+        if settings.weights == "nf4":
+            options = {"quant_type": "nf4", "compress_statistics": True}
+            made = bnb.nn.Linear4bit(*size, compute_dtype=dtype, **options, device="meta")
+            made.weight = bnb.nn.Params4bit(held, requires_grad=False, **options)
+            made.support_avx512bf16_for_cpu = False  # in evaluations it would round the scales, for good
+        else:
+            made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, device="meta")
+            made.weight = bnb.nn.Int8Params(held, requires_grad=False, has_fp16_weights=False)
+        made.bias = layer.bias
+        model.set_submodule(name, made.to(device))
+    only_trained(model)
+
+
+def lora_of(settings: TuningSettings) -> LoraConfig:
+    """Build peft's configuration. Raises UserError for an option that Lamina does not pass on or peft refuses."""
+    from peft import LoraConfig
+
+    named, given = settings.lora_targets, {name: value for name, value in settings.lora.items() if name in LORA}
+    if others := settings.lora.keys() - {*LORA, "use_peft", "task_type"}:
+        raise unknown("lora argument", min(others), LORA)
+    names = {name: given[name] for name in ("modules_to_save", "target_parameters") if name in given}
+    given |= {name: entries(value) if isinstance(value, str) else value for name, value in names.items()}
+    try:
+        return LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha or 2.0 * settings.lora_rank,  # pyright: ignore[reportArgumentType]
+            lora_dropout=settings.lora_dropout,
+            target_modules=named if named == ALL_LINEAR else entries(named),
+            exclude_modules=list(NOT_TARGETED),
+            base_model_name_or_path=str(settings.from_model),
+            **given,
+        )
+    except Exception as error:  # its checks raise any type
+        raise UserError(f"lora: {one_line(error)}") from None
+
+
+def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | None:
+    """Add LoRA matrices to a model's linear layers and freeze the layers; return None without LoRA.
+
+    All weights of a reward model's score are trained.
+    """
+    if settings.lora_rank == 0:
+        return None
+    from peft import PeftModel
+
+    config = lora_of(settings)
+    if settings.command_name == "reward":
+        config.task_type = "SEQ_CLS"  # pyright: ignore[reportAttributeAccessIssue]
+        config.modules_to_save = [*(config.modules_to_save or ()), "score"]
+    bits = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}.get(settings.weights, "")
+    if bits:  # how peft knows bitsandbytes' layers; to others it would say that transformers has quantized the model
+        setattr(model, bits, True)
+    try:
+        return PeftModel(model, config)
+    except ValueError as error:  # a name that is no module's, among others
+        raise UserError(f"lora: {one_line(error)}") from None
+    finally:
+        if bits:
+            delattr(model, bits)
+
+
+def merged(model: PreTrainedModel, tuner: PeftModel | None, adapter: Path | None = None) -> PreTrainedModel:
+    """Merge the LoRA matrices into the model's weights; also save them in peft's form in ``adapter``, if given."""
+    if tuner is None:
+        return model
+    if adapter is not None:
+        _save_adapter(tuner, adapter)
+    return cast(PreTrainedModel, tuner.merge_and_unload())  # pyright: ignore[reportCallIssue]
+
+
+def set_trained(model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
+    """Copy trained weights into a model, by name."""
+    for name, parameter in trained_of(model).items():
+        set_whole(parameter, trained[name])
+
+
+def numel(parameter: torch.Tensor) -> int:
+    """Count a parameter's values; bitsandbytes packs two of 4 bits into a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the trained weights by name; for a sharded model, this process's parts."""
+    reshard(model)
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _save_adapter(tuner: PeftModel, folder: Path) -> None:
+    """Save the LoRA matrices, and weights trained whole, in peft's form."""
+    from peft import get_peft_model_state_dict
+
+    tensors = get_peft_model_state_dict(tuner, save_embedding_layers=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder / "adapter_model.safetensors") as temporary:
+        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, temporary)
+    with writing(folder / "adapter_config.json") as temporary, TemporaryDirectory() as apart:
+        tuner.peft_config["default"].save_pretrained(apart)
+        shutil.copyfile(Path(apart, "adapter_config.json"), temporary)

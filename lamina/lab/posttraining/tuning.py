@@ -1,0 +1,647 @@
+"""The shared parts of the stages after pretraining: the model at the start, encoded rows, LoRA, the best weights."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import logging
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+
+from lamina.core.extras import require
+from lamina.core.json_types import Json
+from lamina.data.blocks import spread
+from lamina.data.packed import single_corpus_of, whole_blocks
+from lamina.errors import UserError, one_line, unknown
+from lamina.evaluation.scores import is_of, lower_is_better
+from lamina.jobs.files import write_json, writing
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import Job, ResumePolicy
+from lamina.jobs.manifest import content_hash
+from lamina.jobs.status import Status
+from lamina.lab.posttraining.examples import BATCH, ExampleEncoder, Fields, read, read_template
+from lamina.lab.posttraining.settings import TuningSettings, with_preset
+from lamina.lab.posttraining.starting import (
+    PACKED,
+    Start,
+    add_lora,
+    find_start,
+    lora_of,
+    merged,
+    numel,
+    quantize,
+    set_trained,
+    trained_of,
+)
+from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer, check_trl, trainer_class, trl
+from lamina.modeling.processes import Processes, device_of
+from lamina.training.arguments import arguments_of, check_arguments
+from lamina.training.checkpointing.checkpoints import Checkpoints, RunState
+from lamina.training.checkpointing.resuming import DATA, known_of, noted
+from lamina.training.checkpointing.saved_model import ModelCard, check_repository
+from lamina.training.checkpointing.sharding import is_sharded, shard, whole
+from lamina.training.execution.devices import decided
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.recorder import RunRecorder
+from lamina.training.monitor.scheduled_probes import undisturbed
+from lamina.training.monitor.training_hooks import follow
+from lamina.training.monitor.writers import LastEvaluation
+from lamina.training.objectives.text import about_eval_corpus
+from lamina.training.optimization.optimizer import schedule_of
+from lamina.training.optimization.order import TrainOrder
+from lamina.training.resolve import check_sharded, task_measure
+from lamina.training.run import TrainingRun, TrainingStage, train
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=TuningSettings)
+LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")  # the columns whose tokens an example has
+POLICY = ResumePolicy(what="run", free=TuningSettings.free(), compared=frozenset(("from_model", "reward_model")))
+
+
+def tune(
+    kind: type[TuningStage[S]],
+    settings: S | Mapping[str, object],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Json:
+    """Train after pretraining; see ``lamina.training.run.train``. Raises UserError if TRL or peft is missing."""
+    require(kind.kind, "posttrain")
+    with warnings.catch_warnings():
+        # TRL reads the name that transformers had for it before 5.23
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return train(kind(), settings, resume=resume, overwrite=overwrite, bar=bar)
+
+
+# Of Trainer's own logs; tokens and the learning rate have their own places in a record.
+_NOT_MEASURED = frozenset(
+    ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step", "total_flos", "step_time")
+)  # fmt: skip
+_TIMES = ("_runtime", "_per_second", "_time")
+
+
+class TuningRecorder(RunRecorder):
+    """RunRecorder with the trainer's metrics: ``NAME`` in training records, ``eval_NAME`` in evaluations."""
+
+    _evaluation: Mapping[str, object] = MappingProxyType({})
+    last_measured: Mapping[str, object] = MappingProxyType({})
+
+    def has_evaluated(self, step: int) -> bool:
+        return super().has_evaluated(step) and bool(self.last_measured)
+
+    def tokens_at(self, step: int) -> int:
+        """Return the tokens trained on so far, without padding."""
+        assert isinstance(self.trainer, TunedTrainer)
+        return self.trainer.tokens_seen
+
+    def on_log(self, args: Passed, state: Passed, control: Passed, logs: Json | None = None, **kwargs: Passed) -> None:
+        if logs and any(name.startswith("eval_") for name in logs):
+            self._evaluation = dict(logs)  # Trainer tells the callbacks of an evaluation only what it measured itself
+        super().on_log(args, state, control, logs, **kwargs)
+
+    def measured(self, logs: Json) -> Json:
+        """Return the trainer's metrics, with _ for / in their names."""
+        return _numbers(logs)
+
+    def evaluated(self, metrics: Json, loss: float) -> Json:
+        self.last_measured = _numbers({**self._evaluation, **metrics})
+        return dict(self.last_measured)
+
+    def state_dict(self) -> Json:
+        """Return RunRecorder's state and the last evaluation's measures, so that it is recorded once."""
+        return {**super().state_dict(), "last_measured": dict(self.last_measured)}
+
+    def load_state_dict(self, state: RunState) -> None:
+        super().load_state_dict(state)
+        self.last_measured = dict(state.get("last_measured", {}))
+
+
+def _numbers(logs: Mapping[str, object]) -> Json:
+    return {
+        name.replace("/", "_"): float(value)
+        for name, value in logs.items()
+        if (name.startswith("eval_") or name not in _NOT_MEASURED)
+        and name != "eval_num_tokens"
+        and not name.endswith(_TIMES)
+        and not name.startswith("layers/")
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+    }
+
+
+BEST_WEIGHTS, BEST_NOTE = "best.safetensors", "best.json"
+
+
+class BestWeights(TrainerCallback):
+    """Keeps the trained weights of the evaluation with the lowest held-out loss or the best score on a task.
+
+    Args:
+        by: "loss", or a task's name.
+        processes: the run's processes, of which the first writes.
+        resumed: the step from which the run resumes; later best weights are forgotten, since their step is repeated.
+    """
+
+    trainer: TunedTrainer
+
+    def __init__(self, folder: Path, model: PreTrainedModel, processes: Processes, *, by: str, resumed: int):
+        self.folder, self.model, self.processes, self.by = folder, model, processes, by
+        best = noted(folder / BEST_NOTE)
+        if "loss" not in best or best.get("step", math.inf) > resumed:
+            best = {}
+        if best and not (path := folder / BEST_WEIGHTS).is_file():
+            if processes.first:
+                logger.warning("%s is missing: the best evaluation up to step %d is lost", path, resumed)
+            best = {}
+        self.step, self.loss = int(best.get("step", -1)), float(best.get("loss", math.inf))
+        self.metrics: Json = dict(best.get("metrics", {}))
+
+    def on_evaluate(self, args: Passed, state: Passed, control: Passed, **kwargs: Passed) -> None:
+        """Keep the weights if this evaluation is the best so far."""
+        metrics: Json = kwargs["metrics"]
+        loss = self.processes.by_first(lambda: self._loss(metrics))
+        if not loss < self.loss:
+            return
+        self.step, self.loss = state.global_step, loss
+        # Trainer's epoch is among them, and is not that of Lamina's order
+        self.metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        self.metrics |= self.trainer.evaluation.apart()
+        tensors = whole(trained_of(self.model))
+        self.processes.by_first(lambda: self._write(tensors))
+
+    def _loss(self, metrics: Json) -> float:
+        """Return the number to minimize: the held-out loss, or a task's score, negated if higher is better."""
+        if self.by == "loss":
+            return metrics["eval_loss"]
+        scores = (self.trainer.evaluation.tasks or {}).items()
+        name, score = next((pair for pair in scores if is_of(self.by, pair[0])), ("", math.nan))
+        return score if lower_is_better(name) else -score
+
+    def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        with writing(self.folder / BEST_WEIGHTS) as temporary:
+            save_file(dict(tensors), temporary)
+        write_json(self.folder / BEST_NOTE, {"step": self.step, "loss": self.loss, "metrics": self.metrics})
+
+    def restore(self) -> Json:
+        """Load the best weights into the model; return their columns of result.json."""
+        if self.step < 0:
+            return {}
+        set_trained(self.model, load_file(self.folder / BEST_WEIGHTS))
+        return {**self.metrics, "best_step": self.step}
+
+    def forget(self) -> None:
+        """Delete the kept weights unless the run has checkpoints, from which a damaged model can be restored."""
+        if not Checkpoints(self.folder / "checkpoints").paths():
+            for name in (BEST_NOTE, BEST_WEIGHTS):
+                (self.folder / name).unlink(missing_ok=True)
+
+
+class Watched:
+    """A second text and tasks that tuning may make a model forget, measured with every evaluation.
+
+    Args:
+        processes: the run's processes, of which the first scores the tasks.
+
+    Raises:
+        UserError: for a text or a task that can't be read.
+    """
+
+    def __init__(self, settings: TuningSettings, start: Start, processes: Processes):
+        self.tokenizer, self.blocks = start.tokenizer, None
+        if settings.eval_corpus is not None:
+            with about_eval_corpus():
+                length = min(start.longest, PACKED)
+                read = partial(whole_blocks, settings.eval_corpus, start.tokenizer, length, progress=False)
+                self.blocks = processes.first_per_host(read)
+        self.run, self.tasks = settings.as_run(), None
+        processes.by_first(partial(self._find_tasks, getattr(settings, "best_by", "last")))
+
+    def _find_tasks(self, best_by: str) -> None:
+        self.tasks = task_measure(self.run)
+        scored = () if self.tasks is None else dict.fromkeys(column.unit for column in self.tasks.columns)
+        if best_by not in (known := ("last", "loss", *scored)):
+            raise unknown("best_by", best_by, known)
+
+    def measure(self, trainer: TunedTrainer) -> LastEvaluation:
+        """Return the loss on the text, in nats per token, and the tasks' scores; all processes call it."""
+        second, scores = None, None
+        if self.blocks is not None:
+            chosen, blocks = spread(len(self.blocks), self.run.eval_blocks), self.blocks
+
+            def loss(places: list[int]) -> float:
+                ids = torch.stack([blocks[chosen[place]]["input_ids"] for place in places]).to(trainer.args.device)
+                return float(trainer.in_precision(input_ids=ids, labels=ids).loss) * len(places)
+
+            second = trainer.processes.mean(sum(trainer.held_out_batches(loss, len(chosen))))
+            second *= trainer.processes.size / len(chosen)
+        if self.tasks:
+            with undisturbed(model := trainer.bare_model()):
+                scores = self.tasks.scores(model, self.tokenizer)
+        return LastEvaluation(second=second, tasks=scores)
+
+
+class TuningStage(TrainingStage[S]):
+    """A stage after pretraining, on a trainer of TRL's.
+
+    Attributes:
+        part: Lamina's part of the trainer.
+        theirs: the name of TRL's trainer and its arguments, such as SFT.
+        head: the name of the trained model's head.
+        guarded: whether the loss is in nats and is watched for divergence; otherwise it only has to be finite.
+        measure: the evaluation's metric that decides how the run ended.
+        encodes: the fields of an encoded row.
+        columns: the columns of TRL's data set, each with the field of an encoded row that fills it.
+        ordered: makes the training order.
+        monitored: the field of an encoded row that the layer monitor reads.
+        train: the encoded examples.
+        held_out: the encoded examples of an evaluation.
+        inputs: token ids [sequences, tokens] for the layer monitor.
+        notes: counts for result.json.
+    """
+
+    policy = POLICY
+    recorder = TuningRecorder
+    evaluates_first = True
+    monitored: ClassVar[str] = "input_ids"
+    head: ClassVar[str] = "causal_lm"
+    guarded: ClassVar[bool] = True
+    measure: ClassVar[str] = "eval_loss"
+    encodes: ClassVar[Sequence[str]]
+    columns: ClassVar[Sequence[tuple[str, str]]]
+    ordered: Callable[..., TrainOrder] = TrainOrder
+    part: type[TunedTrainer]
+    theirs: str
+    start: Start
+    train: Dataset
+    held_out: Dataset
+    inputs: torch.Tensor
+    notes: Json
+    encoder: ExampleEncoder
+    watched: Watched
+    best: BestWeights
+    tuner: Any
+    processes: Processes
+
+    @abstractmethod
+    def encoded(self, row: Fields) -> Json:
+        """Encode a row. Raises ValueError with the reason if it can't be used."""
+
+    def dataset(self, encoded_rows: Dataset, *, train: bool) -> Dataset:
+        """Convert encoded rows to the form that TRL's trainer takes; ``train`` is False for an evaluation's."""
+        chosen = encoded_rows.select_columns([field for _, field in self.columns])
+        return chosen.rename_columns({field: name for name, field in self.columns})
+
+    def template(self) -> str | None:
+        """Choose the template, before the first row is read; None leaves texts unchanged."""
+        return read_template(self.settings.template, self.start.tokenizer, default=None)
+
+    def counts(self, train: Dataset) -> Json:
+        """Return further counts for result.json."""
+        return {}
+
+    def rewards(self) -> str:
+        """Hash the stage's further inputs, such as a reward model, and check them before the data are read."""
+        return ""
+
+    def finish(self, run: TrainingRun) -> Json:
+        """Return the columns of result.json that only this stage has."""
+        return {}
+
+    def given(self, settings: S | Mapping[str, Any]) -> Mapping[str, Any]:
+        given = settings.to_dict() if isinstance(settings, TuningSettings) else with_preset(dict(settings))
+        # the run decides these when it begins, and keeps them
+        return {name: v for name, v in given.items() if v or name not in ("steps", "sequence_length")}
+
+    def check(self, job: Job[S], processes: Processes) -> None:
+        self.settings, self.processes = job.settings, processes
+        settings = job.settings
+        if processes.parallel == "fsdp2":
+            check_sharded(settings)
+            if settings.quantized:
+                raise UserError(f"weights: {settings.weights!r} can't be sharded (allowed with fsdp2: fp32, bf16)")
+        settings.require(*settings.needed)
+        if settings.quantized:
+            require(self.kind, "qlora")
+        if settings.push_to_hub is not None:
+            processes.by_first(lambda: check_repository(str(settings.push_to_hub)))
+        check_arguments(settings.trainer, settings.schedule, type(settings))
+        check_trl(settings.trl, self.theirs, settings.names())
+        if settings.lora_rank:
+            lora_of(settings)
+        if settings.trl.get("activation_offloading") and device_of(settings.device) == "cpu":
+            raise UserError("trl.activation_offloading: moves activations to the CPU (allowed: on a GPU)")
+
+    def read(self, processes: Processes, *, bar: bool) -> None:
+        processes.first_per_host(self.read_examples)
+        settings = decided(self.settings)
+        per_step = settings.batch_size * settings.gradient_accumulation / settings.trl.get("num_iterations", 1)
+        steps = settings.steps or max(1, math.ceil(settings.epochs * len(self.train) / per_step))
+        self.settings = replace(settings, steps=steps, sequence_length=self.start.longest)
+        self.plan, self.processor = self.start.plan, self.start.tokenizer
+        self.watched = Watched(self.settings, self.start, processes)
+        if settings.group_by_length:
+            columns = [self.train[name] for name in LENGTHS if name in self.train.column_names]
+            self.ordered = partial(TrainOrder, lengths=[sum(map(len, row)) for row in zip(*columns, strict=True)])
+
+    def read_examples(self) -> None:
+        """Find the starting model, then read and encode the data. Raises UserError."""
+        settings = self.settings
+        self.start = find_start(settings, self.head)
+        rewards, tokenizer = self.rewards(), self.start.tokenizer
+        encoder = self.encoder = ExampleEncoder(
+            tokenizer=tokenizer,
+            template=self.template(),
+            longest=self.start.longest,
+            loss_on_all=getattr(settings, "loss_on", "answer") == "all",
+            wraps_texts=settings.template not in ("auto", "none"),
+            options=settings.trl.get("chat_template_kwargs") or {},
+        )
+        how = {"state": lambda: (encoder.template, encoder.warned), "skip_bad": settings.skip_bad}
+        encoding = partial(read, use=self.encoded, fields=self.encodes, **how)
+        rows, skipped = encoding("data", str(settings.data))
+        apart, others = None, 0
+        if settings.eval_data is not None:
+            apart, others = encoding("eval_data", settings.eval_data)
+        if self.encoder.template is not None:
+            tokenizer.chat_template = self.encoder.template
+        train, held_out = split(rows, settings, apart)
+        self.train, self.held_out = self.dataset(train, train=True), self.dataset(held_out, train=False)
+        self.inputs = monitored(held_out[self.monitored])
+        cut = [sum(part["truncated"]) for part in (rows, apart) if part and "truncated" in part.column_names]
+        self.notes = {
+            "examples": len(train),
+            **self.counts(train),
+            "held_out": len(held_out),
+            "skipped": skipped + others,
+            **({"truncated": sum(cut)} if cut else {}),
+        }
+        data = fingerprint(train, held_out)
+        if settings.eval_corpus is not None:
+            with about_eval_corpus():
+                data += f"+{single_corpus_of(settings.eval_corpus, 'text').fingerprint()}"
+        self.identity = TuningIdentity(self, data, content_hash(self.start.path), rewards)
+
+    def reference(self) -> PreTrainedModel | NoReference:
+        """Load the model to which the policy is held; with LoRA, return a placeholder for the policy without it."""
+        if self.tuner is not None and not self.settings.changes_base:
+            return NoReference(self.start.config)
+        return self.shared(self.start.policy().eval().requires_grad_(False))
+
+    def shared(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Shard a model over the processes under FSDP2."""
+        settings, processes = self.settings, self.processes
+        if processes.parallel == "fsdp2":
+            bf16 = settings.precision == "bf16" and settings.weights == "fp32"
+            shard(model, processes, device_of(settings.device), bf16=bf16)
+        return model
+
+    def new_model(self) -> PreTrainedModel:
+        return self.start.policy()
+
+    def model(self, run: TrainingRun) -> PreTrainedModel:
+        torch.manual_seed(self.settings.seed)
+        model = self.new_model()
+        if self.start.plan is None:  # not a Lamina model: its layers are found by following its tensors
+            run.followed = follow(model, {"input_ids": self.inputs})
+            for note in run.followed.notes if run.processes.first else ():
+                logger.warning("layer monitor: %s", note)
+        quantize(model, self.settings, self.start.dtype)
+        self.tuner = add_lora(model, self.settings)
+        if self.tuner is not None and self.settings.gradient_checkpointing:
+            model.enable_input_require_grads()  # else a checkpointed block of frozen weights has no gradient
+        return self.shared(model)
+
+    def guard(self) -> DivergenceGuard:
+        margin = self.settings.divergence_margin if self.guarded else math.inf
+        return DivergenceGuard(margin=margin, patience=self.settings.divergence_patience)
+
+    def order(self, run: TrainingRun) -> TrainOrder:
+        settings, processes = self.settings, run.processes
+        return self.ordered(
+            len(self.train),
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            gradient_accumulation=settings.gradient_accumulation,
+            seed=settings.seed,
+            done=run.done,
+            rank=processes.rank,
+            size=processes.size,
+        )
+
+    def monitor_inputs(self) -> torch.Tensor:
+        return self.inputs
+
+    def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
+        by, resumed = getattr(self.settings, "best_by", "last"), run.done if run.checkpoint else -1
+        self.best = BestWeights(run.folder, run.model, run.processes, by=by, resumed=resumed)
+        return [self.best] if by != "last" else []
+
+    def fields(self, run: TrainingRun) -> Json:
+        """Return the arguments of TRL that the stage decides."""
+        return {}
+
+    def options(self, arguments: TrainingArguments) -> Json:
+        """Return arguments that only this stage's trainer takes."""
+        return {}
+
+    def trainer(self, run: TrainingRun) -> TunedTrainer:
+        settings = self.settings.as_run()
+        # TRL turns checkpointing on by default, under the name that transformers had for it before 5.23
+        checkpointing = {"gradient_checkpointing": self.settings.gradient_checkpointing}
+        fields = {**checkpointing, **self.fields(run), **self.settings.trl}
+        arguments = arguments_of(trl(f"{self.theirs}Config"), settings, run.processes.size, **fields)
+        try:
+            return trainer_class(self.part, self.theirs)(
+                model=run.model,
+                args=arguments,
+                train_dataset=self.train,
+                eval_dataset=self.held_out,
+                processing_class=self.start.tokenizer,
+                callbacks=run.callbacks,
+                run=run,
+                schedule=schedule_of(settings),
+                **self.options(arguments),
+            )
+        except (ValueError, TypeError, ImportError) as error:
+            if isinstance(error, UserError) or not self.settings.trl:
+                raise
+            raise UserError(f"trl: {one_line(error)}") from error
+
+    def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
+        recorder, step = run.recorder, run.trainer.state.global_step
+        assert isinstance(recorder, TuningRecorder)
+        if not math.isfinite(float(str(recorder.last_measured.get(self.measure, math.nan)))):
+            return Diverged(step, f"{self.measure} is not finite at step {step}")
+        return Status.FINISHED, ""
+
+    def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
+        recorder, parameters = run.recorder, list(run.model.parameters())
+        assert isinstance(recorder, TuningRecorder)
+        seconds, tokens = recorder.training_seconds, run.trainer.tokens_seen - run.trainer.tokens_before
+        return {
+            "status": str(status),
+            **recorder.last_measured,
+            "steps": run.trainer.state.global_step,
+            "tokens": run.trainer.tokens_seen,
+            "tokens_per_second": tokens / seconds if seconds else None,
+            "parameters": sum(numel(p) for p in parameters),
+            "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "from": self.settings.from_model,
+            **self.notes,
+            **run.trainer.evaluation.apart(),
+            "reason": reason,
+            **run.guard.outcome(status),
+        }
+
+    def trained(self, run: TrainingRun, result: Json) -> tuple[PreTrainedModel, ModelCard]:
+        result.update(self.finish(run))
+        result.update(self.best.restore())
+        model, tuner = run.model, self.tuner
+        adapter = run.folder / "adapter" if run.processes.first else None
+        if self.settings.quantized or (tuner is not None and is_sharded(model)):
+            # the matrices join the weights as they were before they were quantized, or sharded
+            trained, model = whole(trained_of(model)), self.new_model()
+            tuner = add_lora(model, replace(self.settings, weights="fp32"))
+            set_trained(model, trained)
+        return merged(model, tuner, adapter), self._card(result)
+
+    def saved(self) -> None:
+        self.best.forget()
+
+    def _card(self, result: Json) -> ModelCard:
+        settings = self.settings.to_dict()
+        facts = {title: settings[name] for name, title in _FACTS.items() if settings.get(name) is not None}
+        counts = {title: f"{result[name]:,}" for name, title in _COUNTS.items() if name in result}
+        measures = dict(MEASURES)
+        if self.settings.command_name == "sft":
+            measures["eval_accuracy"] = ("accuracy of the answers' tokens", ".2%")
+        return ModelCard(
+            head=self.head,
+            data={**facts, **counts},
+            result=result,
+            command=self.settings.command(),
+            base_model=self.settings.from_model,
+            measures=measures,
+        )
+
+
+MEASURES = {
+    "status": ("status", ""),
+    "steps": ("steps", ",.0f"),
+    "tokens": ("tokens", ",.0f"),
+    "parameters": ("parameters", ",.0f"),
+    "trained_parameters": ("trained parameters", ",.0f"),
+    "eval_loss": ("held-out loss", ".4f"),
+    "eval_accuracy": ("accuracy on held-out pairs", ".2%"),
+    "eval_rewards_accuracies": ("accuracy on held-out pairs", ".2%"),
+    "eval_reward": ("held-out reward", ".4f"),
+    "reward_gain": ("gain of the held-out reward", "+.4f"),
+    "eval_kl": ("KL to the model at the start, nats per answer", ".3f"),
+}
+"""The title and the format of each measure that a stage may have."""
+_FACTS = {
+    "data": "data",
+    "eval_data": "held-out data",
+    "reward_model": "reward model",
+    "reward_function": "reward function",
+    "template": "template",
+}
+_COUNTS = {"examples": "examples to train on", "held_out": "examples held out", "skipped": "rows left out"}
+
+
+def split(encoded_rows: Dataset, settings: TuningSettings, held_out: Dataset | None) -> tuple[Dataset, Dataset]:
+    """Return the rows to train on and those to evaluate, by default a fixed share of all rows.
+
+    The share does not depend on the seed, so that runs with several seeds are evaluated on the same rows. If it has
+    more rows than ``eval_examples``, the surplus joins the training rows.
+    """
+    if held_out is not None:
+        return encoded_rows, held_out.select(_thinned(range(len(held_out)), settings))
+    count = max(1, round(settings.eval_fraction * len(encoded_rows)))
+    if len(encoded_rows) < 2:
+        raise UserError("data: one row can't be both trained on and held out (needed: two, or eval_data)")
+    shuffled = torch.randperm(len(encoded_rows), generator=torch.Generator().manual_seed(0)).tolist()
+    share = _thinned(sorted(shuffled[:count]), settings)
+    rest = sorted(set(range(len(encoded_rows))).difference(share))
+    return encoded_rows.select(rest), encoded_rows.select(share)
+
+
+def _thinned(items: Sequence[int], settings: TuningSettings) -> list[int]:
+    return [items[i] for i in spread(len(items), settings.eval_examples or len(items))]
+
+
+def fingerprint(*parts: Dataset) -> str:
+    """Hash encoded rows; a row's missing fields do not count."""
+    digest = hashlib.sha256()
+    for columns in chain.from_iterable(cast("Iterator[Json]", part.iter(BATCH)) for part in parts):
+        for values in zip(*columns.values(), strict=True):
+            fields = ((name, value) for name, value in zip(columns, values, strict=True) if value is not None)
+            digest.update(repr(sorted(fields)).encode())
+    return digest.hexdigest()
+
+
+def monitored(sequences: Iterable[Sequence[int]], count: int = 4) -> torch.Tensor:
+    """Choose the longest sequences for the layer monitor, cut to equal length: [sequences, tokens]."""
+    longest = heapq.nlargest(count, sequences, key=len)
+    length = min(map(len, longest))
+    return torch.tensor([list(ids[:length]) for ids in longest])
+
+
+@dataclass(frozen=True)
+class TuningIdentity:
+    """The settings and hashes of a run, as its checkpoints and its folder store them.
+
+    Attributes:
+        stage: the stage, which has the run's settings.
+        data: a hash of the encoded examples.
+        model: a hash of the starting model.
+        rewards: a hash of the reward models and functions; empty without any.
+    """
+
+    stage: TuningStage[Any]
+    data: str
+    model: str
+    rewards: str = ""
+
+    def state_dict(self) -> Json:
+        """Return the settings and the hashes, under the names in a pretraining run's checkpoint."""
+        return {"settings": self.stage.settings.to_dict(), **self.text}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Do nothing: ``refuse_changes`` has compared the state before the folder was touched."""
+
+    @property
+    def text(self) -> dict[str, str]:
+        """The content of data.json, for a run without a checkpoint yet."""
+        return {"plan": self.model, "text": self.data, "rewards": self.rewards}
+
+    def refuse_changes(self, folder: Path) -> None:
+        """Raise UserError if the examples, the model or the rewards have changed since the run began."""
+        before = {**noted(folder / DATA), **known_of(folder)}
+        settings, rewards = self.stage.settings.to_dict(), "reward_function"
+        rewards = rewards if settings.get(rewards) is not None else "reward_model"
+        sources = (("text", "data", "data"), ("plan", "from", "from_model"), ("rewards", rewards, rewards))
+        for key, name, setting in sources:
+            if (earlier := before.get(key, self.text[key])) != self.text[key]:
+                if key == "text" and earlier.partition("+")[0] == self.text[key].partition("+")[0]:
+                    name = setting = "eval_corpus"
+                raise UserError(
+                    f"{name}: {settings.get(setting)!r} is not what it was when the run in {str(folder)!r} began "
+                    "(allowed with --resume: the same; else another --output, or --overwrite)"
+                )

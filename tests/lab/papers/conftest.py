@@ -1,0 +1,3 @@
+from training import tiny_runs
+
+corpus = tiny_runs.corpus

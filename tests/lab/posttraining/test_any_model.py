@@ -1,0 +1,151 @@
+"""Models of transformers that Lamina does not convert are tuned as they are, with the layer monitor on them."""
+
+import functools
+import json
+
+import pandas as pd
+import pytest
+import torch
+from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_rows
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lamina.cli import main
+from lamina.data.tokenizers import load_tokenizer
+from lamina.errors import UserError
+from lamina.lab.posttraining.pairs import dpo, reward
+from lamina.lab.posttraining.rlhf import rlhf
+from lamina.lab.posttraining.settings import SftSettings
+from lamina.lab.posttraining.sft import sft
+from lamina.training.arguments import arguments_of
+
+trl = pytest.importorskip("trl")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 256}
+KINDS = ("helium", "nemotron", "persimmon")  # which lamina convert does not take
+
+
+def write_foreign(folder, kind):
+    """Write a tiny model of a type of transformers, with random weights, and its tokenizer."""
+    tokenizer = load_tokenizer("bytes")
+    ends = {"vocab_size": len(tokenizer), "bos_token_id": 256, "eos_token_id": 256}
+    config = AutoConfig.for_model(kind, **SIZES, **ends)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
+    tokenizer.save_pretrained(folder / kind)
+    return folder / kind
+
+
+@pytest.fixture
+def model(tmp_path):
+    return functools.partial(write_foreign, tmp_path)
+
+
+def layers(folder):
+    return pd.concat(map(pd.read_parquet, sorted((folder / "layers").glob("*.parquet"))))
+
+
+def value(rows, **where):
+    for name, wanted in where.items():
+        rows = rows[rows[name] == wanted]
+    return float(rows["value"].iloc[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_tuned_with_the_monitor_on_it_and_is_transformers_own_again(kind, model, tmp_path, capsys):
+    base = model(kind)
+    held_out = [{"prompt": "Sort", "completion": " abc"}, {"prompt": "and then", "completion": " bcd"}]
+    data, apart = write_rows(tmp_path / "d.jsonl", sorting(24)), write_rows(tmp_path / "h.jsonl", held_out)
+    run = tmp_path / "run"
+    flags = ["sft", "--from", str(base), "--data", str(data), "--eval-data", str(apart), "--output", str(run)]
+    assert main([*flags, "--steps", "2", "--batch-size", "4", "--learning-rate", "1e-2", "--logging-steps", "1"]) == 0
+    original = AutoModelForCausalLM.from_pretrained(base).eval()
+    total, count, longest = 0.0, 0, None
+    for row in held_out:
+        prompt, answer = (list(row[name].encode()) for name in ("prompt", "completion"))
+        ids = torch.tensor([[*prompt, *answer, 256]])
+        with torch.no_grad():
+            outputs = original(input_ids=ids, output_hidden_states=True)
+        total += float(functional.cross_entropy(outputs.logits[0, len(prompt) - 1 : -1], ids[0, len(prompt) :])) * (
+            len(answer) + 1
+        )
+        count += len(answer) + 1
+        longest = ids if longest is None else longest[:, : min(map(len, (longest[0], ids[0])))]
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+    rows = layers(run)
+    assert {0, 1} <= set(rows["layer"])
+    assert {"attention", "feed_forward"} <= set(rows["sublayer"])
+    assert {"gradient_norm", "update_ratio", "hidden_variance", "gain_mean", "step_loss"} <= set(rows["metric"])
+    norm = value(rows, step=1, metric="step_gradient_norm")
+    parts = rows[(rows["step"] == 1) & (rows["metric"] == "gradient_norm") & (rows["sublayer"] == "block")]
+    assert float((parts["value"] ** 2).sum()) ** 0.5 == pytest.approx(norm, rel=1e-4)
+    tuned = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert type(tuned).__module__.startswith("transformers.models.")
+    assert not list((run / "model").glob("*.py"))
+    assert any(not torch.equal(t, original.state_dict()[name]) for name, t in tuned.state_dict().items())
+    assert main(["report", str(run)]) == 0
+    assert main(["generate", str(run), "--prompt", "Sort", "--max-new-tokens", "2"]) == 0
+
+
+def test_the_recorded_stream_is_the_models_own(model, tmp_path):
+    base, data = model("nemotron"), write_rows(tmp_path / "d.jsonl", [{"text": "the same words"}] * 12)
+    sft({**common(base, data, tmp_path / "run"), "steps": 1}, bar=False)
+    ids = torch.tensor([[*b"the same words", 256]])
+    with torch.no_grad():
+        states = (
+            AutoModelForCausalLM.from_pretrained(base).model(input_ids=ids, output_hidden_states=True).hidden_states
+        )
+    rows = layers(tmp_path / "run")
+    for layer, state, sublayer in ((-1, states[0], "block"), (0, states[1], "feed_forward")):
+        seen = value(rows, step=0, metric="hidden_variance", layer=layer, sublayer=sublayer)
+        assert seen == pytest.approx(float(state.var(correction=0)), rel=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_every_job_takes_it_and_resumes(rank, model, tmp_path):
+    base, data = model("helium"), write_rows(tmp_path / "p.jsonl", preferences(12))
+    usual = {**common(base, data, tmp_path), "lora_rank": rank}
+    assert reward({**usual, "output": str(tmp_path / "judge")}, bar=False)["status"] == "finished"
+    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge" / "model")
+    assert type(judge).__name__ == "HeliumForSequenceClassification"
+    for name, job, more in (
+        ("dpo", dpo, {}),
+        ("rlhf", rlhf, {"reward_model": str(tmp_path / "judge"), "max_answer": 4}),
+    ):
+        given = {**usual, **more}
+        assert job({**given, "output": str(tmp_path / f"{name}-whole")}, bar=False)["status"] == "finished"
+        part = {**given, "output": str(tmp_path / f"{name}-part")}
+        assert job({**part, "pause_step": 2}, bar=False)["status"] == "interrupted"
+        assert job(part, resume=True, bar=False)["status"] == "finished"
+        assert same_weights(tmp_path / f"{name}-whole", tmp_path / f"{name}-part")
+
+
+def test_a_model_that_cannot_be_tuned_is_one_line(model, tmp_path):
+    pairs = write_rows(tmp_path / "p.jsonl", preferences(12))
+    with pytest.raises(UserError, match=r"^from: transformers has no flex_olmo model that gives scores"):
+        reward(common(model("flex_olmo"), pairs, tmp_path / "run"), bar=False)
+    for kind in ("t5", "bert"):  # BERT sees the tokens that it is to predict
+        AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
+        with pytest.raises(UserError, match="writes no text"):
+            dpo(common(tmp_path / kind, pairs, tmp_path / "run"), bar=False)
+    AutoConfig.for_model("ctrl", n_layer=1, n_embd=16, dff=16, n_head=2).save_pretrained(tmp_path / "ctrl")
+    with pytest.raises(UserError, match=r"^from: transformers has no ctrl model that gives scores"):
+        reward(common(tmp_path / "ctrl", pairs, tmp_path / "run"), bar=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_ligers_layers_are_for_a_gpu_with_liger(installed, model, tmp_path, monkeypatch):
+    data = write_rows(tmp_path / "d.jsonl", sorting(12))
+    given = {**common(model("nemotron"), data, tmp_path / "run"), "trainer": {"use_liger_kernel": True}}
+    if installed:
+        (tmp_path / "liger_kernel").mkdir()
+        (tmp_path / "liger_kernel" / "__init__.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+    says = "its kernels need a GPU" if installed else r"liger-kernel is not installed \(to install it: pip"
+    with pytest.raises(UserError, match=rf"^trainer.use_liger_kernel: {says}"):
+        sft({**given, "device": "cpu"}, bar=False)
+    run = SftSettings.from_dict(given).as_run()
+    assert arguments_of(trl.SFTConfig, run).use_liger_kernel

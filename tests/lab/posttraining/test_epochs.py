@@ -1,0 +1,96 @@
+"""A job after pretraining that is given epochs, or nothing, rather than steps: as documented, and as studies say it."""
+
+import math
+
+import pytest
+from lab.posttraining.tiny import preferences, same_weights, sorting, write_model, write_rows
+from lab.posttraining.two_stages import JOBS
+from transformers import ViTConfig
+
+import lamina
+from lamina.errors import UserError
+from lamina.lab.posttraining.settings import PRESETS
+from lamina.lab.posttraining.sft import sft
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny model that takes the longest sequences of the recipes."""
+    return write_model(tmp_path_factory.mktemp("long") / "model", positions=512)
+
+
+@pytest.fixture
+def given(base, tmp_path):
+    """The settings without which a job can't begin, and few tokens per answer."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def length(prompt, answer, row):\n    return len(answer)\n")
+
+    def settings(job, **changed):
+        rows = sorting(24) if job == "sft" else preferences(24)
+        data = write_rows(tmp_path / "rows.jsonl", rows)
+        own = {"reward_function": f"{rewards}:length", "max_answer": 4} if job == "rlhf" else {}
+        return {"from_model": str(base), "data": str(data), "output": str(tmp_path / "run"), **own, **changed}
+
+    return settings
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("epochs", [None, 0.4])
+def test_a_job_by_epochs_takes_the_steps_of_its_examples(given, job, epochs):
+    result = JOBS[job](given(job, **({} if epochs is None else {"epochs": epochs})), bar=False)
+    default = 3.0 if job == "sft" else 1.0
+    assert result["status"] == "finished"
+    assert result["steps"] == math.ceil((epochs or default) * result["examples"] / 8)
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=[pytest.mark.slow] * ("warmup" in recipe)) for name, recipe in PRESETS.items()]
+)
+def test_a_published_recipe_trains(given, tmp_path, preset):
+    """Its data are ours; nothing else is."""
+    recipe = PRESETS[preset]
+    data = write_rows(tmp_path / "sorting.jsonl", sorting(600 if "warmup" in recipe else 24))
+    result = sft({"preset": preset, **given("sft", data=str(data))}, bar=False)
+    step = recipe["batch_size"] * recipe.get("gradient_accumulation", 1)
+    assert result["status"] == "finished"
+    assert result["steps"] == max(1, math.ceil(recipe["epochs"] * result["sequences"] / step))
+
+
+def test_a_run_by_epochs_resumes_with_the_same_words(given, tmp_path):
+    words = given("sft", epochs=0.9, batch_size=4, learning_rate=1e-2)
+    whole = sft({**words, "output": str(tmp_path / "whole")}, bar=False)
+    part = sft({**words, "pause_step": 2}, bar=False)
+    assert (part["status"], part["steps"]) == ("interrupted", 2)
+    resumed = sft({**words, "steps": 0, "sequence_length": None, "pause_step": None}, resume=True, bar=False)
+    assert (resumed["status"], resumed["steps"]) == ("finished", whole["steps"])
+    assert same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+def test_the_steps_of_the_epochs_are_checked_before_the_folder_is_touched(given, tmp_path):
+    with pytest.raises(UserError, match=r"pause_step: 50 \(allowed: at most the 6"):
+        sft(given("sft", epochs=2.0, pause_step=50), bar=False)
+    with pytest.raises(UserError, match="warmup: 40 steps are more than steps = 6"):
+        sft(given("sft", epochs=2.0, warmup=40), bar=False)
+    with pytest.raises(UserError, match=r"trainer\.max_steps: set by --steps"):
+        sft(given("sft", trainer={"max_steps": 3}), bar=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_images_is_no_start_and_that_is_the_reason(given, tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    picture = ViTConfig(**sizes, image_size=8, patch_size=4)
+    lamina.build(picture, "pre_ln", head="image_classification").save_pretrained(tmp_path / "vit")
+    for job in JOBS:
+        with pytest.raises(UserError, match=r"^from: '.*vit' is a LaminaForImageClassification, which gives scores"):
+            JOBS[job](given(job, from_model=str(tmp_path / "vit")), bar=False)
+
+
+def test_a_missing_file_is_taken_for_one_with_a_similar_name_only(given, tmp_path):
+    for name in ("prompts.jsonl", "instructions.jsonl.gz", "nothing.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"nothing\.jsonl': no such file \(allowed"):
+        lamina.sft(**given("sft", data=str(tmp_path / "nothing.jsonl")))
+    with pytest.raises(UserError, match=r"no such file; did you mean 'instructions\.jsonl\.gz'"):
+        lamina.sft(**given("sft", data=str(tmp_path / "instruction.jsonl")))
+    with pytest.raises(UserError, match=r"eval_data: .*nothing\.jsonl': no such file"):
+        lamina.sft(**given("sft", eval_data=str(tmp_path / "nothing.jsonl")))

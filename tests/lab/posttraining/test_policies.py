@@ -1,0 +1,453 @@
+"""`lamina reward`, `lamina dpo` and `lamina rlhf` on a tiny model."""
+
+import contextlib
+import functools
+import json
+import math
+import shutil
+import signal
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import trl
+from accelerate import Accelerator
+from lab.posttraining.tiny import common, preferences, records, same_weights, write_rows
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from lamina.errors import UserError
+from lamina.lab.posttraining.pairs import dpo, reward
+from lamina.lab.posttraining.rewards import _number, check_rewards, in_time, make_rewards
+from lamina.lab.posttraining.rlhf import ReMaxTrainer, rlhf, write_held_out
+from lamina.lab.posttraining.settings import RlhfSettings
+from lamina.reports import report
+from lamina.training.monitor.writers import read_rows
+
+
+@pytest.fixture(scope="module")
+def judge(base, pairs, tmp_path_factory):
+    """A reward model's folder and result."""
+    folder = tmp_path_factory.mktemp("judge") / "run"
+    given = common(base, pairs, folder)
+    return folder, reward({**given, "steps": 20, "learning_rate": 1e-2}, bar=False)
+
+
+@pytest.fixture
+def policy(base, pairs, judge, tmp_path):
+    """Train a policy in ``tmp_path / name``; gives the folder and the result."""
+
+    def run(name="run", resume=False, **changed):
+        given = common(base, pairs, tmp_path / name)
+        given |= {"reward_model": str(judge[0]), "max_answer": 6, "eval_steps": 2}
+        given = {"output": given["output"]} if resume else given
+        given = {key: value for key, value in {**given, **changed}.items() if value is not ...}
+        return tmp_path / name, rlhf(given, resume=resume, bar=False)
+
+    return run
+
+
+def test_an_evaluation_of_pairs_is_a_mean_over_pairs_whatever_the_batches(base, pairs, tmp_path):
+    rows = preferences(6)  # two batches, of four pairs and of two
+    rows = [row | ({"margin": 0.5 * number} if number else {}) for number, row in enumerate(rows)]
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows)
+    result = reward({**common(base, pairs, tmp_path / "run"), "eval_data": str(held_out)}, bar=False)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+
+    def score(row, name):
+        inputs = tokenizer(row["prompt"] + row[name] + tokenizer.eos_token, return_tensors="pt")
+        return float(model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits)
+
+    margins = [score(row, "chosen") - score(row, "rejected") for row in rows]
+    assert result["eval_margin"] == pytest.approx(sum(margins) / 6, abs=1e-5)
+    assert result["eval_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 6)
+    losses = [math.log1p(math.exp(row.get("margin", 0.0) - margin)) for row, margin in zip(rows, margins, strict=True)]
+    assert result["eval_loss"] == pytest.approx(sum(losses) / 6, abs=1e-5)
+    write_rows(held_out, [rows[0] | {"margin": "wide"}])
+    with pytest.raises(UserError, match="row 1: the field 'margin' must be a number, not 'wide'"):
+        reward({**common(base, pairs, tmp_path / "other"), "eval_data": str(held_out)}, bar=False)
+
+
+def test_a_reward_model_orders_held_out_pairs(judge):
+    folder, result = judge
+    assert result["status"] == "finished"
+    assert result["eval_accuracy"] == 1.0
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert model.config.num_labels == 1
+    texts = [f"mno?{answer}mno{tokenizer.eos_token}" for answer in (" a", " z")]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    better, worse = model(**inputs).logits[:, 0].tolist()
+    assert better > worse
+    assert "of the pairs ordered right" in report(folder).read_text()
+
+
+def test_the_score_is_read_at_the_last_token_though_it_also_pads(judge):
+    """Byte tokenizers pad with the token that ends a text."""
+    model = AutoModelForSequenceClassification.from_pretrained(judge[0] / "model").eval()
+    ids = torch.tensor([[5, 6, 7, 256, 256, 256], [5, 6, 7, 8, 9, 256]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    states = model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+    expected = torch.stack([model.score(states[0, 3]), model.score(states[1, 5])])
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, expected)
+
+
+def test_dpo_prefers_the_better_answers_and_resumes(base, pairs, tmp_path):
+    given = {**common(base, pairs, tmp_path / "whole"), "learning_rate": 1e-2, "steps": 6}
+    result = dpo(given, bar=False)
+    assert result["status"] == "finished"
+    assert result["eval_rewards_accuracies"] > 0.9
+    part = {**given, "output": str(tmp_path / "part")}
+    assert dpo({**part, "pause_step": 3}, bar=False)["status"] == "interrupted"
+    dpo({"output": part["output"], "pause_step": None}, resume=True, bar=False)
+    assert same_weights(tmp_path / "whole", tmp_path / "part")
+
+
+@pytest.mark.parametrize(("algorithm", "prompts", "answers"), [("remax", 3, 1), ("rloo", 2, 3)])
+def test_any_number_of_prompts_and_answers_makes_a_batch(policy, algorithm, prompts, answers):
+    changed = {"num_generations": answers} if answers > 1 else {}
+    _, result = policy(algorithm=algorithm, batch_size=prompts, steps=1, **changed)
+    assert result["status"] == "finished"
+
+
+def test_another_reward_is_named_and_leaves_no_folder(policy, judge, tmp_path, monkeypatch):
+    file = tmp_path / "rewards.py"
+    file.write_text("def low(prompt, answer, row):\n    return -float(len(answer))\n")
+    changed = {"reward_model": ..., "reward_function": f"{file}:low"}
+    with pytest.raises(UserError, match="reward_function"):
+        policy("none", **{**changed, "reward_function": f"{file}:high"})
+    assert not (tmp_path / "none").exists()
+    assert policy("run", pause_step=2, **changed)[1]["status"] == "interrupted"
+    file.write_text(file.read_text().replace("-float", "float"))
+    with pytest.raises(UserError, match=r"^reward_function: .* is not what it was when the run"):
+        policy("run", resume=True)
+
+
+@pytest.mark.parametrize("algorithm", ["remax", "rloo", "grpo"])
+def test_every_steps_recorded_loss_is_the_one_whose_gradient_is_taken(policy, algorithm, monkeypatch):
+    shares, backward = [], Accelerator.backward
+
+    def seen(self, loss, **kwargs):
+        shares.append(loss.item())
+        backward(self, loss, **kwargs)
+
+    monkeypatch.setattr(Accelerator, "backward", seen)
+    folder, _ = policy(algorithm=algorithm, batch_size=2, gradient_accumulation=2, learning_rate=0.03)
+    losses = {row[0]: row[6] for row in read_rows(folder, ["step_loss"])}
+    assert losses == pytest.approx(
+        {step: sum(shares[2 * step - 2 : 2 * step]) for step in (1, 2, 3, 4)}, rel=1e-5, abs=1e-9
+    )
+    assert {r["step"]: r["loss"] for r in records(folder) if "loss" in r} == pytest.approx(losses, rel=1e-5, abs=1e-9)
+    assert algorithm == "rloo" or max(map(abs, losses.values())) > 1e-4  # its first pass over answers has a loss of 0
+
+
+@pytest.mark.parametrize("algorithm", ["remax", "rloo", "grpo"])
+def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        whole, result = policy("whole", algorithm=algorithm)
+    assert not [str(one.message) for one in warned if "gradient_checkpointing" in str(one.message)]
+    assert result["status"] == "finished"
+    assert {"reward_gain", "reward_gain_low", "reward_gain_high", "eval_reward", "eval_kl", "eval_length"} <= set(
+        result
+    )
+    trained = [r for r in records(whole) if "loss" in r]
+    assert any(r["grad_norm"] > 0 for r in trained)
+    evaluated = [r for r in records(whole) if "eval_reward" in r]
+    assert [r["step"] for r in evaluated] == [0, 2, 4]
+    assert evaluated[0]["eval_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert evaluated[-1]["eval_kl"] != evaluated[0]["eval_kl"]
+    policy("part", algorithm=algorithm, pause_step=2)
+    _, resumed = policy("part", resume=True, pause_step=None)
+    assert same_weights(whole, whole.parent / "part")
+    assert resumed["eval_reward"] == result["eval_reward"]
+    assert (whole / "held_out.jsonl").read_text() == (whole.parent / "part" / "held_out.jsonl").read_text()
+    page = report(whole).read_text()
+    assert "It says little of a policy" in page
+    assert "held-out loss" not in page
+    assert "Reward against KL" in page
+    assert "Length of the answers" in page
+
+
+def test_remax_compares_a_sampled_with_a_greedy_answer(policy, monkeypatch):
+    """Recorded from a run: the advantages are r(sampled) - r(greedy), and only the sampled answers are trained on."""
+    kind, seen, trained = ReMaxTrainer, [], []
+    generate, loss = kind._generate_single_turn, kind._compute_loss
+
+    def generated(self, prompts, *others):
+        answers = generate(self, prompts, *others)
+        if self.model.training:
+            seen.append((self, list(prompts), answers))
+        return answers
+
+    def computed(self, model, inputs):
+        trained.append(inputs)
+        return loss(self, model, inputs)
+
+    monkeypatch.setattr(kind, "_generate_single_turn", generated)
+    monkeypatch.setattr(kind, "_compute_loss", computed)
+    policy(steps=1, learning_rate=1e-9, reward_clip=0.01)
+    trainer, prompts, answers = seen[0]
+    assert prompts[0::2] == prompts[1::2]
+    model, given = trainer.bare_model().eval(), {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 256}
+    for prompt, answer in zip(prompts[1::2], answers[1::2], strict=True):
+        ids = torch.tensor([prompt])
+        whole = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **given)
+        assert whole[0].tolist() == [*prompt, *answer]
+    rows = [{"prompt_ids": prompt} for prompt in prompts]
+    parts = trainer.rewards.parts(rows, answers, [""] * len(rows))
+    clipped = [max(-0.01, min(0.01, r)) for r in trainer.rewards.total(parts)]
+    expected = sorted(s - g for s, g in zip(clipped[0::2], clipped[1::2], strict=True))
+    assert sorted(trained[0]["advantages"].tolist()) == pytest.approx(expected, abs=1e-6)
+    kept = sorted(ids[: int(m.sum())].tolist() for ids, m in
+                  zip(trained[0]["completion_ids"], trained[0]["completion_mask"], strict=True))  # fmt: skip
+    assert kept == sorted(answers[0::2])
+
+
+def test_a_verifiable_reward_is_learned(policy, tmp_path):
+    """Answers are rewarded for bytes below "@", a quarter of what the model says at first; no reward model judges."""
+    file = tmp_path / "low.py"
+    file.write_text("def low(prompt, answer, row):\n    return sum(c < '@' for c in answer) + 0 * len(row['chosen'])\n")
+    changes = {"reward_model": ..., "reward_function": f"{file}:low", "learning_rate": 3e-2, "beta": 0.0}
+    _, result = policy(steps=12, batch_size=8, **changes)
+    assert result["reward_gain"] > 0.5
+    assert result["eval_kl"] > 0.1, "without a penalty the KL is measured all the same"
+
+
+def test_a_reward_may_be_a_number_of_numpy_or_torch(policy, tmp_path):
+    file, numbers = tmp_path / "rewards.py", "np.float32(0.5), np.int64(1), np.bool_(1), torch.tensor(0.5)"
+    every = f"import itertools, numpy as np, torch\nEVERY = itertools.cycle([{numbers}])\n"
+    file.write_text(every + "def any(prompt, answer, row):\n    return next(EVERY)\n")
+    _, result = policy(reward_model=..., reward_function=f"{file}:any", steps=1)
+    assert 0.5 < result["eval_reward"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        ("None", "None"),
+        ("10**400", "1000"),
+        ("10**5000", "a int that can't be printed"),
+        ("float('nan')", "nan"),
+        ("'1'", "'1'"),
+        ("[0.5]", r"\[0\.5\]"),
+        ("1 / 0", ""),
+    ],
+)
+def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(policy, tmp_path, capsys, returned, shown):
+    file = tmp_path / "rewards.py"
+    file.write_text(f"def any(prompt, answer, row):\n    return {returned}\n")
+    with pytest.raises(
+        UserError, match=f"^reward_function:? '.*any' (returned {shown}|raised ZeroDivisionError)"
+    ) as error:
+        policy(reward_model=..., reward_function=f"{file}:any")
+    assert "\n" not in str(error.value)
+    file.write_text("def any(prompt, answer, row):\n    return 1\n")
+    assert policy(reward_model=..., reward_function=f"{file}:any", steps=1)[1]["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"reward_model": ...}, "reward_model: none given"),
+        ({"reward_model": "no-such"}, "reward_model: 'no-such' holds no saved model"),
+        ({"reward_model": ..., "reward_function": "f.py:f"}, "reward_function: 'f.py': no such file"),
+        (
+            {"reward_function": "f.py:f", "reward_weights": "1"},
+            "reward_weights: '1' (allowed: a number for each reward, 2 here)",
+        ),
+        ({"reward_weights": "1,x"}, "reward_weights: '1,x' (allowed: comma-separated numbers)"),
+        ({"reward_timeout": 1.0}, "reward_timeout: 1.0 has no effect here"),
+        ({"algorithm": "grpo", "trl": {"use_vllm": True}}, "trl.use_vllm: vllm is not installed"),
+        ({"eval_tasks": "nope"}, "eval_tasks: unknown task 'nope'"),
+        ({"eval_corpus": "nope.txt"}, "eval_corpus: 'nope.txt'"),
+        ({"algorithm": "ppo"}, "algorithm: 'ppo'"),
+        (
+            {"trl": {"epsilon": 0.1}},
+            "trl.epsilon: no effect on remax (allowed: chat_template_kwargs, min_p,",
+        ),
+        (
+            {"algorithm": "rloo", "trl": {"num_generations_eval": 2}},
+            "trl.num_generations_eval: an evaluation has one answer per",
+        ),
+        ({"num_generations": 4}, "num_generations: 4 (allowed with remax: 2"),
+        ({"algorithm": "grpo", "kl_per": "sequence"}, "kl_per: 'sequence' has no effect here"),
+        ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in the context of 128"),
+        ({"reward_model": ..., "data": "no-such.jsonl"}, "reward_model: none given"),  # before the data are read
+        ({"max_answer": 126}, "row 1: the prompt has 4 tokens and the answer up to 126, the context 128"),
+    ],
+)
+def test_bad_settings_are_one_line(policy, changed, message):
+    with pytest.raises(UserError) as error:
+        policy(**changed)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def change_config(folder, **changed):
+    """Change the sizes of a model's backbone where it says them."""
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changed)
+    config["backbone_config"].update(changed)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def more_tokens(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json holds a list"),
+        (lambda f: (f / "model.safetensors").unlink(), r"can't be loaded \(OSError"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"0" * 99), r"can't be loaded \(SafetensorError"),
+        (lambda f: [p.unlink() for p in f.glob("token*")], "reward_model: tokenizer: .* could not be loaded"),
+        (lambda f: change_config(f, max_position_embeddings=64), r"reads 64 tokens.*allowed: --sequence-length 64"),
+        (lambda f: shutil.copy(f.parent / "base" / "config.json", f), "gives no score"),
+        (more_tokens, "has another vocabulary than the model"),
+    ],
+)
+def test_a_reward_model_that_cannot_judge_is_one_line(policy, judge, base, tmp_path, spoil, message):
+    shutil.copytree(judge[0] / "model", tmp_path / "judge", ignore=shutil.ignore_patterns("manifest.json"))
+    shutil.copytree(base, tmp_path / "base")
+    spoil(tmp_path / "judge")
+    with pytest.raises(UserError, match=message) as error:
+        policy(reward_model=str(tmp_path / "judge"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_reward_model_with_a_shorter_context_judges_shorter_sequences(policy, judge, tmp_path):
+    shutil.copytree(judge[0] / "model", tmp_path / "judge", ignore=shutil.ignore_patterns("manifest.json"))
+    change_config(tmp_path / "judge", max_position_embeddings=64)
+    assert policy(reward_model=str(tmp_path / "judge"), sequence_length=64, steps=1)[1]["status"] == "finished"
+
+
+REWARDS = """
+import time
+
+def length(prompt, answer, row):
+    return float(len(answer))
+
+def vowels(prompt, answer, row):
+    return float(sum(c in "aeiou" for c in answer))
+
+def slow(prompt, answer, row):
+    while len(answer) % 2 == 0:
+        try:
+            time.sleep(30)
+        except Exception:
+            raise ValueError("swallowed") from None
+    return 1.0
+"""
+
+
+def test_several_rewards_are_summed_by_their_weights_and_recorded_apart(policy, judge, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(REWARDS)
+    functions = f"{file}:length,{file}:vowels"
+    folder, result = policy(reward_function=functions, reward_weights="2,0.5,-3", reward_clip=0.0, algorithm="rloo")
+    lines = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+    for line in lines:
+        parts = [line[f"reward_{name}"] for name in ("run", "length", "vowels")]
+        assert line["reward"] == pytest.approx(2 * parts[0] + 0.5 * parts[1] - 3 * parts[2], abs=1e-5)
+    last = [line["reward_length"] for line in lines if line["step"] == 4]
+    assert result["eval_reward_length"] == pytest.approx(sum(last) / len(last))
+    trained = next(r for r in records(folder) if "loss" in r)
+    assert {"reward_run", "reward_length", "reward_vowels"} <= set(trained)
+    report(folder)
+
+
+OF_TRLS_FORM = """
+from trl.rewards import think_format_reward
+
+def letters(completions, solution, completion_ids, **rest):
+    every = zip(completions, solution, completion_ids, strict=True)
+    return [None if wanted == "" else len(set(text)) + len(wanted) / 10 + len(ids) / 100 for text, wanted, ids in every]
+"""
+
+
+def test_functions_of_trls_form_are_asked_as_trl_asks(tmp_path):
+    (tmp_path / "own.py").write_text(OF_TRLS_FORM)
+
+    def asked(name, prompt, text, **fields):
+        settings = RlhfSettings(reward_function=f"{tmp_path / 'own.py'}:{name}")
+        row = {"prompt": "rendered", "row": json.dumps({"prompt": prompt, **fields})}
+        rewards = make_rewards(settings, torch.device("cpu"))
+        return rewards.total(rewards.parts([row], [[5, 6]], [text]))
+
+    assert asked("letters", "p", "aab", solution="xyz") == [2.32]
+    assert asked("letters", "p", "aab", solution="") == [0.0]
+    turns = [{"role": "user", "content": "p"}]
+    assert [asked("think_format_reward", turns, text) for text in ("<think>a</think>b", "b")] == [[1.0], [0.0]]
+    with pytest.raises(UserError, match=r"^reward_function '.*letters' raised TypeError: .*'solution'"):
+        asked("letters", "p", "aab")
+
+
+def test_a_reward_function_that_takes_too_long_gives_nothing(policy, tmp_path, caplog):
+    file = tmp_path / "own.py"
+    file.write_text(REWARDS)
+    given = {"reward_model": ..., "reward_function": f"{file}:slow", "reward_timeout": 0.05, "steps": 1}
+    folder, result = policy(**given)
+    assert result["status"] == "finished"
+    rewards = {json.loads(line)["reward"] for line in (folder / "held_out.jsonl").read_text().splitlines()}
+    assert rewards == {0.0, 1.0}
+    assert "answers took more than 0.05 s: 0" in caplog.text
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 0.02])
+def test_the_alarm_that_another_library_has_set_stands_again(seconds):
+    def mine(number, frame):
+        raise AssertionError
+
+    def endless():
+        while True:
+            with contextlib.suppress(TimeoutError):
+                time.sleep(10)
+            raise UserError("an error of its own")
+
+    before = signal.signal(signal.SIGALRM, mine)
+    try:
+        assert [in_time(endless, seconds) for _ in range(20)] == [None] * 20
+        assert in_time(lambda: 3.0, 60.0) == 3.0
+        with pytest.raises(UserError):
+            in_time(functools.partial(_number, "f.py:f", "no number"), 60.0)
+        assert signal.getsignal(signal.SIGALRM) is mine
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    settings = RlhfSettings(reward_function="f.py:f", reward_timeout=seconds)
+    with ThreadPoolExecutor() as pool, pytest.raises(UserError, match="outside a process's main thread: 0"):
+        pool.submit(check_rewards, settings, None).result()
+
+
+def test_the_likeliest_token_alone_is_sampled_if_trl_is_told_so(policy, monkeypatch):
+    """With top-k 1 all answers to a prompt are the same, so that none is better than the others."""
+    seen = []
+    for kind in (trl.RLOOTrainer, trl.GRPOTrainer):
+        compute = kind._compute_loss
+
+        def seeing(self, model, inputs, compute=compute):
+            seen.append(inputs)
+            return compute(self, model, inputs)
+
+        monkeypatch.setattr(kind, "_compute_loss", seeing)
+    policy("all", algorithm="rloo", steps=1)
+    policy("one", algorithm="rloo", steps=1, trl={"top_k": 1})
+    policy("nucleus", algorithm="grpo", steps=1, trl={"top_p": 1e-6})
+    spread = [float(inputs["advantages"].abs().max()) for inputs in seen]
+    assert spread[0] > 1e-3
+    assert spread[1:] == [0.0, 0.0]
+
+
+def test_a_damaged_line_of_the_held_out_answers_is_named(tmp_path, caplog):
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"step": 0, "prompt": 0, "reward": 1.0}\nbroken\n')
+    write_held_out(path, 4, [{"prompt": 0, "reward": 2.0}])
+    assert "line 2 of held_out.jsonl is not a record" in caplog.text
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 4]

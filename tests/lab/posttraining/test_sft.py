@@ -1,0 +1,258 @@
+"""`lamina sft` on a tiny model: it learns, resumes, keeps the best, trains LoRA, packs, and refuses bad input."""
+
+import pytest
+import torch
+from datasets import Dataset
+from lab.posttraining.tiny import common, records, sorting, write_model, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import lamina
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.jobs.kinds import Kind, kind_of
+from lamina.lab.posttraining.settings import SftSettings
+from lamina.lab.posttraining.sft import sft
+from lamina.lab.posttraining.tuning import split
+from lamina.reports import report
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("data") / "sorting.jsonl", sorting(24))
+
+
+@pytest.fixture
+def tuned(base, data, tmp_path):
+    """Fine-tune the tiny model in ``tmp_path / name``; gives the folder and the result."""
+
+    def run(name="run", resume=False, **changed):
+        given = {**common(base, data, tmp_path / name), "template": "plain", "steps": 6, "learning_rate": 1e-2}
+        given = {"output": given["output"]} if resume else given
+        return tmp_path / name, sft({**given, **changed}, resume=resume, bar=False)
+
+    return run
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+
+
+def test_the_held_out_loss_falls_and_the_model_answers_in_its_template(tuned):
+    folder, result = tuned(steps=20)
+    evaluated = [record["eval_loss"] for record in records(folder) if "eval_loss" in record]
+    assert result["status"] == "finished"
+    assert evaluated[-1] < evaluated[0] - 0.5
+    assert result["eval_loss"] == evaluated[-1]
+    assert (result["examples"], result["held_out"]) == (18, 6)
+    assert kind_of(folder) == Kind.SFT
+    assert "Sort abc\n" in AutoTokenizer.from_pretrained(folder / "model").apply_chat_template(
+        [{"role": "user", "content": "Sort abc"}], tokenize=False, add_generation_prompt=True
+    )
+    page = report(folder).read_text()
+    assert "held-out loss" in page
+    assert "Gradient norm by layer" in page
+
+
+def test_a_tuned_model_chats(tuned, capsys, monkeypatch, base):
+    folder, _ = tuned(steps=1)
+    chat = ["generate", str(folder), "--chat", "--max-new-tokens", "4", "--temperature", "0"]
+    assert main([*chat, "--prompt", "Sort abc"]) == 0
+    alone = capsys.readouterr().out
+    said = iter(["Sort abc", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    assert main(chat) == 0
+    assert capsys.readouterr().out == alone
+    assert main(["generate", str(base), "--chat", "--prompt", "Sort abc"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [lambda text: text.replace('  "versions": {\n', ""), lambda text: ""])
+def test_a_run_whose_environment_is_damaged_resumes(tuned, damage):
+    folder, first = tuned(pause_step=3)
+    environment = folder / "environment.json"
+    environment.write_text(damage(environment.read_text()))
+    resumed = lamina.sft(output=str(folder), resume=True, pause_step=None, bar=False)
+    assert (first["status"], resumed["status"], resumed["steps"]) == ("interrupted", "finished", 6)
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}, {"modules_to_save": "out_norm"}])
+def test_lora_trains_few_weights_and_leaves_an_adapter_that_peft_reads(tuned, base, lora):
+    from peft import PeftModel
+
+    folder, result = tuned(lora_rank=2, lora=lora)
+    assert result["trained_parameters"] < result["parameters"] / 3
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model")
+    original = AutoModelForCausalLM.from_pretrained(base)
+    assert set(merged.state_dict()) == set(original.state_dict())
+    wrapped = PeftModel.from_pretrained(original, folder / "adapter")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(merged(ids).logits, AutoModelForCausalLM.from_pretrained(base)(ids).logits)
+
+
+def test_packed_examples_do_not_see_one_another(tuned):
+    """One packed sequence of all examples has the loss of the same examples apart."""
+    apart, _ = tuned("apart", steps=1, batch_size=18)
+    _, result = tuned("packed", steps=1, batch_size=1, packing=True, sequence_length=128, gradient_accumulation=4)
+    assert result["sequences"] < 18
+    tuned("one", steps=1, batch_size=int(result["sequences"]), packing=True, sequence_length=128)
+    first = [next(r["loss"] for r in records(f) if "loss" in r) for f in (apart, apart.parent / "one")]
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+
+
+def test_the_best_evaluation_is_kept(tuned):
+    folder, result = tuned(best_by="loss", learning_rate=0.3, steps=8, eval_steps=1)
+    losses = {r["step"]: r["eval_loss"] for r in records(folder) if "eval_loss" in r}
+    best = min(losses, key=losses.get)
+    assert (result["best_step"], result["eval_loss"]) == (best, losses[best])
+    accuracies = {r["step"]: r["eval_accuracy"] for r in records(folder) if "eval_accuracy" in r}
+    assert result["eval_accuracy"] == accuracies[best], "every number is of the model that is saved"
+    assert not [r for r in records(folder) if "eval_loss" in r and "mean_token_accuracy" in r], "training's own means"
+    assert not list(folder.glob("best*"))
+    assert "epoch" not in result, "Trainer's, which counts another order"
+
+
+def test_the_best_evaluation_is_kept_when_the_model_is_made_again(tuned):
+    """A lost result.json, as after a kill just before it is written, and a damaged model."""
+    every = {"eval_steps": 1, "save_steps": 4}
+    folder, result = tuned(best_by="loss", learning_rate=3.0, divergence_margin=0, steps=8, **every)
+    assert 0 <= result["best_step"] < 8
+    best, recorded = weights(folder), records(folder)
+    for damage in (lambda: (folder / "result.json").unlink(), lambda: (folder / "model/model.safetensors").unlink()):
+        damage()
+        _, again = tuned(resume=True)
+        assert again["best_step"] == result["best_step"]
+        assert again["eval_loss"] == result["eval_loss"]
+        assert records(folder) == recorded, "the last evaluation is recorded once"
+        assert all(torch.equal(tensor, best[name]) for name, tensor in weights(folder).items())
+
+
+def test_best_weights_that_are_missing_are_named(tuned, caplog):
+    changed = {"best_by": "loss", "learning_rate": 0.3, "steps": 8, "eval_steps": 1, "save_steps": 4}
+    folder, _ = tuned(**changed, pause_step=4)
+    (folder / "best.safetensors").unlink()
+    _, result = tuned(resume=True, pause_step=None)
+    assert result["best_step"] > 4
+    assert "the best evaluation up to step 4 is lost" in caplog.text
+
+
+def test_rows_that_are_not_evaluated_are_trained_on():
+    rows = Dataset.from_dict({"row": range(400)})
+    some, whole = SftSettings(eval_fraction=0.5, eval_examples=12), SftSettings(eval_fraction=0.5, eval_examples=0)
+    train, chosen = (list(part["row"]) for part in split(rows, some, None))
+    assert len(chosen) == 12
+    assert sorted([*train, *chosen]) == list(range(400))
+    assert train == sorted(train), "in the order of the rows"
+    assert set(chosen) <= set(split(rows, whole, None)[1]["row"]), "of the share that eval_fraction holds out"
+    apart = split(rows, some, rows.select(range(50)))
+    assert list(apart[0]["row"]) == list(range(400)), "eval_data are no rows of the training data"
+    assert len(apart[1]) == 12
+
+
+def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
+    bad = write_rows(tmp_path / "bad.jsonl", [*sorting(6), {"instruction": "no answer"}, {"other": 1}])
+    with pytest.raises(UserError, match=r"data: '.*bad.jsonl', row 7: no known fields .*--skip-bad"):
+        tuned(data=str(bad))
+    _, result = tuned(data=str(bad), skip_bad=True, steps=1)
+    assert result["skipped"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"from_model": None}, "from: none given"),
+        ({"data": None}, "data: none given"),
+        ({"data": "no-such.jsonl"}, "data: 'no-such.jsonl': no such file"),
+        ({"template": "alpacka"}, "template 'alpacka'; did you mean 'alpaca'"),
+        ({"sequence_length": 500}, "sequence_length: 500 is more than the model's 128"),
+        ({"lora_alpha": 3.0}, "lora_alpha: 3.0 has no effect without LoRA"),
+        ({"lora_rank": 2, "lora_targets": "no_proj"}, "unknown lora_targets 'no_proj'"),
+        ({"lora_rank": 2, "lora_targets": "q_proj,vproj"}, "lora_targets 'vproj'; did you mean 'v_proj'"),
+        ({"preset": "limo"}, "preset 'limo'; did you mean 'lima'"),
+        ({"trl": {"los_type": "dft"}}, "unknown trl argument 'los_type'; did you mean 'loss_type'"),
+        ({"trl": {"max_length": 9}}, "trl.max_length: set by --sequence-length (allowed: that flag)"),
+        ({"trl": {"learning_rate": 9}}, "trl.learning_rate: set by --learning-rate (allowed: that flag)"),
+        ({"trl": {"assistant_only_loss": True}}, "trl.assistant_only_loss: set by --loss-on (allowed: that flag)"),
+        ({"trl": {"neftune_noise_alpha": 5}}, "set by --trainer.neftune_noise_alpha (allowed: that flag)"),
+        ({"trl": {"activation_offloading": True}, "device": "cpu"}, "moves activations to the CPU (allowed: on a GPU)"),
+        ({"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's models"),
+        ({"trainer": {"eval_strategy": "epoch"}}, "fixed, since Lamina's records depend on it (allowed: steps)"),
+        ({"lora": {"use_dora": True}}, "lora: {'use_dora': True} has no effect without LoRA"),
+        ({"lora_rank": 2, "lora": {"use_dorra": True}}, "unknown lora argument 'use_dorra'; did you mean 'use_dora'"),
+        ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: rows are read, encoded and ordered by Lamina"),
+        ({"trl": {"eos_token": "<|im_end|>"}}, "trl.eos_token: '<|im_end|>' is no token of the tokenizer"),
+        ({"trl": {"eos_token": ["x"]}}, "trl.eos_token: ['x'] is no token of the tokenizer"),
+        ({"weights": "nf4"}, "weights: 'nf4' can't be trained (allowed: fp32, bf16, or with --lora-rank)"),
+        ({"weights": "bf16", "precision": "fp16"}, "precision: 'fp16' scales the losses of float32 weights"),
+        ({"group_by_length": True, "packing": True}, "group_by_length: no effect on packed sequences"),
+        ({"attn_implementation": "flash_attention_2"}, "attn_implementation: 'flash_attention_2': "),
+    ],
+)
+def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        tuned(**changed)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_base_model_can_end_its_turns_by_another_token(tuned, tmp_path):
+    """As TRL's own script has Qwen's base model end them, by the token that its template ends a turn with."""
+    folder, _ = tuned("ends", steps=1, trl={"eos_token": "!"})
+    assert AutoTokenizer.from_pretrained(folder / "model").eos_token == "!"
+    assert GenerationConfig.from_pretrained(folder / "model").eos_token_id == ord("!")
+
+
+def test_an_argument_of_trl_s_own_reaches_its_trainer(tuned):
+    """Dynamic fine-tuning weighs each token's loss by its probability, which is below one."""
+    folders = [tuned("usual", steps=1)[0], tuned("dynamic", steps=1, trl={"loss_type": "dft"})[0]]
+    usual, dynamic = (next(r["loss"] for r in records(folder) if "loss" in r) for folder in folders)
+    assert 0 < dynamic < usual / 2
+    with pytest.raises(UserError, match=r"^trl: ValueError: Invalid `loss_type` dtf"):
+        tuned("none", trl={"loss_type": "dtf"})
+
+
+def test_a_template_that_is_no_jinja_is_named_whatever_the_rows(tuned, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages }}\n{% for %}")
+    with pytest.raises(UserError, match=r"^template: no Jinja in its line 2"):
+        tuned(template=str(tmp_path / "t.jinja"), skip_bad=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_scores_is_no_start(tuned, tmp_path):
+    folder = write_model(tmp_path / "scores", head="sequence_classification")
+    with pytest.raises(UserError, match=r"^from: .* is a LaminaForSequenceClassification, which gives scores"):
+        tuned(from_model=str(folder))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prompt_longer_than_the_context_is_named(tuned, tmp_path):
+    long = write_rows(tmp_path / "long.jsonl", [*sorting(3), {"instruction": "x" * 300, "output": "y"}])
+    with pytest.raises(UserError, match=r"row 4: the prompt has 301 tokens, which leaves none of 128"):
+        tuned(data=str(long))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tuned, tmp_path):
+    folder = write_model(tmp_path / "odd")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"tokenizer: it has 258 tokens, the checkpoint .* has 257"):
+        tuned(from_model=str(folder))
+
+
+def test_a_run_resumes_from_a_model_that_has_moved_and_from_no_other_nor_with_other_data(tuned, tmp_path):
+    first, moved = write_model(tmp_path / "first", seed=1), tmp_path / "moved"
+    mine = write_rows(tmp_path / "mine.jsonl", sorting(12))
+    tuned("part", from_model=str(first), data=str(mine), pause_step=2)
+    other = write_model(tmp_path / "other", seed=2)
+    with pytest.raises(UserError, match=r"from: .* is not what it was"):
+        tuned("part", resume=True, from_model=str(other), pause_step=None)
+    write_rows(mine, sorting(12, seed=1))
+    with pytest.raises(UserError, match=r"data: .* is not what it was"):
+        tuned("part", resume=True)
+    write_rows(mine, sorting(12))
+    first.rename(moved)
+    _, resumed = tuned("part", resume=True, from_model=str(moved), pause_step=None)
+    assert resumed["status"] == "finished"
