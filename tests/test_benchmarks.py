@@ -159,7 +159,7 @@ def test_a_recorded_run_gives_the_alarms_of_the_run_itself(common, tmp_path, mon
 
 @pytest.fixture(scope="module")
 def commonsense():
-    return loaded("benchmarks/commonsense_data.py")
+    return loaded("tools/data/commonsense_data.py")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ SENTENCE = "It is a truth universally acknowledged, that a single man in possess
 
 @pytest.fixture(scope="module")
 def ladder():
-    return loaded("benchmarks/ladder_text.py")
+    return loaded("tools/data/ladder_text.py")
 
 
 def test_hard_wrapped_lines_become_paragraphs(ladder):

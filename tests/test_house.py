@@ -138,10 +138,10 @@ def test_a_small_file_serves_more_than_one_file_of_its_folder():
 
 
 def test_what_the_scripts_import_is_there():
-    """Pyright reads the package alone, and most scripts of the docs and the benchmarks run only in slow tests."""
+    """Pyright reads the package alone, and most scripts outside of it run only in slow tests."""
     kinds = ast.FunctionDef | ast.ClassDef | ast.alias
     missing = []
-    for path in (each for room in ("docs", "benchmarks") for each in (PACKAGE.parent / room).glob("*.py")):
+    for path in (each for room in ("docs", "benchmarks", "tools") for each in (PACKAGE.parent / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("lamina"):
                 continue

@@ -1,7 +1,7 @@
 """Causes of failures: what each looks like in the alarms, what to change, and how to check it.
 
-How likely a cause makes a sign was counted in runs broken on purpose (benchmarks/alarms.py) and stands in the monitor's
-``limits.json``.
+How likely a cause makes a sign was counted in runs broken on purpose (tools/calibration/alarms.py) and stands in the
+monitor's ``limits.json``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reliability.damaged_files import HARMS
 
 from lamina.data import cache
 from lamina.data.blocks import BlockStats, bits_per_byte, perplexity
@@ -27,6 +26,7 @@ from lamina.data.sources.file_documents import Document
 from lamina.data.split import Segment, is_held_out, piece_chars, split_documents
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
+from tools.reliability.damaged_files import HARMS
 
 
 def write_lines(path, count=4000):

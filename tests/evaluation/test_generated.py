@@ -94,7 +94,7 @@ def test_a_row_serves_the_harness_and_fine_tuning(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def script():
-    return loaded("benchmarks/eval_data.py")
+    return loaded("tools/data/eval_data.py")
 
 
 def arrow(rows):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from reliability.tiny_families import MORE, tiny_model
 from talking import NAMES, Model, TalkConfig, Turn
 from tiny import OF_TEXT, shake, streams, token_ids
 from torch import nn
@@ -19,6 +18,7 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling.backbones import count_parameters
 from lamina.modeling.initialization import weights
+from tools.reliability.tiny_families import MORE, tiny_model
 
 AS_LLAMA = {
     "backbone.tower.turns": "layers",

@@ -6,7 +6,6 @@ import pytest
 import torch
 from probes.small_models import small_model, stir
 from probes.tiny import llama
-from reliability.tiny_families import MORE, tiny_model
 from torch import nn
 from transformers import AutoConfig
 
@@ -17,6 +16,7 @@ from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
 from lamina.placements.matching import layer_facts
 from lamina.probes.census import census
 from lamina.probes.census.census import _MOST_PARAMETERS, _narrower, _size, _smaller, stirred
+from tools.reliability.tiny_families import MORE, tiny_model
 
 LAYERS = 8
 

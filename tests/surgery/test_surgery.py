@@ -6,7 +6,6 @@ import pytest
 import torch
 from probes.small_models import stir
 from probes.tiny import gemma2, llama
-from reliability.tiny_families import SIZES, tiny_model
 from transformers import AutoModelForCausalLM
 
 import lamina
@@ -18,6 +17,7 @@ from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.surgery.graft import grafted
 from lamina.surgery.prune import layers_of, mean_loss
+from tools.reliability.tiny_families import SIZES, tiny_model
 
 TEXT = {"sequence_length": 32, "sequences": 12, "batch_size": 4}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from reliability.record import SILENT, TRACEBACK, WRONG, Case
+from tools.reliability.record import SILENT, TRACEBACK, WRONG, Case
 
 TINY: dict[str, Any] = {
     "corpus": "corpus.txt", "output": "out", "num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 16,

@@ -1,7 +1,7 @@
 """A policy that moves: 500 examples of sorting five letters, then GRPO with a reward that a program computes.
 
     pip install -e '.[posttrain]'
-    python benchmarks/policy.py
+    python -m tools.runs.policy
 
 A model of random weights learns from the examples until it is right sometimes, then from its own answers to 5,000 other
 questions: an answer is worth 1 if it is right, else 0. Ends with 1 unless the reward on 128 held-out questions has
@@ -16,7 +16,7 @@ import random
 import time
 from pathlib import Path
 
-import common
+from benchmarks import common
 
 from lamina import api
 

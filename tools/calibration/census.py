@@ -2,27 +2,24 @@
 
 Writes benchmarks/results/census.json, from which docs/tables.py makes the table of docs/census.md.
 
-    python benchmarks/census.py --output benchmarks/results/census.json
+    python -m tools.calibration.census --output benchmarks/results/census.json
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from common import ROOT, settings_of_machine, write_record
-
-sys.path.insert(0, str(ROOT / "tests/reliability"))
-import tiny_families
-from tiny_families import MORE, SIZES, families, tiny_model
 
 import lamina
+from benchmarks.common import ROOT, settings_of_machine, write_record
 from lamina.errors import one_line, shortened
+from tools.reliability import tiny_families
+from tools.reliability.tiny_families import MORE, SIZES, families, tiny_model
 
 tiny_families.MOST_PARAMETERS = 40_000_000
 # Factors that would be 1 by default, so that it shows where they stand.

@@ -2,7 +2,7 @@
 
 Each suite is one file here, run whole as a script and in a fast sample by its own test:
 
-    python tests/reliability/command_lines.py --count 600 --seed 0 --output docs/reliability/command_lines.json
+    python -m tools.reliability.command_lines --count 600 --seed 0 --output docs/reliability/command_lines.json
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Are the monitor's alarms right? They are fitted on one part of the corpus of `alarm_runs.py` and judged on the rest.
 
-    python benchmarks/alarm_runs.py RUNS                # trains the corpus, once: an hour of one core
-    python benchmarks/alarms.py RUNS --fit              # writes lamina/training/monitor/limits.json
-    python benchmarks/alarms.py RUNS --output benchmarks/results/alarms.json
+    python -m tools.calibration.alarm_runs RUNS                # trains the corpus, once: an hour of one core
+    python -m tools.calibration.alarms RUNS --fit              # writes lamina/training/monitor/limits.json
+    python -m tools.calibration.alarms RUNS --output benchmarks/results/alarms.json
 
 A run's loss has risen at the first step at which the loss of a fixed batch is not finite, or lies 0.15 nats above its
 healthy twin's and stays there for three measurements. "Before" means: an alarm at a step of the failure, and before
@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from alarm_runs import COLUMNS, DRAWN, FRESH, HELD_EVERY, KINDS, OTHER, SEEN, SETUPS, path_of, wanted
-from common import settings_of_machine, write_record
 from scipy.stats import chi2
 
+from benchmarks.common import settings_of_machine, write_record
 from lamina.reports.causes import NOT_KNOWN, Learned, Signs, causes_of, signature
 from lamina.reports.diagnosis import loss_rise
 from lamina.training.monitor.alarms import NOTABLE, Alarm, Alarms
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import GRADIENTS, LIMITS
 from lamina.training.monitor.writers import LOSS
+from tools.calibration.alarm_runs import COLUMNS, DRAWN, FRESH, HELD_EVERY, KINDS, OTHER, SEEN, SETUPS, path_of, wanted
 
 NATS, STAYS = 0.15, 3
 RATE = 0.01  # false alarms a healthy run, over all series and rules

@@ -5,16 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from lab.posttraining.tiny import preferences, sorting, write_model, write_rows
-
 from lamina.jobs.catalog import JOBS, load
+from tests.lab.posttraining.tiny import preferences, sorting, write_model, write_rows
 
 TUNED = {
     "from_model": "{base}", "template": "plain", "data": "{instructions}", "batch_size": 4, "steps": 12,

@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from reliability.bad_values import BASE, Row, line, word
-from reliability.record import called, environment_as_before
+from tools.reliability.bad_values import BASE, Row, line, word
+from tools.reliability.record import called, environment_as_before
 
 _pristine: dict[Path, Path] = {}
 

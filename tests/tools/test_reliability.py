@@ -3,8 +3,19 @@
 import random
 
 import pytest
-from reliability import bad_calls, bad_files, bad_values, command_lines, damaged_files, families, kills, models, stages
-from reliability.record import RIGHT
+
+from tools.reliability import (
+    bad_calls,
+    bad_files,
+    bad_values,
+    command_lines,
+    damaged_files,
+    families,
+    kills,
+    models,
+    stages,
+)
+from tools.reliability.record import RIGHT
 
 WHOLE = {  # of each suite its cases, how many there are at least, and their groups
     "command_lines": (lambda: command_lines.suite(700, 11), 500, None),

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from reliability.expected_numbers import CHECKS, UNCHECKED, Facts
-from reliability.record import RIGHT, TRACEBACK, WRONG, Case, main
-from reliability.tiny_families import buildable, count_of, inputs, layer_calls, tiny_model
-
 from lamina.errors import UserError
 from lamina.probes.engine.measure import make_context, run
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import make_all
+from tools.reliability.expected_numbers import CHECKS, UNCHECKED, Facts
+from tools.reliability.record import RIGHT, TRACEBACK, WRONG, Case, main
+from tools.reliability.tiny_families import buildable, count_of, inputs, layer_calls, tiny_model
 
 PROBES = {
     **dict.fromkeys(("hidden_states", "similarity", "gradients", "gains", "attention"), ""),

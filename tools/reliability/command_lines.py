@@ -1,6 +1,6 @@
 """Bad command lines, made from the commands' own parsers: each must end with exit code 2 and one clear line.
 
-    python tests/reliability/command_lines.py --count 800 --seed 0
+    python -m tools.reliability.command_lines --count 800 --seed 0
 
 A case is right if the exit code is 2, standard error holds exactly one line of ours, that line names the field or the
 value, nothing that a terminal obeys is printed, no file was made or changed, and it took less than ``SECONDS``.
@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from reliability import bad_calls, bad_files, bad_values
-from reliability.record import HUNG, LOST, SILENT, TRACEBACK, WRONG, Case, command, environment_as_before, main
+from tools.reliability import bad_calls, bad_files, bad_values
+from tools.reliability.record import HUNG, LOST, SILENT, TRACEBACK, WRONG, Case, command, environment_as_before, main
 
 SECONDS = 60.0  # of a case within this process: nothing is trained; a busy machine takes 20 to import the harness
 NOTES = re.compile(r"(placement|probe) '.*' runs as code")  # said before a Python file is run

@@ -30,7 +30,7 @@ from lamina.preflights.verdict import (
 )
 from lamina.training.settings import PretrainSettings, RunSettings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "lamina" / "preflights" / "calibration.json"
 PAGE = ROOT / "docs" / "preflight.md"
 JUDGED = Path(__file__).parent / "results" / "preflight" / "judged.json"
@@ -42,7 +42,7 @@ OUTCOMES = ("trained", "trained badly", "did not train")
 SIGNS = {"context": 1.0, "excess": -1.0, "projected": -1.0, "left": 1.0, "jacobian": 1.0}
 SOFTNESS, PENALTY = 0.03, 0.002
 TYPICAL_ERROR = 0.02  # nats: the standard error of the excess near 0, in the measurements
-START, END = "<!-- the tables: benchmarks/preflight_calibration.py judge -->", "<!-- end of the tables -->"
+START, END = "<!-- the tables: tools/calibration/preflight_calibration.py judge -->", "<!-- end of the tables -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def fit(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
     fitted["deciding"] = fit_deciding(known, fitted)
     made = {
         "provenance": {
-            "made by": "benchmarks/preflight_calibration.py fit",
+            "made by": "tools/calibration/preflight_calibration.py fit",
             "date": datetime.date.today().isoformat(),
             "fitted on": {name: sum(r.set == name for r in known) for name in FITTED},
             "trained, trained badly, did not train": [sum(r.outcome == o for r in known) for o in OUTCOMES],

@@ -5,7 +5,7 @@ damages one file of it that has a digest; and runs a command. Right is a refusal
 or the very results of the undamaged copy, or results that lack what was in the file and a line that names it. The
 weights that a run ends with must be the undamaged ones, bit for bit, in every case that is not refused.
 
-    python tests/reliability/damaged_files.py --count 240 --seed 0 --output docs/reliability/damaged_files.json
+    python -m tools.reliability.damaged_files --count 240 --seed 0 --output docs/reliability/damaged_files.json
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import pandas as pd
-from reliability import record
-from reliability.record import LOST, RIGHT, SILENT, TRACEBACK, WRONG, Case, main
-from training.tiny_runs import SMALL, flags, layers, records, result, write_corpus
+
+from tests.training.tiny_runs import SMALL, flags, layers, records, result, write_corpus
+from tools.reliability import record
+from tools.reliability.record import LOST, RIGHT, SILENT, TRACEBACK, WRONG, Case, main
 
 KILLED, ENDED, STUDY, CACHE, CORPUS, CONFIG = (
     "a killed run", "an ended run", "a study", "the data cache", "a corpus", "a configuration",

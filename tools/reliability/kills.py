@@ -4,7 +4,7 @@ Each configuration is trained once undisturbed, then again in processes that are
 the end; its losses, its table of layers, its scheduled probes and its weights must then be the undisturbed ones, bit
 for bit. Every kill counts as a case: all the kills of a run are right, or none is.
 
-    python tests/reliability/kills.py --count 110 --seed 0 --output docs/reliability/kills.json
+    python -m tools.reliability.kills --count 110 --seed 0 --output docs/reliability/kills.json
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from reliability import stages
-from reliability.record import HUNG, RIGHT, SILENT, TRACEBACK, Case, environment_as_before, main
-from training.tiny_runs import SMALL, free_port, layers, records, result, write_corpus
+from tests.training.tiny_runs import SMALL, free_port, layers, records, result, write_corpus
+from tools.reliability import stages
+from tools.reliability.record import HUNG, RIGHT, SILENT, TRACEBACK, Case, environment_as_before, main
 
 RUN = {**SMALL, "steps": 24, "logging_steps": 2, "save_steps": 2, "eval_steps": 6, "keep": 2}
 # By name: what differs from RUN, and in how many processes it trains.

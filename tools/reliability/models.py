@@ -1,6 +1,6 @@
 """Broken models: what every command that reads one says of it. One line and exit code 2, or the model as it is.
 
-python tests/reliability/models.py --count 120 --seed 0 --output docs/reliability/models.json
+python -m tools.reliability.models --count 120 --seed 0 --output docs/reliability/models.json
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from reliability.record import LOST, SILENT, TRACEBACK, WRONG, Case, called, main
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import lamina
 from lamina.cli import main as command_line
+from tools.reliability.record import LOST, SILENT, TRACEBACK, WRONG, Case, called, main
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SIZES = {
