@@ -22,6 +22,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import torch  # noqa: E402
 from common import Absent, Contender, Products, flops_per_token, settings_of_machine, sizes_of, write_record  # noqa: E402
 
+from lamina.training.execution.devices import peak_of  # noqa: E402
+
 PEERS = ("transformers", "litgpt", "x-transformers", "nanogpt-style")
 OURS = "lamina:pre_ln"
 WAYS = (("fp32", "off"), ("fp32", "on"), ("bf16", "off"), ("bf16", "on"))
@@ -124,6 +126,7 @@ def measured(
         "gflops_per_second": round(gflops, 1),
         "utilisation_of_bf16": round(gflops / products.rates["bf16"], 3),
         "utilisation_of_own": round(gflops / products.rates[contender.precision], 3),
+        **({} if (peak := peak_of(products.device.type)) is None else {"mfu": round(gflops * 1e9 / peak, 4)}),
         "first_step_seconds": round(contender.ready["first_step"], 2),
         "build_seconds": round(contender.ready["seconds_to_build"], 2),
         "peak_memory_mib": round(last["peak_memory_mib"]),

@@ -88,6 +88,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column("steps", "steps", ",.0f", "mean", in_trials=True),
     Column("seconds", "seconds", ",.0f", "mean", in_ranking=120, measured=False, in_trials=True),
     Column("tokens_per_second", "tokens/s", ",.0f", "mean", in_ranking=110),
+    Column("mfu", "MFU", ".1%", "mean", measured=False, in_ranking=115, optional=True),  # of known cards
     Column("parameters", "parameters", ",.0f", "max"),
     Column("flops", "FLOPs", ".3g", "max"),
     # Of the trials of `lamina max-lr` only: ``lamina.studies.max_rate_rules`` adds them.

@@ -30,6 +30,7 @@ _PRETRAINED = {
     "perplexity": "perplexity {:.2f}",
     "bits_per_byte": "{:.3f} bits per byte",
 }
+_SPEED = {"tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}"}
 _TUNED = {
     "eval_loss": "held-out loss {:.4f}",
     "eval_accuracy": "accuracy {:.3f}",
@@ -41,11 +42,13 @@ _ABOUT_ONE = 2.0  # the share of a feed-forward's variance that counts as 1
 
 def _run(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
     """Say how a run ended, and where its page and its model are."""
+    ended = result["status"] != "interrupted"
+    forms = {**forms, **(_SPEED if ended else {})}
     values = {name: result.get(name) for name in forms}
     numbers = [forms[n].format(v) for n, v in values.items() if isinstance(v, int | float) and v == v]
     text = result["status"] + (f": {', '.join(numbers)}" if numbers else "")
     text += f" ({result['reason']})" if result.get("reason") else ""
-    if result["status"] == "interrupted":
+    if not ended:
         return text
     text += f"\nthe page:  {folder / PAGE}"
     return text + (f"\nthe model: {folder / 'model'}" if (folder / "model").is_dir() else "")

@@ -40,6 +40,7 @@ from lamina.training.checkpointing.resuming import RunIdentity, is_good
 from lamina.training.checkpointing.saved_model import ModelCard
 from lamina.training.checkpointing.sharding import shard
 from lamina.training.execution.compiling import prepare
+from lamina.training.execution.devices import peak_of
 from lamina.training.execution.float8 import to_float8
 from lamina.training.monitor.experts import ExpertBalance, find_routers
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, MakeGuard, still_falling, usual_guard
@@ -139,10 +140,22 @@ class Pretraining(TrainingStage[PretrainSettings]):
     def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
         return run.items.realized(run.order.spans(steps))
 
+    def full_speed(self, run: TrainingRun) -> float | None:
+        if (peak := peak_of(self.resolved.device)) is None:
+            return None
+        return run.processes.size * peak / self._flops_per_token(run)
+
+    def _flops_per_token(self, run: TrainingRun) -> float:
+        return training_flops(run.model, self.resolved.plan, self.resolved.item_tokens)
+
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
         probes = []
         if self.settings.probe_every and run.processes.first:
-            probes = [ScheduledProbes(run.folder, self.settings, self.monitor_inputs(), self.processor)]
+            probes = [
+                ScheduledProbes(
+                    run.folder, self.settings, self.monitor_inputs(), self.processor, run.recorder.stop_clock
+                )
+            ]
         return [*probes, Branches(self.settings, self.splits, run)]
 
     def states(self, run: TrainingRun) -> list[Stateful]:
@@ -210,14 +223,15 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
         """Return the numbers of result.json: a value for each measured column of ``lamina.jobs.columns``."""
-        settings, plan, recorder, stats = self.settings, self.resolved.plan, run.recorder, self.splits.stats
+        settings, recorder, stats = self.settings, run.recorder, self.splits.stats
         steps = run.trainer.state.global_step
         tokens = steps * recorder.tokens_per_step
         timed = recorder.training_steps * recorder.tokens_per_step
+        speed = timed / recorder.training_seconds if recorder.training_seconds else None
         last = recorder.evaluation
         loss = last.loss if math.isfinite(last.loss) else math.nan
         parameters = sum(p.numel() for p in run.model.parameters())
-        init = recommended(plan) if settings.init == "recommended" else settings.init
+        init = recommended(self.resolved.plan) if settings.init == "recommended" else settings.init
         init = init if settings.from_model is None else "checkpoint"
         spikes = run.processes.by_first(lambda: spike_columns(run.folder))
         result: dict[str, object] = {
@@ -232,9 +246,10 @@ class Pretraining(TrainingStage[PretrainSettings]):
             **spikes,
             "tokens": tokens,
             "steps": steps,
-            "tokens_per_second": timed / recorder.training_seconds if recorder.training_seconds else None,
+            "tokens_per_second": speed,
+            **({} if speed is None else recorder.utilization(speed)),
             "parameters": parameters,
-            "flops": training_flops(run.model, plan, self.resolved.item_tokens) * tokens,
+            "flops": self._flops_per_token(run) * tokens,
             "init": init,
             **({} if settings.from_model is None else {"from": settings.from_model}),
             **({"mix": mix} if (mix := recorder.realized(steps)) else {}),
@@ -347,6 +362,7 @@ class Branches(TrainerCallback):
     def _train(self, steps: int) -> Json:
         """Train the branch that ends after ``steps``, evaluate it, and restore the trunk's state."""
         trainer = self.trainer
+        self.run.recorder.stop_clock()
         model, optimizer = trainer.model, trainer.optimizer
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         averages = copy.deepcopy(optimizer.state_dict())

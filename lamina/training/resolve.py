@@ -159,9 +159,12 @@ def initial_model(
 
 
 def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
-    """Count forward and backward FLOPs per token: 6 per weight outside the embedding, 12 N d T for full attention.
+    """Count forward and backward FLOPs per token: 6 P + 12 N d T. MFU is their rate as a share of the cards' peak.
 
-    Of routed experts, only those that one token uses count.
+    P are the weights of matrix products: the blocks' and the head's, not the embedding, which is looked up (a tied one
+    is the head's, and counts), nor gains. Of routed experts, only those that one token uses count. N blocks of width d
+    attend to T tokens, counted in full: neither the causal half nor a window is taken off, as in PaLM (2204.02311) and
+    nanoGPT. What gradient checkpointing computes again does not count.
     """
     config = backbone_of(model.config)
     embedding = model.get_input_embeddings()

@@ -151,6 +151,10 @@ class TrainingStage(ABC, Generic[S]):
         """Return each corpus's contribution to the first ``steps`` steps; empty for a single corpus."""
         return {}
 
+    def full_speed(self, run: TrainingRun) -> float | None:
+        """Return the tokens per second that would use all of the cards' peak; None if that is unknown."""
+        return None
+
     @abstractmethod
     def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
         """Decide, in the first process, how a run that was not interrupted ended, and why."""
@@ -404,6 +408,7 @@ class TrainingRun:
             updates=self.updates,
             measure=lamina_rows if self.followed is None else self.followed.rows,
             pause_step=self.settings.pause_step,
+            full_speed=stage.full_speed(self),
         )
 
     def _make_trainer(self) -> Any:

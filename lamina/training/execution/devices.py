@@ -15,6 +15,49 @@ from lamina.training.setting_groups import COMPILED_FROM, SpeedSettings
 
 S = TypeVar("S", bound=SpeedSettings)
 
+# Dense bf16 FLOP/s by the maker's data sheet, of the first row whose words are all in the card's name.
+_PEAKS: tuple[tuple[str, float], ...] = (
+    ("gb200", 2.5e15),
+    ("b300", 2.25e15),
+    ("b200", 2.25e15),
+    ("h200 nvl", 836e12),
+    ("h200", 989e12),
+    ("h100 nvl", 835e12),
+    ("h100 pcie", 756e12),
+    ("h100", 989e12),
+    ("h800 pcie", 756e12),
+    ("h800", 989e12),
+    ("a100", 312e12),
+    ("a800", 312e12),
+    ("a40", 149.7e12),
+    ("a30", 165e12),
+    ("l40s", 362e12),
+    ("l4", 121e12),
+    ("mi355x", 2.5e15),
+    ("mi325x", 1.3074e15),
+    ("mi300x", 1.3074e15),
+    ("mi250x", 383e12),
+    ("5090", 209.5e12),
+    ("4090", 165.2e12),
+    ("3090", 71e12),
+)
+
+
+def peak_flops(card: str) -> float | None:
+    """Return a card's dense bf16 FLOP/s by its name, such as "NVIDIA H100 80GB HBM3"; None for one not in the table.
+
+    A laptop's card and a part of a card (MIG) have less than the card of that name, so they are None, too.
+    """
+    words = set(card.lower().replace("-", " ").split())
+    if words & {"laptop", "mig"}:
+        return None
+    return next((peak for names, peak in _PEAKS if set(names.split()) <= words), None)
+
+
+def peak_of(device: str) -> float | None:
+    """Return the dense bf16 FLOP/s of the card that this process uses; None for a CPU and an unknown card."""
+    return peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
+
 
 def decided(settings: S) -> S:
     """Replace ``auto`` in precision and compilation by a rule, so that a run's numbers never depend on a stopwatch.

@@ -174,6 +174,7 @@ class RunRecorder(TrainerCallback):
 
     Attributes:
         realized: returns each corpus's contribution to a mix by a step; empty for a single corpus.
+        full_speed: the tokens per second that would use all of the cards' peak; None if that is unknown.
         trainer: the Trainer that calls back; set before training begins.
     """
 
@@ -190,6 +191,7 @@ class RunRecorder(TrainerCallback):
     measure: Measure
     show_bar: bool
     pause_step: int | None
+    full_speed: float | None = None
     trainer: MonitoredTrainer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -198,7 +200,8 @@ class RunRecorder(TrainerCallback):
         self.lines: ProgressLines | None = None
         self.interrupted: str | None = None
         self.best_eval = self.metrics.best_eval
-        # The clock stops during evaluations, records and checkpoints: they are not training time.
+        # The clock stops during evaluations, records and checkpoints: they are not training time. Where the device
+        # works behind, it goes on from step to step, since only a record waits for what was asked of the device.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
         self._begun_at = 0  # the step at which this process began
@@ -223,9 +226,6 @@ class RunRecorder(TrainerCallback):
     def on_step_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         self.training_steps += 1
         self.trainer.count_overflow()
-        if self._since is not None:
-            self.training_seconds += time.monotonic() - self._since
-            self._since = None
         if self.bar is not None:
             self.bar.update(1)
         if orphaned():
@@ -236,6 +236,21 @@ class RunRecorder(TrainerCallback):
         if self.processes.anyone(self.interrupted is not None):  # signals reach processes at different moments
             self.interrupted = next(reason for reason in self.processes.everyones(self.interrupted) if reason)
             control.should_training_stop = control.should_save = True
+        if args.device.type == "cpu" or control.should_log or control.should_evaluate or control.should_save:
+            self.stop_clock()
+
+    def stop_clock(self) -> None:
+        """Add the time since the clock began to ``training_seconds``; the next step starts it again."""
+        if self._since is None:
+            return
+        if self.trainer.args.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.training_seconds += time.monotonic() - self._since
+        self._since = None
+
+    def utilization(self, speed: float) -> Json:
+        """Return ``mfu``, the share of the cards' peak at ``speed`` tokens per second; empty if it is unknown."""
+        return {} if self.full_speed is None else {"mfu": speed / self.full_speed}
 
     def on_log(self, args: Arguments, state: State, control: Control, logs: Any = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
@@ -252,13 +267,15 @@ class RunRecorder(TrainerCallback):
             record["mix"] = {name: part["share"] for name, part in mix.items()}
         new, self._logged_tokens = tokens - self._logged_tokens, tokens
         speed = new / max(seconds, 1e-9)
-        self.metrics.write({**record, "tokens_per_second": speed})
+        used = self.utilization(speed)
+        self.metrics.write({**record, "tokens_per_second": speed, **used})
+        pace = f"{speed:,.0f} tokens/s" + (f", MFU {used['mfu']:.1%}" if used else "")
         if self.lines is not None:
             rate = "-" if record["learning_rate"] is None else f"{record['learning_rate']:.2e}"
             numbers = {"loss": f"{loss:.4f}", "learning rate": rate, "gradient norm": f"{norm:.3g}"}
-            self.lines.see(step, {**numbers, "": f"{speed:,.0f} tokens/s"})
+            self.lines.see(step, {**numbers, "": pace})
         if self.bar is not None:
-            self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            self.bar.set_postfix_str(f"loss={loss:.3f}, {pace}", refresh=False)
         self._take_series()
         self._monitor(step, self.trainer.layer_rows)
         self.guard.see_loss(step, loss)
@@ -321,6 +338,7 @@ class RunRecorder(TrainerCallback):
         self.trainer.evaluation = recorded
 
     def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
+        self.stop_clock()
         self._take_series()
 
     def _take_series(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,11 +40,21 @@ class ScheduledProbes(TrainerCallback):
 
     A probe that does not apply to the model, or that fails at a step, leaves a note in probes/NAME/notes.jsonl; neither
     ends the run. With several processes only the first one probes, and a model with sharded weights is not probed.
+
+    ``stop_clock`` is called before each measurement: probing is not training time.
     """
 
     trainer: MonitoredTrainer  # set before training begins
 
-    def __init__(self, folder: Path, settings: PretrainSettings, inputs: torch.Tensor, processor: Processor):
+    def __init__(
+        self,
+        folder: Path,
+        settings: PretrainSettings,
+        inputs: torch.Tensor,
+        processor: Processor,
+        stop_clock: Callable[[], None],
+    ):
+        self.stop_clock = stop_clock
         self.folder, self.specs, self.every = folder / "probes", settings.probes, settings.probe_every
         self.inputs, self.processor = inputs, processor
         self.seconds = 0.0
@@ -64,13 +75,14 @@ class ScheduledProbes(TrainerCallback):
             self._probe(state)
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        # Trainer has already stepped and cleared the gradients, and the recorder, called before, has stopped its clock.
+        # Trainer has already stepped and cleared the gradients.
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._probe(state)
 
     def _probe(self, state: TrainerState) -> None:
         if not state.is_world_process_zero:
             return
+        self.stop_clock()
         began, step = time.monotonic(), state.global_step
         model = self.trainer.bare_model()
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
