@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from lamina.errors import UserError
@@ -110,12 +111,20 @@ def refuse_damaged(folder: Path) -> None:
     """Raise UserError if a saved model or checkpoint was altered; a folder without a manifest passes."""
     if not (folder / MANIFEST).exists() and not (folder.name == "model" and (folder.parent / RESULT).is_file()):
         return
+    about = ((file, file.stat() if file.exists() else file.lstat()) for file in sorted(folder.rglob("*")))
+    broken = _damage(folder, tuple((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in about))
+    if broken is not None:
+        raise UserError(f"checkpoint {str(folder)!r}: {broken} (allowed: the files as they were written)")
+
+
+@lru_cache(maxsize=64)
+def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str | None:
+    """Return what is wrong with a saved model; looked at once for each state of its ``files``."""
     broken = what_is_broken(folder)
     if broken is None:
         foreign = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
         broken = f"{foreign[0]} is not one of its files" if foreign else None
-    if broken is not None:
-        raise UserError(f"checkpoint {str(folder)!r}: {broken} (allowed: the files as they were written)")
+    return broken
 
 
 def model_folder(path: str | Path) -> Path:

@@ -16,10 +16,11 @@ from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.core.values import DTYPES, one_of
 from lamina.errors import UserError
-from lamina.jobs.manifest import model_folder, refuse_damaged
+from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import CONFIG, RESULT
 from lamina.modeling import modeling_lamina
-from lamina.modeling.backbones.loading import ModelClass, load_weights, read_config, stored_shapes
+from lamina.modeling.backbones.loading import ModelClass, load_weights, read_config
+from lamina.modeling.backbones.stored import stored_tensors
 
 _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
 
@@ -60,8 +61,6 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
             (named).
     """
     source, run, more = _located(path)
-    if Path(source).is_dir():
-        refuse_damaged(Path(source))
     with local_when_unreachable():
         config = read_config(source, "checkpoint", **more)
         one_of("dtype", dtype, DTYPES)
@@ -90,7 +89,7 @@ def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
     """
     source, _, more = _located(path)
     if Path(source).is_dir() and not more:
-        stored_shapes(Path(source), "checkpoint", pickles=True)
+        stored_tensors(Path(source), "checkpoint", pickles=True)
     with local_when_unreachable():
         return _tokenizer(source, more)
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from lamina.errors import UserError, one_line
-from lamina.jobs.manifest import model_folder, refuse_damaged
+from lamina.jobs.manifest import model_folder
 from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read_config, refuse_scores
 
 
@@ -65,7 +65,6 @@ class Speaker:
         folder = model_folder(path)
         if not folder.exists():
             raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
-        refuse_damaged(folder)
         self.path, self.max_new_tokens = path, max_new_tokens
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         config = read_config(folder, "model", **code)

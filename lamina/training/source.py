@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.manifest import model_folder, refuse_as_output, refuse_damaged
+from lamina.jobs.manifest import model_folder, refuse_as_output
 from lamina.modeling.backbones import conversion, resolve_backbone
 from lamina.modeling.building import make_plan
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
@@ -148,7 +148,6 @@ def _read(folder: str) -> _Read:
 @lru_cache(maxsize=4)
 def _read_once(folder: str, changed: int | None) -> _Read:
     """Read the plan and the configuration, once for each ``changed``, the time of the last change."""
-    refuse_damaged(Path(folder))
     try:
         with local_when_unreachable():
             config: Any = conversion.read_config(folder)

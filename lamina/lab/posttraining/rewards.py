@@ -17,7 +17,6 @@ from types import FrameType
 from typing import TypeAlias, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
@@ -25,12 +24,12 @@ from lamina.core.python_files import guarded, run_file
 from lamina.data.encoding import TextEncoder
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line
-from lamina.jobs.manifest import content_hash, model_folder, refuse_damaged, sha256
+from lamina.jobs.manifest import content_hash, model_folder, sha256
 from lamina.lab.posttraining.examples import Fields
 from lamina.lab.posttraining.settings import RlhfSettings
 from lamina.lab.posttraining.starting import Start
 from lamina.lab.posttraining.trainer import Passed
-from lamina.modeling.backbones.loading import read_config
+from lamina.modeling.backbones.loading import load_weights, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,6 @@ def _check_model(named: str, start: Start) -> str:
     folder = model_folder(named)
     if not (folder / "config.json").is_file():
         raise UserError(f"reward_model: {named!r} holds no saved model (config.json is missing)")
-    refuse_damaged(folder)
     config = read_config(folder, "reward_model")
     if not any("SequenceClassification" in name for name in config.architectures or ()):
         raise UserError(f"reward_model: {named!r} gives no score (allowed: a folder as lamina reward leaves it)")
@@ -127,15 +125,12 @@ def _unused(name: str, known: Mapping[str, object]) -> str:
 
 
 def _of_model(named: str, device: torch.device, dtype: torch.dtype) -> Score:
-    try:
-        model = AutoModelForSequenceClassification.from_pretrained(
-            model_folder(named), dtype=dtype, use_safetensors=True
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"reward_model: {named!r} can't be loaded ({one_line(error)})") from error
+    folder = model_folder(named)
+    config = read_config(folder, "reward_model")
+    model, _ = load_weights(folder, config, AutoModelForSequenceClassification, "reward_model", dtype=dtype)
     if model.config.num_labels != 1:
         raise UserError(f"reward_model: it gives {model.config.num_labels} scores (needed: one)")
-    model = model.to(device).eval().requires_grad_(False)
+    torch.nn.Module.to(model, device).requires_grad_(False)
 
     @torch.no_grad()
     def score(rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:

@@ -37,9 +37,10 @@ from lamina.data.encoding import vocab_size_of
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.files import writing
-from lamina.jobs.manifest import model_folder, refuse_as_output, refuse_damaged
+from lamina.jobs.manifest import model_folder, refuse_as_output
 from lamina.lab.posttraining.settings import LORA, TuningSettings
-from lamina.modeling.backbones.loading import load_weights, quiet, read_config, refuse_scores, stored_shapes
+from lamina.modeling.backbones.loading import load_weights, quiet, read_config, refuse_scores
+from lamina.modeling.backbones.stored import stored_tensors
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForSequenceClassification, adapter_of
@@ -142,8 +143,6 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
     path = str(settings.from_model)
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
-    if folder.is_dir():
-        refuse_damaged(folder)
     place = folder if folder.is_dir() else path
     try:
         with local_when_unreachable():
@@ -154,7 +153,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
             plan, config = source.stored_plan(path), source.config_of(path)
         _check_writes(config, plan, path, head)
         if plan is None and folder.is_dir():
-            stored_shapes(folder, "from")
+            stored_tensors(folder, "from")
         tokenizer = load_tokenizer(str(place))
         if (end := settings.trl.get("eos_token")) is not None:
             if not isinstance(end, str) or end not in tokenizer.get_vocab():

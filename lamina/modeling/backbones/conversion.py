@@ -40,8 +40,9 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import ENVIRONMENT
 from lamina.modeling.backbones import loading
-from lamina.modeling.backbones.loading import TOKENIZER_FILES, load_weights, refuse_tensors, stored_shapes
+from lamina.modeling.backbones.loading import TOKENIZER_FILES, load_weights
 from lamina.modeling.backbones.presets import head_dim_of
+from lamina.modeling.backbones.stored import refuse_tensors, stored_tensors
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM, LogitsStyle, adapter_of
 from lamina.modeling.wiring_lamina import LaminaNorm, Residual
@@ -447,7 +448,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
     if getattr(config, "quantization_config", None):
         raise UserError("quantization_config: quantized weights cannot be converted (allowed: the original checkpoint)")
     if Path(path).is_dir():
-        stored_shapes(Path(path), field)  # before anything is begun
+        stored_tensors(Path(path), field)  # before anything is begun
     return config
 
 

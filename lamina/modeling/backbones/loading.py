@@ -6,16 +6,15 @@ unpickled, and no code beside a checkpoint runs, unless the caller allows it.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -25,15 +24,25 @@ from lamina.core.architectures import ROLES
 from lamina.core.registry import Registry
 from lamina.core.values import whole_number
 from lamina.errors import UserError, one_line, unknown
+from lamina.jobs.manifest import refuse_damaged
+from lamina.modeling.backbones.fetched_code import refuse_fetched
+from lamina.modeling.backbones.stored import (
+    INDEX,
+    WEIGHTS,
+    Stored,
+    kind_of,
+    pickled_tensors,
+    read_json,
+    refuse_foreign,
+    refuse_foreign_dtypes,
+    refuse_tensors,
+    stored_tensors,
+)
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import adapter_of
 from lamina.placements import Plan
 from lamina.placements.registry import PLACEMENTS
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_LARGEST_JSON = 2**26  # bytes
-Shapes = dict[str, tuple[int, ...]]
 # The fields of a configuration that must be sizes before anything is built of it.
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_layers", "num_attention_heads", "num_heads"),
@@ -65,75 +74,13 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def read_json(path: Path, source: str) -> dict[str, object]:
-    """Read the object in a JSON file. Raises UserError, beginning with ``source``, if there is none."""
-    if path.stat().st_size > _LARGEST_JSON:
-        raise UserError(f"{source} has {path.stat().st_size} bytes (allowed: up to {_LARGEST_JSON})")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{source} is not JSON ({one_line(error)})") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{source} holds {kind_of(data)} (allowed: an object)")
-    return data
-
-
-def kind_of(value: object) -> str:
-    """Describe the type of a JSON value in words."""
-    names = {"NoneType": "nothing", "list": "a list", "dict": "an object", "str": "a text", "bool": "true or false"}
-    return names.get(type(value).__name__, "a number")
-
-
-def stored_shapes(path: Path, field: str, *, pickles: bool = False) -> Shapes | None:
-    """Return the shape of every tensor in a folder's safetensors files, by name; checks the files' headers.
-
-    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError naming the file that is
-    missing, cut short, altered or outside the folder.
-    """
-    source = f"{field} {str(path)!r}:"
-    if (path / WEIGHTS).is_file():
-        return _header(path / WEIGHTS, source)
-    if (path / INDEX).is_file():
-        return _indexed(path, source)
-    others = sorted(p.name for kind in (*PICKLES, "*.gguf", "*.h5") for p in path.glob(kind))
-    if others and pickles:
-        return None
-    content = f"has its weights in {others[0]}" if others else "has no weights"
-    raise UserError(f"{field}: {str(path)!r} {content} (allowed: {WEIGHTS}; nothing is ever unpickled)")
-
-
-def _indexed(path: Path, source: str) -> Shapes:
-    places = read_json(path / INDEX, f"{source} {INDEX}").get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(v, str) for v in places.values()):
-        raise UserError(f"{source} {INDEX}: weight_map is not a table of tensors and files")
-    shapes: Shapes = {}
-    for file in sorted(set(places.values())):
-        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-            raise UserError(
-                f"{source} {INDEX} names {one_line(repr(file))} (allowed: .safetensors files in its folder)"
-            )
-        if not (path / file).is_file():
-            raise UserError(f"{source} {file} is missing ({INDEX} names it)")
-        header = _header(path / file, source)
-        lacking = sorted(k for k, v in places.items() if v == file and k not in header)
-        if lacking:
-            raise UserError(f"{source} {file} has no tensor {one_line(repr(lacking[0]))} ({INDEX} says so)")
-        shapes |= header
-    return shapes
-
-
-def _header(file: Path, source: str) -> Shapes:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {key: tuple(opened.get_slice(key).get_shape()) for key in list(opened.keys())}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{source} {file.name} is cut short or altered ({one_line(error)})") from None
-
-
 def read_config(
     path: str | Path, field: str, *, trust_remote_code: bool = False, weights: bool = True, **more: object
 ) -> PreTrainedConfig:
-    """Read the configuration of a saved model from a folder or the hub.
+    """Read the configuration of a saved model from a folder or the hub; check the folder that it is read from.
+
+    Every reader of a model begins here: the folder's manifest is compared with its files, the formats of the tensors
+    with the configuration, and a configuration that makes transformers fetch code is refused.
 
     Args:
         path: a folder with config.json, or a name on the hub.
@@ -143,7 +90,8 @@ def read_config(
         more: further arguments of ``AutoConfig.from_pretrained``.
 
     Raises:
-        UserError: if there is no configuration, its model type is unknown, or a field is invalid.
+        UserError: if the folder is damaged, there is no configuration, its model type is unknown, a field is invalid,
+            or a field or a tensor asks for what is never done unasked.
     """
     name, place = str(path), Path(path)
     source = f"{field} {name!r}: config.json"
@@ -151,8 +99,15 @@ def read_config(
         raise UserError(f"{field}: '' is not a path (allowed: a folder with config.json)")
     if place.is_file():
         raise UserError(f"{field}: {name!r} is a file (allowed: a folder with config.json and model.safetensors)")
+    if weights and place.is_dir():
+        refuse_damaged(place)
     if not more:
         data = _read_fields(path, field, source)
+        if not trust_remote_code:
+            refuse_fetched(data, source)
+            if (adapter := place / "adapter_config.json").is_file():  # transformers loads it with the model
+                beside = f"{field} {name!r}: {adapter.name}"
+                refuse_fetched(read_json(adapter, beside), beside)
         _check_type(data, source, trust_remote_code)
         _check_sizes(data, source)
     with quiet():
@@ -168,6 +123,8 @@ def read_config(
         raise UserError(f"{source}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
     check_adapter(backbone_of(config), f"{source}: ")
     _check_quantization(getattr(config, "quantization_config", None), source)
+    if weights and any((place / file).is_file() for file in (WEIGHTS, INDEX)):
+        refuse_foreign_dtypes(stored_tensors(place, field) or {}, config, f"{field} {name!r}:")
     if isinstance(config, LaminaConfig) and weights:
         if config.plan is None:
             raise UserError(f"{source} has no plan (allowed: a whole Lamina checkpoint)")
@@ -288,23 +245,23 @@ def load_weights(
         pickles: read a .bin file, tensors only, if there are no safetensors.
         optional: decides by name whether the checkpoint may lack a tensor of the model; without it, none may be
             missing.
-        extra: whether the checkpoint may have tensors that the model does not use.
+        extra: whether the checkpoint may have another head, which the model does not use.
         more: further arguments of ``from_pretrained``.
 
     Raises:
-        UserError: naming the first tensor that is missing, extra, of another shape, of a layer that the configuration
-            does not have or not finite; the file that cannot be read; or the error of transformers.
+        UserError: naming the first tensor that is missing, extra, of another shape or kind of number, of a layer that
+            the configuration does not have or not finite; the file that cannot be read; or the error of transformers.
     """
     name, place = str(path), Path(path)
     source = f"{field} {name!r}"
-    shapes = stored_shapes(place, field, pickles=pickles) if place.is_dir() and not more else None
-    if shapes is not None:
-        _check_room(config, cls, shapes, f"{source}: config.json")
+    stored = stored_tensors(place, field, pickles=pickles) if place.is_dir() and not more else None
+    if stored is not None:
+        _check_room(config, cls, stored, f"{source}: config.json")
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True, **more}
     options |= {"ignore_mismatched_sizes": True}  # they are refused below, by name
     if "gguf_file" not in more:
         options["config"] = config
-    if shapes is not None:
+    if stored is not None:
         options["use_safetensors"] = True
     model, info = _from_pretrained(name, cls, options, source)
     for key, stored, expected in sorted(info["mismatched_keys"]):
@@ -316,7 +273,9 @@ def load_weights(
         raise UserError(f"{source}: {one_line(errors[0])}")
     missing = sorted(info["missing_keys"])
     refuse_tensors(f"{source}: missing", [k for k in missing if not (optional and optional(model, k))], NOT_STORED)
-    _refuse_more_layers(model, info["unexpected_keys"], source)
+    if stored is None:  # of a name on the hub, the files are in its cache by now
+        stored = {} if more else pickled_tensors(place) if place.is_dir() else _cached_tensors(name, field)
+    refuse_foreign(model, stored, info["unexpected_keys"], source)
     if not extra:
         refuse_tensors(
             f"{source}: extra", info["unexpected_keys"], f"is not one of the model type {config.model_type!r}"
@@ -337,21 +296,21 @@ def _from_pretrained(
             raise UserError(f"{source}: {one_line(error)}") from error
 
 
-def refuse_tensors(source: str, keys: Iterable[str], why: str) -> None:
-    """Raise UserError, beginning with ``source``, if ``keys`` is not empty; the message names the first ones."""
-    names = sorted(keys)
-    if names:
-        more = f" (and {len(names) - 1} more: {', '.join(names[1:3])}{', …' if len(names) > 3 else ''})"
-        raise UserError(f"{source} tensor {names[0]!r}: it {why}{more if len(names) > 1 else ''}")
+def _cached_tensors(name: str, field: str) -> dict[str, Stored]:
+    config = try_to_load_from_cache(name, "config.json")
+    folder = Path(config).parent if isinstance(config, str) else None
+    if folder is None or not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
+        return {}
+    return stored_tensors(folder, field) or {}
 
 
-def _check_room(config: PreTrainedConfig, cls: ModelClass, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str, Stored], source: str) -> None:
     """Raise UserError, before allocating anything, if the configuration's model is far larger than the files."""
-    stored = sum(math.prod(shape) for shape in shapes.values())
+    stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
     text = backbone_of(config)
     layers = getattr(text, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > max(1024, len(shapes)):
-        raise UserError(f"{source}: num_hidden_layers is {layers}, but the weights are {len(shapes)} tensors")
+    if isinstance(layers, int) and layers > max(1024, len(tensors)):
+        raise UserError(f"{source}: num_hidden_layers is {layers}, but the weights are {len(tensors)} tensors")
     width, vocabulary = getattr(text, "hidden_size", 1), getattr(text, "vocab_size", 1)
     if isinstance(width, int) and isinstance(vocabulary, int) and width * vocabulary > max(2 * stored, 2**27):
         raise UserError(
@@ -367,18 +326,6 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, shapes: Mapping[str, 
         raise UserError(f"{source}: {one_line(error)}") from error
     if needed > max(2 * stored, 2**27):
         raise UserError(f"{source} is of a model with {needed} parameters, the weights have {stored} values")
-
-
-def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str) -> None:
-    """Raise UserError for tensors of layers beyond the configuration's last: it would cut the model short."""
-
-    def kind(key: str) -> str:
-        return ".".join("#" if part.isdigit() else part for part in key.split("."))
-
-    known = {kind(key) for key, _ in model.named_parameters()}
-    more = sorted(key for key in unexpected if any(p.isdigit() for p in key.split(".")) and kind(key) in known)
-    if more:
-        raise UserError(f"{source}: the weights have {one_line(repr(more[0]))}, a layer that config.json does not have")
 
 
 def check_finite(model: nn.Module, field: str) -> None:

@@ -189,7 +189,7 @@ def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int)
         return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
     folder = Path(getattr(model, "name_or_path", "") or "")
     has_processor = given is None and (folder / "preprocessor_config.json").is_file()
-    processor = AutoImageProcessor.from_pretrained(folder) if has_processor else None
+    processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False) if has_processor else None
     images = _read_images(corpus, shape, count, processor) if given is None else torch.as_tensor(given)
     if not images.is_floating_point() or images.ndim != 4 or tuple(images.shape[1:]) != shape:
         raise UserError(f"images: {images.dtype} of shape {list(images.shape)} (allowed: floats, {['images', *shape]})")

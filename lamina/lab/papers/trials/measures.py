@@ -93,6 +93,7 @@ def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFra
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from lamina.modeling.backbones.loading import load_weights, read_config
     from lamina.modeling.modeling_lamina import HEADS
     from lamina.probes.engine.measure import make_context
     from lamina.probes.engine.measure import measure as measured
@@ -105,7 +106,9 @@ def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFra
     if time == "init":
         model = cast(torch.nn.Module, initial_model(resolved, splits, processor)[0])
     elif (folder / "model").is_dir():
-        model = cast(torch.nn.Module, HEADS[resolved.objective.head].model.from_pretrained(folder / "model"))
+        stored = folder / "model"
+        head = HEADS[resolved.objective.head].model
+        model = cast(torch.nn.Module, load_weights(stored, read_config(stored, "model"), head, "model")[0])
     else:
         raise UserError("no model: the run diverged")
     tokenizer = processor if isinstance(processor, PreTrainedTokenizerBase) else None

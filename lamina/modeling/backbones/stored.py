@@ -1,0 +1,230 @@
+"""The tensors in a checkpoint's files: read from the headers, and compared with the model that was made of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from lamina.errors import UserError, one_line
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_LARGEST_JSON = 2**26  # bytes
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_WHOLE = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$")  # of old checkpoints: [1, 1, tokens, tokens], or []
+_VALUES = (".weight", ".bias", ".gamma", ".beta")
+_VALUE_HEAD = "v_head."  # TRL's, beside a language model
+
+
+class Stored(NamedTuple):
+    """A tensor as a file's header describes it; ``dtype`` is safetensors' name, such as F32."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+Tensors = dict[str, Stored]
+
+
+def read_json(path: Path, source: str) -> dict[str, object]:
+    """Read the object in a JSON file. Raises UserError, beginning with ``source``, if there is none."""
+    if path.stat().st_size > _LARGEST_JSON:
+        raise UserError(f"{source} has {path.stat().st_size} bytes (allowed: up to {_LARGEST_JSON})")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{source}: {error.strerror or one_line(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{source} is not JSON ({one_line(error)})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{source} holds {kind_of(data)} (allowed: an object)")
+    return data
+
+
+def kind_of(value: object) -> str:
+    """Describe the type of a JSON value in words."""
+    names = {"NoneType": "nothing", "list": "a list", "dict": "an object", "str": "a text", "bool": "true or false"}
+    return names.get(type(value).__name__, "a number")
+
+
+def stored_tensors(path: Path, field: str, *, pickles: bool = False) -> Tensors | None:
+    """Return the shape and dtype of every tensor in a folder's safetensors files, by name; checks the files' headers.
+
+    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError naming the file that is
+    missing, cut short, altered or outside the folder.
+    """
+    source = f"{field} {str(path)!r}:"
+    if (path / WEIGHTS).is_file():
+        return _header(path / WEIGHTS, source)
+    if (path / INDEX).is_file():
+        return _indexed(path, source)
+    others = sorted(p.name for kind in (*PICKLES, "*.gguf", "*.h5") for p in path.glob(kind))
+    if others and pickles:
+        return None
+    content = f"has its weights in {others[0]}" if others else "has no weights"
+    raise UserError(f"{field}: {str(path)!r} {content} (allowed: {WEIGHTS}; nothing is ever unpickled)")
+
+
+def _indexed(path: Path, source: str) -> Tensors:
+    places = read_json(path / INDEX, f"{source} {INDEX}").get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(v, str) for v in places.values()):
+        raise UserError(f"{source} {INDEX}: weight_map is not a table of tensors and files")
+    shapes: Tensors = {}
+    for file in sorted(set(places.values())):
+        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise UserError(
+                f"{source} {INDEX} names {one_line(repr(file))} (allowed: .safetensors files in its folder)"
+            )
+        if not (path / file).is_file():
+            raise UserError(f"{source} {file} is missing ({INDEX} names it)")
+        header = _header(path / file, source)
+        lacking = sorted(k for k, v in places.items() if v == file and k not in header)
+        if lacking:
+            raise UserError(f"{source} {file} has no tensor {one_line(repr(lacking[0]))} ({INDEX} says so)")
+        shapes |= header
+    return shapes
+
+
+def _header(file: Path, source: str) -> Tensors:
+    try:
+        file.open("rb").close()  # safetensors gives a file that may not be read no error of its own
+        with safe_open(file, framework="pt") as opened:
+            slices = {key: opened.get_slice(key) for key in list(opened.keys())}
+            return {key: Stored(tuple(one.get_shape()), str(one.get_dtype())) for key, one in slices.items()}
+    except OSError as error:
+        raise UserError(f"{source} {file.name}: {error.strerror or one_line(error)}") from None
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"{source} {file.name} is cut short or altered ({one_line(error)})") from None
+
+
+def refuse_tensors(source: str, keys: Iterable[str], why: str) -> None:
+    """Raise UserError, beginning with ``source``, if ``keys`` is not empty; the message names the first ones."""
+    names = sorted(keys)
+    if names:
+        more = f" (and {len(names) - 1} more: {', '.join(names[1:3])}{', …' if len(names) > 3 else ''})"
+        raise UserError(f"{source} tensor {names[0]!r}: it {why}{more if len(names) > 1 else ''}")
+
+
+def refuse_foreign_dtypes(stored: Mapping[str, Stored], config: PreTrainedConfig, source: str) -> None:
+    """Raise UserError for a tensor in a format that only a quantized model has, if the configuration has no entry."""
+    if is_quantized(config):
+        return
+    for name, tensor in stored.items():
+        if tensor.dtype not in (*_FLOATS, *_WHOLE):
+            raise UserError(
+                f"{source} tensor {one_line(repr(name))} is {tensor.dtype}, and config.json has no quantization_config "
+                "that says how to read it (allowed: the checkpoint with its quantization_config, or in bf16)"
+            )
+
+
+def is_quantized(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration, or its text part's, says how its weights are quantized."""
+    return any(getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
+
+
+def refuse_foreign(
+    model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: Iterable[str], source: str
+) -> None:
+    """Raise UserError naming a stored tensor that the loaded model does not use, or uses as another kind of number.
+
+    A head of the same model type, buffers that were stored once, and tensors that transformers ignores are no fault.
+    """
+    unexpected = sorted(unexpected)
+    _refuse_more_layers(model, unexpected, source)
+    if is_quantized(model.config):  # transformers has unpacked its tensors under other names
+        return
+    buffers = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+    buffers |= {name.removeprefix(f"{model.base_model_prefix}."): shape for name, shape in buffers.items()}
+    unsaved = {key for key in unexpected if key in buffers and (key not in stored or stored[key].shape == buffers[key])}
+    left = [key for key in unexpected if key not in unsaved and not _is_mask(key, stored.get(key))]
+    left = [key for key in left if not key.startswith(_VALUE_HEAD)]
+    if left:
+        others = _tensors_of_heads(model)
+        refuse_tensors(f"{source}: extra", [key for key in left if key not in others], _why(model))
+    own: Mapping[str, torch.Tensor] = model.state_dict()
+    for key, tensor in stored.items():
+        expected = own.get(key, own.get(f"{model.base_model_prefix}.{key}"))
+        # transformers may have renamed it
+        is_float = key.endswith(_VALUES) if expected is None else expected.is_floating_point()
+        if tensor.dtype in _WHOLE and is_float and not _is_mask(key, tensor):
+            raise UserError(
+                f"{source}: tensor {one_line(repr(key))} is stored as {tensor.dtype}, and the model needs floats "
+                f"(allowed: {', '.join(_FLOATS)})"
+            )
+
+
+def _why(model: PreTrainedModel) -> str:
+    return f"is not one of the model type {model.config.model_type!r} (allowed: the tensors of the model)"
+
+
+def _is_mask(key: str, stored: Stored | None) -> bool:
+    return _MASK.search(key) is not None and (stored is None or len(stored.shape) in (0, 4))
+
+
+def _tensors_of_heads(model: PreTrainedModel) -> set[str]:
+    """Return the names of tensors of all models that transformers makes of a configuration, with whatever head."""
+    names: set[str] = set()
+    for mapping in (value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING")):
+        try:
+            made: Any = mapping[type(model.config)]
+        except (KeyError, TypeError, AttributeError):  # plain tables of names are among them
+            continue
+        for cls in made if isinstance(made, tuple) else (made,):
+            try:
+                with torch.device("meta"):
+                    names |= set(cls(model.config).state_dict())
+            except Exception:  # a head that needs more than this configuration has
+                continue
+    prefix = f"{model.base_model_prefix}."
+    return names | {name.removeprefix(prefix) for name in names}
+
+
+def pickled_tensors(path: Path) -> Tensors:
+    """Return what the .bin files of a folder hold, as far as it can be seen without reading the values."""
+    found: Tensors = {}
+    names = {dtype: name for name, dtype in _TORCH.items()}
+    for file in sorted(path.glob("pytorch_model*.bin")):
+        try:
+            loaded = torch.load(file, map_location="meta", weights_only=True)
+        except Exception:  # the error is transformers' to raise when it reads the file
+            continue
+        for key, value in loaded.items() if isinstance(loaded, Mapping) else ():
+            if isinstance(value, torch.Tensor):
+                found[str(key)] = Stored(tuple(value.shape), names.get(value.dtype, str(value.dtype)))
+    return found
+
+
+_TORCH = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+
+
+def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str) -> None:
+    """Raise UserError for tensors of layers beyond the configuration's last: it would cut the model short."""
+
+    def kind(key: str) -> str:
+        return ".".join("#" if part.isdigit() else part for part in key.split("."))
+
+    known = {kind(key) for key, _ in model.named_parameters()}
+    more = sorted(key for key in unexpected if any(p.isdigit() for p in key.split(".")) and kind(key) in known)
+    if more:
+        raise UserError(f"{source}: the weights have {one_line(repr(more[0]))}, a layer that config.json does not have")
