@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina
 from lamina.errors import UserError
-from lamina.modeling.backbones import fetched_code
-from lamina.modeling.backbones.loading import read_config
+from lamina.modeling.backbones import loading
+from lamina.modeling.backbones.loading import read_config, refuse_fetched
 from lamina.modeling.checkpoint import load
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -71,16 +71,16 @@ def test_flash_attention_is_refused_only_where_transformers_would_fetch_it(with_
     found = importlib.util.find_spec
     for installed, refused in (({"kernels"}, True), (set(), False), ({"kernels", "flash_attn"}, False)):
         monkeypatch.setattr(
-            fetched_code.importlib.util,
+            loading.importlib.util,
             "find_spec",
             lambda name, installed=installed: found("json") if name in installed else None,
         )
         data = json.loads((folder / "config.json").read_text())
         if refused:
             with pytest.raises(UserError, match="'flash_attention_2' is code of the hub"):
-                fetched_code.refuse_fetched(data, "config.json")
+                refuse_fetched(data, "config.json")
         else:
-            fetched_code.refuse_fetched(data, "config.json")
+            refuse_fetched(data, "config.json")
 
 
 def test_an_adapter_cannot_name_a_module_that_peft_imports(with_fields):

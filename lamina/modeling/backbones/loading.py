@@ -6,7 +6,9 @@ unpickled, and no code beside a checkpoint runs, unless the caller allows it.
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.utils import ADAPTER_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from lamina.core.architectures import ROLES
@@ -25,7 +28,6 @@ from lamina.core.registry import Registry
 from lamina.core.values import whole_number
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.manifest import refuse_damaged
-from lamina.modeling.backbones.fetched_code import refuse_fetched
 from lamina.modeling.backbones.stored import (
     INDEX,
     WEIGHTS,
@@ -56,6 +58,9 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "source.spm", "tokenizer_config.json"),
 )
+_CHOOSING = re.compile(r"implementation|kernel")  # parts of the names of fields that choose code
+_FLASH = re.compile(r"flash_attention_\d+")
+_OF_THE_HUB = ("sonicmoe", "deepgemm")  # experts whose kernels transformers fetches from the hub
 ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
 NOT_STORED = "is not in the checkpoint"
 
@@ -105,7 +110,7 @@ def read_config(
         data = _read_fields(path, field, source)
         if not trust_remote_code:
             refuse_fetched(data, source)
-            if (adapter := place / "adapter_config.json").is_file():  # transformers loads it with the model
+            if (adapter := place / ADAPTER_CONFIG_NAME).is_file():  # transformers loads it with the model
                 beside = f"{field} {name!r}: {adapter.name}"
                 refuse_fetched(read_json(adapter, beside), beside)
         _check_type(data, source, trust_remote_code)
@@ -212,6 +217,43 @@ def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool
         if not isinstance(inner, Mapping):
             raise UserError(f"{source}: backbone_config is {kind_of(inner)} (allowed: the backbone's configuration)")
         _check_type({"model_type": inner.get("model_type")}, f"{source}: backbone_config", trust_remote_code)
+
+
+def refuse_fetched(data: Mapping[str, object], source: str) -> None:
+    """Raise UserError naming the field, at any depth, of config.json or adapter_config.json that asks for code."""
+    for path, value in _texts(data):
+        if _CHOOSING.search(path) is None:
+            continue
+        name = value.rpartition("|")[2]
+        fetched = "/" in name or (name in _OF_THE_HUB and "experts" in path) or _falls_back(name)
+        if fetched:
+            allowed = "eager, batched_mm, grouped_mm" if "experts" in path else "eager, sdpa, flex_attention"
+            raise UserError(
+                f"{source}: {one_line(path)}: {one_line(repr(value))} is code of the hub, which is never run unasked "
+                f"(allowed: {allowed}; `lamina generate` takes --trust-remote-code)"
+            )
+    core = data.get("megatron_core")
+    if data.get("megatron_config") is not None and core != "megatron.core":  # an adapter's: peft would import it
+        raise UserError(f"{source}: megatron_core: {one_line(repr(core))} (allowed: 'megatron.core')")
+
+
+def _falls_back(name: str) -> bool:
+    """Return whether transformers would take a kernel of the hub in place of a package that is missing."""
+    packages = ("kernels", "flash_attn", "flash_attn_interface")
+    kernels, *installed = (importlib.util.find_spec(package) is not None for package in packages)
+    return _FLASH.fullmatch(name) is not None and kernels and not any(installed)
+
+
+def _texts(data: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield all texts inside of JSON data with their paths, without those of plain lists' indices."""
+    if isinstance(data, str):
+        yield path, data
+    elif isinstance(data, Mapping):
+        for name, value in data.items():
+            yield from _texts(value, f"{path}.{name}" if path and name else path or str(name))
+    elif isinstance(data, list):
+        for value in data:
+            yield from _texts(value, path)
 
 
 def _check_sizes(data: Mapping[str, object], source: str) -> None:
