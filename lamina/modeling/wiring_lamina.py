@@ -2,7 +2,7 @@
 
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
-Transformers copies this file beside a checkpoint, so it imports only torch, transformers and the streams.
+Transformers copies this file beside a checkpoint, so it imports only torch, transformers and what it copies with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .forwards_lamina import with_calls
 from .streams_lamina import DEPTH_READS, BlockState, DepthAttention, LaminaWiring, State, StreamMixer, mixed
 
 
@@ -92,15 +92,35 @@ class LaminaNorm(nn.Module):
 class LaminaRMSNorm(LaminaNorm):
     """x / sqrt(mean(x^2) + eps) * gain over the last axis, statistics in float32 (bit for bit as LlamaRMSNorm).
 
-    With ``groups``, the statistics are over each of that many equal groups of a token's channels, hence causal.
+    Its gain is learned, and each other formula is a class with another end of its name: serving engines put a norm of
+    theirs in the place of all modules of a class (vLLM), or of all whose class is called so (SGLang).
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float32)
-        if self.groups > 1:
-            y = y.unflatten(-1, (self.groups, -1))
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.apply_gain((y.flatten(-2) if self.groups > 1 else y).to(x.dtype))
+        return self.apply_gain(y.to(x.dtype))
+
+
+class LaminaZeroCenteredNorm(LaminaRMSNorm):
+    """A LaminaRMSNorm whose weight is the gain minus 1."""
+
+
+class LaminaFixedGainNorm(LaminaRMSNorm):
+    """A LaminaRMSNorm with a constant gain other than 1."""
+
+
+class LaminaGainlessNorm(LaminaRMSNorm):
+    """A LaminaRMSNorm with the gain 1 and no parameter."""
+
+
+class LaminaGroupedNorm(LaminaNorm):
+    """LaminaRMSNorm with statistics over each of ``groups`` equal parts of a token's channels, hence causal."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.float32).unflatten(-1, (self.groups, -1))
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.apply_gain(y.flatten(-2).to(x.dtype))
 
 
 class LaminaLayerNorm(LaminaNorm):
@@ -153,7 +173,7 @@ class LaminaErfNorm(LaminaTanhNorm):
 # By their kinds; lamina.modeling.norm adds one's own.
 NORMS: dict[str, type[LaminaNorm]] = {
     "rms": LaminaRMSNorm,
-    "group": LaminaRMSNorm,
+    "group": LaminaGroupedNorm,
     "layer": LaminaLayerNorm,
     "l2": LaminaL2Norm,
     "dyt": LaminaTanhNorm,
@@ -193,7 +213,12 @@ def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNo
     options = {"eps": style.eps, "gain": spec["initial_gain"], "learnable": spec["learnable_gain"]}
     options |= {"bias": style.bias} if NORMS[kind] is LaminaLayerNorm else {}
     younger = {name: spec[name] for name in ("zero_centered", "alpha") if name in spec}
-    return NORMS[kind](hidden_size, groups=spec["groups"], **options, **younger)
+    made = NORMS[kind]
+    if made is LaminaRMSNorm and not spec["learnable_gain"]:
+        made = LaminaGainlessNorm if spec["initial_gain"] == 1.0 else LaminaFixedGainNorm
+    elif made is LaminaRMSNorm and younger.get("zero_centered"):
+        made = LaminaZeroCenteredNorm
+    return made(hidden_size, groups=spec["groups"], **options, **younger)
 
 
 class NormedProjections(nn.Module):
@@ -202,49 +227,47 @@ class NormedProjections(nn.Module):
     The norms are ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each stands beside its projection, which stays
     the linear layer of transformers: code that wraps, swaps or merges linear layers (LoRA, quantization, serving
     engines) leaves the norms alone. ``norm_projections`` mixes this class into the module's class, whose ``forward``
-    then calls the methods here instead of the projections. With ``ways``, queries, keys and values are projected from
-    three states, side by side in the last axis of the input.
+    then applies what is here to the projections' outputs and inputs. With ``ways``, queries, keys and values are
+    projected from three states, side by side in the last axis of the input.
     """
 
     backbone_class: type[nn.Module]
     normed: tuple[str, ...]  # of "q", "k" and "v", and the name of the last projection
     stacked: str | None  # the one projection to all three, where there is one
     ways: bool
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
+    normed_widths: dict[str, int]  # what a norm sees at once: the channels of a head, or all
     q_norm: LaminaNorm
     k_norm: LaminaNorm
     v_norm: LaminaNorm
     inner_norm: LaminaNorm
 
-    def normed_queries(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Project and norm [batch, tokens, hidden_size] to [batch, tokens, heads * head_dim]."""
-        return self._part(0, hidden)
+    def normed_queries(self, y: torch.Tensor) -> torch.Tensor:
+        """Norm projected queries [batch, tokens, heads * head_dim]: each head separately, or the full width."""
+        return self._in_parts("q", y)
 
-    def normed_keys(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._part(1, hidden)
+    def normed_keys(self, y: torch.Tensor) -> torch.Tensor:
+        return self._in_parts("k", y)
 
-    def normed_values(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._part(2, hidden)
+    def normed_values(self, y: torch.Tensor) -> torch.Tensor:
+        return self._in_parts("v", y)
 
-    def _part(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        part = "qkv"[index]
-        own = hidden.unflatten(-1, (3, -1))[..., index, :] if self.ways else hidden
-        y = getattr(self, f"{part}_proj")(own)
-        return _in_parts(getattr(self, f"{part}_norm"), y) if part in self.normed else y
+    def normed_stack(self, y: torch.Tensor) -> torch.Tensor:
+        """Norm queries, keys and values that are stacked in the last axis."""
+        parts = zip("qkv", y.chunk(3, dim=-1), strict=True)
+        return torch.cat([self._in_parts(name, part) if name in self.normed else part for name, part in parts], dim=-1)
 
-    def projected_norm(self, inner: torch.Tensor) -> torch.Tensor:
-        """Norm [batch, tokens, channels], then apply the last projection."""
-        return getattr(self, self.normed[-1])(self.inner_norm(inner))
+    def _in_parts(self, part: str, y: torch.Tensor) -> torch.Tensor:
+        return getattr(self, f"{part}_norm")(y.unflatten(-1, (-1, self.normed_widths[part]))).flatten(-2)
 
-    def normed_stack(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return queries, keys and values, normed and stacked in the last axis."""
-        parts = list(getattr(self, str(self.stacked))(hidden).chunk(3, dim=-1))
-        for index, name in enumerate("qkv"):
-            if name in self.normed:
-                parts[index] = _in_parts(getattr(self, f"{name}_norm"), parts[index])
-        return torch.cat(parts, dim=-1)
+    def input_of_queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the queries' state [batch, tokens, hidden_size] of three [batch, tokens, 3 * hidden_size]."""
+        return hidden.unflatten(-1, (3, -1))[..., 0, :]
+
+    def input_of_keys(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.unflatten(-1, (3, -1))[..., 1, :]
+
+    def input_of_values(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.unflatten(-1, (3, -1))[..., 2, :]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Pickle by the backbone's class: this class may not exist yet in the process that loads it."""
@@ -252,34 +275,23 @@ class NormedProjections(nn.Module):
         return _empty_normed_projections, kind, self.__getstate__()
 
 
-def _in_parts(norm: LaminaNorm, y: torch.Tensor) -> torch.Tensor:
-    """Norm each group of ``norm.hidden_size`` channels separately: a head, or the full width."""
-    return norm(y.unflatten(-1, (-1, norm.hidden_size))).flatten(-2)
-
-
 def normed_class(
     base: type[nn.Module], normed: tuple[str, ...], stacked: str | None = None, ways: bool = False
 ) -> type[NormedProjections]:
     """Make a subclass of a backbone's module that norms what ``normed`` names ("q", "k", "v", a last projection).
 
-    The subclass has the backbone's forward, in which calls of projections become calls of NormedProjections' methods.
-    Raises ValueError if the backbone's forward does not call the projections itself.
+    The subclass has the backbone's forward, in which ``self.q_proj(x)`` is ``self.normed_queries(self.q_proj(x))`` and
+    ``self.o_proj(x)`` is ``self.o_proj(self.inner_norm(x))``. Raises ValueError if the backbone's forward does not call
+    the projections itself, or if its source is not available.
     """
     key = (base, normed, stacked, ways)
     if key not in _NORMED_CLASSES:
-        calls = {f"{name}_proj": f"normed_{_PARTS[name]}" for name in _PARTS if ways or name in normed}
-        calls = {stacked: "normed_stack"} if stacked and calls else calls
-        calls |= {name: "projected_norm" for name in normed if name not in _PARTS}
-        forward = base.forward
-        called = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
-        absent = [name for name in calls if name not in called]
-        if absent or not isinstance(forward, FunctionType):
-            raise ValueError(f"{base.__name__}.forward does not call {absent[0]!r} itself")
-        code = forward.__code__.replace(co_names=tuple(calls.get(name, name) for name in called))
-        method = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
-        method.__kwdefaults__, method.__annotations__ = forward.__kwdefaults__, forward.__annotations__
-        method.__doc__, method.__qualname__ = forward.__doc__, forward.__qualname__
-        attributes = {"backbone_class": base, "normed": normed, "stacked": stacked, "ways": ways, "forward": method}
+        after = {f"{part}_proj": f"normed_{name}" for part, name in _PARTS.items() if part in normed}
+        after = {stacked: "normed_stack"} if stacked and after else after
+        before = {name: "inner_norm" for name in normed if name not in _PARTS}
+        before |= {f"{part}_proj": f"input_of_{name}" for part, name in _PARTS.items() if ways}
+        forward = with_calls(base, before, after)
+        attributes = {"backbone_class": base, "normed": normed, "stacked": stacked, "ways": ways, "forward": forward}
         name = f"Normed{base.__name__}"
         _NORMED_CLASSES[key] = type(name, (NormedProjections, base), {**attributes, "__module__": __name__})
     return _NORMED_CLASSES[key]
@@ -628,6 +640,7 @@ def norm_projections(
     in_head = {**spec, "kind": "rms", "groups": 1} if spec["kind"] == "group" else spec  # a head is a group
     norms = {p: make_norm(in_head if scopes[p] == "head" else spec, dim, style) for p, dim in dims.items()}
     module.__class__ = normed_attention
+    module.normed_widths = dims
     for part, norm in norms.items():
         setattr(module, f"{part}_norm", norm)
     if inner and last:

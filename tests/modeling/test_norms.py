@@ -16,7 +16,15 @@ import lamina
 from lamina.errors import UserError
 from lamina.modeling.building import norm
 from lamina.modeling.initialization import weights
-from lamina.modeling.wiring_lamina import NORMS, LaminaLayerNorm, LaminaNorm, LaminaRMSNorm, NormStyle, make_norm
+from lamina.modeling.wiring_lamina import (
+    NORMS,
+    LaminaGroupedNorm,
+    LaminaLayerNorm,
+    LaminaNorm,
+    LaminaRMSNorm,
+    NormStyle,
+    make_norm,
+)
 from lamina.placements import Norm, Plan, Sublayer, names, resolve
 from lamina.placements.plan import Layer
 from lamina.training.monitor.parameter_measures import gain_rows
@@ -295,4 +303,4 @@ def test_a_group_of_heads_is_normed_head_by_head():
     model = lamina.build(llama(2), "pre_ln", qk_norm="head", v_norm="full", norm="group", groups=4)
     attention = model.model.layers[0].attention.module
     assert type(attention.q_norm) is LaminaRMSNorm
-    assert attention.v_norm.groups == 4
+    assert (type(attention.v_norm), attention.v_norm.groups) == (LaminaGroupedNorm, 4)

@@ -15,7 +15,7 @@ from lamina.modeling import LaminaConfig, LaminaForSequenceClassification
 from lamina.placements import names, resolve
 
 COMMON = """
-import json, sys, torch
+import inspect, json, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -34,6 +34,7 @@ def check(folder, loader, trust):
         "equal": torch.equal(output[kept], saved[kept]),
         "difference": (output[kept] - saved[kept]).abs().max().item(),
         "module": type(model).__module__.split(".")[0],
+        "sources": [inspect.getsource(type(m).forward) for m in model.modules() if "NormedL" in type(m).__name__],
     }
 """
 WITH_PACKAGE = f"""{COMMON}
@@ -123,6 +124,9 @@ def test_a_fresh_process_without_the_package_computes_the_same_logits(saved, tmp
     assert {key.split()[0] for key in results} == {folder.name for folder in saved.iterdir()}
     assert [key for key, result in results.items() if not is_the_same(key, result)] == []
     assert {result["module"] for result in results.values()} == {"transformers_modules"}
+    sources = results["normed_heads AutoModelForCausalLM"]["sources"]
+    assert len(sources) == 2
+    assert all("self.normed_values(self.v_proj(" in source for source in sources)
 
 
 def test_a_removed_layer_leaves_the_others_their_plan(tmp_path):

@@ -190,11 +190,14 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"),
 
 
 @pytest.fixture(scope="module")
-def page():
-    """What the page defines, all its blocks having run in order."""
+def page(tmp_path_factory):
+    """What the page defines, all its blocks having run in order, each as a file: SubLN reads the modules' source."""
     names: dict = {"__name__": "wire_page"}
-    for block in BLOCKS:
-        exec(compile(block, str(PAGE), "exec"), names)
+    folder = tmp_path_factory.mktemp("page")
+    for index, block in enumerate(BLOCKS):
+        file = folder / f"block_{index}.py"
+        file.write_text(block, encoding="utf-8")
+        exec(compile(block, str(file), "exec"), names)
     return names
 
 
