@@ -65,8 +65,8 @@ def sublayers(layers: Iterable[Layer]) -> list[Sublayer]:
 
 
 def block_label(indices: list[int]) -> str:
-    """Return blocks counted from 1: "block 1", "blocks 2-32", "blocks 1-4, 31-32"."""
-    spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs(index + 1 for index in indices)]
+    """Return blocks counted from 0: "block 0", "blocks 1-31", "blocks 0-3, 30-31"."""
+    spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs(indices)]
     if len(spans) > 3:
         spans = [*spans[:2], "…", spans[-1]]
     return f"block{'s' * (len(indices) > 1)} {', '.join(spans)}"

@@ -128,7 +128,7 @@ def from_rules(data: Mapping[str, object], num_layers: int) -> dict[str, object]
                 fields = rule.get(sublayer) or {}
                 if not isinstance(fields, Mapping):
                     raise UserError(f"{where}.{sublayer}: {fields!r} is not a mapping of fields")
-                names = {"num_layers": num_layers, "num_sublayers": 2 * num_layers, "layer": index + 1}
+                names = {"num_layers": num_layers, "num_sublayers": 2 * num_layers, "layer": index}
                 layers[index][sublayer].update(
                     {k: _formula(v, names, f"{where}.{sublayer}.{k}") for k, v in fields.items()}
                 )
@@ -314,10 +314,10 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
 def _on_the_stream(plan: Plan) -> Iterator[str]:
     """Yield each place at which a plan does more to the stream than add branches."""
     records: list[tuple[str, Plan | Layer | Sublayer, tuple[str, ...]]] = [("the plan", plan, AT_THE_ENDS)]
-    for index, layer in enumerate(plan.layers, start=1):
-        records.append((f"block {index}", layer, SUBLAYERS))
+    for index, layer in enumerate(plan.layers):
+        records.append((f"layer {index}", layer, SUBLAYERS))
         halves = (("attention", layer.attention), ("feed_forward", layer.feed_forward))
-        records += [(f"the {part} of block {index}", half, IN_THE_BRANCH) for part, half in halves]
+        records += [(f"the {part} of layer {index}", half, IN_THE_BRANCH) for part, half in halves]
     for place, record, kept in records:
         for entry in fields(record):
             if entry.name not in kept and getattr(record, entry.name) != entry.default:

@@ -22,7 +22,7 @@ TINY = 1e-45
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """The numbers of a burn-in at its last snapshot; layers are blocks from 1, and 0 is the embedding's output."""
+    """The numbers of a burn-in at its last snapshot; layers are counted from 0, and -1 is the embedding."""
 
     step: int
     finite: float  # 0.0 if the loss or the gradient was not finite, else 1.0
@@ -30,10 +30,10 @@ class Features:
     excess_error: float  # its standard error over the held-out sequences
     context: float  # nats by which the predictions beat their own mean
     similarity: float  # mean cosine between tokens in x^N
-    jacobian: float  # log10 of the smallest gain of the Jacobian from any x^l to x^N
-    jacobian_layer: int  # the l of that gain
+    jacobian: float  # log10 of the smallest gain of the Jacobian from the output of any layer to x^N
+    jacobian_layer: int  # that layer
     weight_gradient: float  # log10 of the smallest over the largest gradient norm of a block's weights
-    weight_gradient_layer: int  # the block with the smallest
+    weight_gradient_layer: int  # the layer with the smallest
     spike: float  # largest rise of the training loss above its best so far, in nats
     magnitude: float  # the largest |x| of any state
     magnitude_layer: int  # the layer of that state
@@ -70,12 +70,12 @@ def features(burn_in: BurnIn, end: int = -1) -> Features:
         context=last.context,
         similarity=last.series("token_similarity")[max(largest)],
         jacobian=_log(gains[cut_off]),
-        jacobian_layer=cut_off + 1,
+        jacobian_layer=cut_off,
         weight_gradient=_log(norms[still]) - _log(max(norms.values())),
-        weight_gradient_layer=still + 1,
+        weight_gradient_layer=still,
         spike=spike,
         magnitude=largest[top],
-        magnitude_layer=top + 1,
+        magnitude_layer=top,
         growth=_log(variance[max(variance)]) - _log(variance[-1]),
         spent=spent,
         pace=(half.loss - last.loss) / max(spent - burn_in.spent(half.step), TINY),
@@ -215,7 +215,7 @@ def judge(numbers: Features, burn_in: BurnIn) -> PreflightVerdict:
 
 
 def _place(layer: int) -> str:
-    return f"block {layer}" if layer else "the embedding"
+    return f"layer {layer}" if layer >= 0 else "the embedding"
 
 
 def _collapse(numbers: Features, burn_in: BurnIn) -> str:

@@ -88,7 +88,11 @@ class DepthMixing(ShortProbe):
         )
         gains = frame[frame["metric"] == "composite_gain"]
         yield from chart(
-            gains, "Composite gain", "stretch to the last state", "The stretch from each state to the last."
+            gains,
+            "Composite gain",
+            "stretch to the last state",
+            "The stretch from each state to the last.",
+            x_title="state",
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:

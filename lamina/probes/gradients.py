@@ -129,14 +129,16 @@ class Gradients(Probe):
             layers[(layers["role"] == "state") & (layers["metric"] == "gradient_norm")],
             *("Gradient norm of the states", "norm of d loss / d x"),
             "Norm of the loss' gradient with respect to the stream before each layer; the last is behind all layers.",
+            x_title="state",
             log_y=True,
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         norms = frame[frame["metric"] == "gradient_norm"].set_index(["sublayer", "role", "layer"])["value"].sort_index()
-        for role, label in (("all", "The layers' gradient norm"), ("state", "The gradient norm of the stream")):
+        labels = (("all", "The layers' gradient norm", "layer"), ("state", "The gradient norm of the stream", "state"))
+        for role, label, what in labels:
             if ("block", role) in norms.index:
-                yield from _along_depth(label, norms["block", role])
+                yield from _along_depth(label, norms["block", role], what)
         layers = norms["block", "all"] if ("block", "all") in norms.index else pd.Series(dtype=float)
         total = norms["model", "all", -1]
         if len(layers):
@@ -209,18 +211,18 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapp
     return expected / predicted
 
 
-def _along_depth(label: str, norms: Frame) -> list[str]:
+def _along_depth(label: str, norms: Frame, what: str) -> list[str]:
     if len(norms) < 2:
         return []
     first, last = float(norms.iloc[0]), float(norms.iloc[-1])
     if not (math.isfinite(first) and math.isfinite(last)):
         return [f"{label} is not finite."]
+    said = f"{label} is {first:.3g} at {what} {norms.index[0]} and {last:.3g} at {what} {norms.index[-1]}"
     if min(first, last) <= 0:
-        return [f"{label} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}."]
+        return [f"{said}."]
     ratio = last / first
     shape = f"{ratio:.3g} times larger" if ratio > 1 else f"{1 / ratio:.3g} times smaller"
-    shape = "about even" if 0.5 <= ratio <= 2 else shape
-    return [f"{label} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}: {shape}."]
+    return [f"{said}: {'about even' if 0.5 <= ratio <= 2 else shape}."]
 
 
 def places(model: nn.Module, structure: Structure) -> dict[str, Place]:

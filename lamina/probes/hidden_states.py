@@ -195,6 +195,7 @@ class HiddenStates(Probe):
             frame[frame["metric"] == "stream_cosine"],
             *("Collapse of the streams", "cosine"),
             "The mean cosine of two streams of a token: at 1 they carry the same.",
+            x_title="state",
         )
         yield from chart(
             around,

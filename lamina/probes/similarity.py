@@ -92,7 +92,7 @@ class Similarity(DirectionsProbe):
             x_title="distance between the layers",
         )
         yield (
-            heat_map(square, x="start", y="end", value="value", title="Cosine between states"),
+            heat_map(square, "start", "end", "value", title="Cosine between states", x_title="state", y_title="state"),
             "Cosine between the streams before the layers, mean over tokens.",
         )
         yield from chart(

@@ -74,9 +74,13 @@ def ends(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
         for panel, column in ((1, 0), (2, -1)):
             values: Frame = pd.concat([table.iloc[:, column] for table in seeds], axis=1)
             lines.append((panel, _mean_with_range(item, values, log=quantity.log, legend=panel == 1)))
-    first = min(int(table.index.min()) for _, seeds in tables for table in seeds)
-    depth = f"{quantity.by} (0: the embedding)" if first == 0 else quantity.by
+    depth = _axis(quantity, [table for _, seeds in tables for table in seeds])
     return charts.side_by_side(captions, lines, depth, quantity.label, log=quantity.log)
+
+
+def _axis(quantity: Quantity, tables: Sequence[Frame]) -> str:
+    outside = any(table.index.min() < 0 for table in tables if len(table))
+    return f"{quantity.by} (-1: the embedding)" if outside else quantity.by
 
 
 def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> Line:
@@ -100,7 +104,8 @@ def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> 
 def heat_maps(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
     """Draw a quantity by depth (upwards) and step (to the right): a map per placement, one color scale for all."""
     maps = [(item.label, over_seeds(item, quantity)) for item in items]
-    return charts.heat_maps(maps, quantity.label, log=quantity.log, upwards=quantity.by)
+    upwards = _axis(quantity, [table for _, table in maps])
+    return charts.heat_maps(maps, quantity.label, log=quantity.log, upwards=upwards)
 
 
 def by_steps(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:

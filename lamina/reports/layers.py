@@ -37,7 +37,7 @@ def sections(items: Sequence[Shown]) -> list[Section]:
 
 
 def blocks(metric: Metric) -> Quantity:
-    """Return a metric of whole blocks as a quantity by layer (from 1; 0: the embedding) and step."""
+    """Return a metric of whole blocks as a quantity by layer (-1: the embedding) and step."""
     table = partial(_busiest, metric) if metric.by_index else partial(Trial.blocks, metric=metric.name)
     return Quantity(label=metric.quantity, table=table, log=metric.log)
 
@@ -102,7 +102,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
     for item in items:
         rows: Frame = pd.concat([select(trial.layers, {"metric": metric.name}) for trial in item.trials])
         rows = rows[rows["layer"].lt(0) & np.isfinite(rows["value"].astype(float))]
-        rows = rows[~(rows["sublayer"].eq("block") & rows["role"].eq("all"))]  # the embedding, layer 0 of the blocks
+        rows = rows[~(rows["sublayer"].eq("block") & rows["role"].eq("all"))]  # the embedding: layer -1 of the blocks
         for number, (role, values) in enumerate(rows.groupby("role", sort=False)):
             ends = values.groupby("step")["value"].agg(["min", "max"]).reset_index()
             ends = ends.groupby(np.arange(len(ends)) // max(1, len(ends) // _POINTS))
@@ -138,7 +138,7 @@ def _by_index(items: Sequence[Shown], metric: Metric) -> go.Figure | None:
     maps = []
     for item in items:
         rows = select(item.trials[0].layers, {"metric": metric.name})
-        last = rows[rows["step"] == rows["step"].max()].assign(layer=rows["layer"] + 1)
+        last = rows[rows["step"] == rows["step"].max()]
         table = last.pivot_table(index="layer", columns="index", values="value")
         maps.append((item.label, table.div(table.mean(axis=1), axis=0)))
     return charts.heat_maps(maps, "load / balanced load", log=False, upwards="layer", rightwards="expert")

@@ -93,7 +93,7 @@ class Trial:
         return {folder.name: _parts(sorted(folder.glob("part-*.parquet")), ("step", "value")) for folder in folders}
 
     def blocks(self, metric: str) -> Frame:
-        """Return a metric of whole blocks: one row per block (from 1; 0 is the embedding), one column per step."""
+        """Return a metric of whole blocks: one row per layer (-1: the embedding), one column per step."""
         rows = select(self.layers, {"metric": metric, "role": "all"})
         return by_depth(rows[rows["sublayer"].isin(whole_of(metric))])
 
@@ -233,10 +233,10 @@ def groups(rows: Frame, columns: Sequence[str], *, dropna: bool = False) -> Iter
 
 
 def by_depth(rows: Frame) -> Frame:
-    """Return one quantity as a table: one row per block (counted from 1; 0 for layer -1), one column per step."""
+    """Return one quantity as a table: one row per layer (-1: the embedding), one column per step."""
     values: Frame = pd.to_numeric(rows["value"], errors="coerce")
-    table: Frame = rows.assign(value=values, depth=rows["layer"].astype(int) + 1).pivot_table(
-        index="depth", columns="step", values="value", aggfunc="last", dropna=False
+    table: Frame = rows.assign(value=values, layer=rows["layer"].astype(int)).pivot_table(
+        index="layer", columns="step", values="value", aggfunc="last", dropna=False
     )
     return table.astype(float).dropna(how="all", axis=0).sort_index().sort_index(axis=1)
 

@@ -50,8 +50,8 @@ _OF_IMAGES = Guess("entropy of the classes", "class", "images", "nats per image"
 def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tables | None = None) -> list[str]:
     """Say which placement leads and by how much, which ones failed, and what the layers show of the reason.
 
-    ``summary`` is that of ``summarize``; ``gradients`` and ``variances`` are by placement, one row per block (from 1;
-    0 is the embedding) and one column per logged step. Plain text: whoever puts it into a page escapes it.
+    ``summary`` is that of ``summarize``; ``gradients`` and ``variances`` are by placement, one row per layer (-1:
+    the embedding) and one column per logged step. Plain text: whoever puts it into a page escapes it.
     """
     texts = [_lead(summary), _trouble(summary), _why(summary, gradients or {}, variances or {})]
     return [sentence for sentence in texts if sentence]
@@ -213,7 +213,7 @@ def _worst(known: list[Json]) -> str:
 def _evenness(placement: str, table: Frame, column: int) -> str:
     """Compare a placement's gradient norms in the first and last block at the first (0) or last (-1) logged step."""
     ratio, column = _ratio(table, column) or 1.0, column if _ratio(table, column) else 0
-    blocks, step = table.loc[1:], table.columns[column]
+    blocks, step = table.loc[0:], table.columns[column]
     low, high = ("first", "last") if ratio >= 1 else ("last", "first")
     small, large = sorted((blocks[step].iloc[0], blocks[step].iloc[-1]))
     if _size(ratio) <= _LEVEL:
@@ -226,9 +226,9 @@ def _evenness(placement: str, table: Frame, column: int) -> str:
 
 def _ratio(table: Frame | None, column: int) -> float | None:
     """Return the last block's value over the first's at a logged step, by position; None if it is undefined."""
-    if table is None or len(table.loc[1:]) < 2:
+    if table is None or len(table.loc[0:]) < 2:
         return None
-    first, last = (float(table.loc[1:].iloc[end, column]) for end in (0, -1))
+    first, last = (float(table.loc[0:].iloc[end, column]) for end in (0, -1))
     return last / first if is_number(first) and is_number(last) and first > 0 and last > 0 else None
 
 

@@ -167,7 +167,7 @@ def _layers(row: Json) -> str:
     theorem = "as O(1/L) per layer keeps it" if share <= _ABOUT_ONE else "O(1/L) per layer would keep it near 1"
     return (
         f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0); the weights' gradients lie within a factor of "
-        f"{10 ** -row['weight_gradient']:.2g}, the smallest in block {row['weight_gradient_layer']}; before the first "
+        f"{10 ** -row['weight_gradient']:.2g}, the smallest in layer {row['weight_gradient_layer']}; before the first "
         f"step the feed-forwards add {share:.2g} × their skips' variance in sum ({theorem})"
     )
 

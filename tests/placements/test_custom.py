@@ -20,7 +20,7 @@ equation: ["y = x + A(LN(x))", "x' = y + F(LN(y))"]
 final_norm: true
 rules:
   - attention: {pre_norm: true}
-    feed_forward: {pre_norm: true, pre_scale: "layer ** -0.5"}
+    feed_forward: {pre_norm: true, pre_scale: "(layer + 1) ** -0.5"}
   - layers: "0:2"
     feed_forward: {out_norm: {kind: layer, initial_gain: 0.5}}
   - layers: -1

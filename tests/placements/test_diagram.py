@@ -60,8 +60,8 @@ def test_keels_equations_are_the_papers():
     first, rest = (kind for kind, _ in resolve("keel", 32).kinds())
     assert equations([first]) == ("y  = x + A( LN x )", "x' = LN( y + F( LN y ) )")
     assert equations([rest]) == ("y  = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y ) )")
-    assert "├─ block 1\n" in text(resolve("keel", 32))
-    assert "├─ blocks 2-32\n" in text(resolve("keel", 32))
+    assert "├─ block 0\n" in text(resolve("keel", 32))
+    assert "├─ blocks 1-31\n" in text(resolve("keel", 32))
 
 
 def test_fusenorms_feed_forward_skip_carries_the_blocks_input():

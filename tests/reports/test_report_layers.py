@@ -108,7 +108,7 @@ def test_the_busiest_experts_load_is_over_the_balanced_one(shown):
     keel = next(item for item in shown if item.placement == "keel")
     table = layers.blocks(METRICS["expert_load"]).table(keel.trials[0])
     assert table.to_numpy() == pytest.approx(0.8 / (2 / 3))
-    assert list(table.index) == [1, 2, 3, 4]
+    assert list(table.index) == [0, 1, 2, 3]
 
 
 def test_a_folder_without_these_records_is_a_page_without_their_sections(tmp_path):

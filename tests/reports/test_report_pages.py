@@ -120,7 +120,7 @@ def test_a_placement_of_the_users_own_shows_its_plan_and_is_not_loaded(tmp_path)
     for plan in folder.glob("trials/*/plan.json"):
         plan.write_text(plan.read_text("utf-8").replace('"placement": "pre_ln"', '"placement": "mine"'), "utf-8")
     body = readable(report(folder).read_text(encoding="utf-8"))
-    assert "├─ blocks 1-4" in body
+    assert "├─ blocks 0-3" in body
     assert body.count("<svg") == 1
 
 

@@ -110,7 +110,7 @@ def records(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> Itera
 
 
 def _features(course: dict[str, Any]) -> Features:
-    known = Features.__dataclass_fields__  # older measurements hold more
+    known = Features.__dataclass_fields__  # older measurements hold more, and count layers, which no rule uses, from 1
     return Features(**{n: math.nan if value is None else value for n, value in course.items() if n in known})
 
 

@@ -10,7 +10,7 @@ from lamina.placements.registry import placement
     equation=(
         "y = LN(x + A(x))",
         "x' = LN(x + F(y))",
-        "block 1:  y = LN(E + A(LN E)),  x' = LN(E + F(y))",
+        "block 0:  y = LN(E + A(LN E)),  x' = LN(E + F(y))",
     ),
     source="FuseNorm (SpanNorm, arXiv 2601.22580) Eq 5-8",
     initialization="scaled",

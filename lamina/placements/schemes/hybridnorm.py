@@ -38,7 +38,7 @@ def hybridnorm(num_layers: int) -> Plan:
         "y = x + A_qkv(x)",
         "z = LN(y)",
         "x' = z + F(z)",
-        "block 1:  y = x + A_qkv(LN x),  x' = y + F(LN y)",
+        "block 0:  y = x + A_qkv(LN x),  x' = y + F(LN y)",
         "logits = W LN(x_N)",
     ),
     source=_SOURCE + ", Eq 10",

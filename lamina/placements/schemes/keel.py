@@ -15,7 +15,7 @@ from lamina.placements.registry import placement
     equation=(
         "y = LN(alpha x + A(LN x))",
         "x' = LN(alpha y + F(LN y))",
-        "block 1:  y = x + A(LN x),  x' = LN(y + F(LN y))",
+        "block 0:  y = x + A(LN x),  x' = LN(y + F(LN y))",
         "alpha = 2 N, the number of sub-layers",
     ),
     source="Keel (arXiv 2601.19895) Sec 4; first layer: Sec 4.3",

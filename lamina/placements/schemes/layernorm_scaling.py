@@ -8,9 +8,9 @@ from lamina.placements.registry import placement
     "layernorm_scaling",
     title="LayerNorm Scaling",
     equation=(
-        "y = x + A(LN(x) / sqrt(l))",
-        "x' = y + F(LN(y) / sqrt(l))",
-        "l = 1 .. N, the block",
+        "y = x + A(LN(x) / sqrt(l + 1))",
+        "x' = y + F(LN(y) / sqrt(l + 1))",
+        "l = 0 .. N - 1, the block",
         "logits = W LN(x_N)",
     ),
     source="LayerNorm Scaling (arXiv 2502.05795) Eq 5",

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
     "mix_ln",
     title="Mix-LN",
     equation=(
-        "blocks 1 .. floor(alpha N):  y = LN(x + A(x)),  x' = LN(y + F(y))",
-        "the other blocks:            y = x + A(LN x),   x' = y + F(LN y)",
+        "the first floor(alpha N) blocks:  y = LN(x + A(x)),  x' = LN(y + F(y))",
+        "the other blocks:                 y = x + A(LN x),   x' = y + F(LN y)",
         "logits = W LN(x_N)",
     ),
     source="Mix-LN (arXiv 2412.13795) Sec 3",

@@ -28,7 +28,7 @@ from lamina.reports.tables import Field, Row, chip, number, status, swatch, tabl
 _FIGURES = (
     ("Cumulative Jacobian", (
         "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
-        "burn-in. Where it falls by many orders of magnitude toward the embedding (0), the early layers get no "
+        "burn-in. Where it falls by many orders of magnitude toward the embedding (-1), the early layers get no "
         "gradient; where it rises by as many, a small change in an early layer becomes a large one in the last."
     ), "jacobian_gain", "gain from x^l to x^N"),
     ("Backward: gradient of the weights", (
@@ -36,7 +36,7 @@ _FIGURES = (
         "of a few orders of magnitude; what lies below its epsilon does not learn."
     ), "gradient_norm", "gradient norm"),
     ("Forward: variance of the states", (
-        "Variance of the stream behind each block (0: the embedding's output)."
+        "Variance of the stream behind each layer (-1: the embedding's output)."
     ), "hidden_variance", "variance"),
     ("Forward: similarity of tokens", (
         "Mean cosine between the states of all pairs of tokens. At 1 all tokens look the same: nothing of the input "
@@ -145,7 +145,7 @@ def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Map
             points = own[own["step"] == step].sort_values("layer")
             values = points["value"].to_numpy(dtype=float)
             line = Line(
-                x=points["layer"] + 1,
+                x=points["layer"],
                 y=np.where(np.isfinite(values) & (values > 0), values, math.nan),
                 color=color[label],
                 name=escape(label),
@@ -154,6 +154,6 @@ def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Map
                 hover=f"{escape(label)}: %{{y:.3g}}",
             )
             lines.append((panel, line))
-    depth = "layer (0: the embedding)" if len(chosen) > 0 and chosen["layer"].min() < 0 else "layer"
+    depth = "layer (-1: the embedding)" if len(chosen) > 0 and chosen["layer"].min() < 0 else "layer"
     titles = ("before the first step", "after the burn-in")
     return charts.side_by_side(titles, lines, depth, quantity, log=metric != "token_similarity")
