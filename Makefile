@@ -23,7 +23,7 @@ test: $(VENV)/.development
 test-all: $(VENV)/.development
 	$(BIN)/python -m pytest -n 2 -m "" $(ARGS)
 
-# Needs a GPU, and what lamina[posttrain] and pytest need, of whatever Python is there (make PYTHON=...).
+# Needs a GPU, and what the extra posttrain and pytest need, of whatever Python is there (make PYTHON=...).
 test-gpu:
 	CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-0} $(PYTHON) -m pytest -m "" tests/gpu $(ARGS)
 

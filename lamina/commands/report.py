@@ -26,7 +26,7 @@ def parser() -> Parser:
     about = "rewrite the page whenever its records have grown, until the run or study has ended"
     flags.add_flag("--follow", about, False)
     flags.add_flag("--every", "with --follow, seconds between two looks at the folder", 10.0, "X")
-    about = "also write the figures of a study with claims as SVG and PDF (needs matplotlib: lamina[figures])"
+    about = "also write the figures of a study with claims as SVG and PDF (needs matplotlib: the extra figures)"
     flags.add_flag("--figures", about, False)
     return flags
 

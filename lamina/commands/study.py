@@ -73,7 +73,7 @@ def _list(argv: list[str]) -> int:
         counts[str(one["verdict"])] = counts.get(str(one["verdict"]), 0) + 1
     show("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     if options.records is None and not records_folder().is_dir():
-        show_error("the records are not installed: pip install lamina[papers]")
+        show_error("the records are not installed. Run in a checkout: pip install ./studies/records")
     return 0
 
 

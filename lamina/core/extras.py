@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shlex
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from lamina.errors import UserError
 
 _REPORT = ("pandas", "pyarrow", "plotly", "jinja2")
 _TRAIN = (*_REPORT, "scipy")
 _POSTTRAIN = (*_TRAIN, "trl", "peft", "datasets")
+NAME = "lamina"
 EXTRAS = {"report": _REPORT, "train": _TRAIN, "posttrain": _POSTTRAIN, "qlora": (*_POSTTRAIN, "bitsandbytes")}
 """The modules of the extras that commands need, each with those of the extras that it contains."""
 
@@ -28,4 +34,25 @@ def missing_extra(what: str, error: ModuleNotFoundError) -> UserError | None:
 
 def _missing(what: str, modules: list[str], extra: str) -> UserError:
     them = "it" if len(modules) == 1 else "them"
-    return UserError(f"{what}: needs {', '.join(modules)} (to install {them}: pip install 'lamina[{extra}]')")
+    return UserError(f"{what}: needs {', '.join(modules)} (to install {them}: {install(extra)})")
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra from where this installation came from: a checkout, a URL, an index.
+
+    A bare name would come from a package index, on which it may be another's.
+    """
+    checkout, wanted = Path(__file__).resolve().parents[2], f"[{extra}]"
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install {shlex.quote(f'{checkout}{wanted}')}"
+    try:
+        origin = json.loads(metadata.distribution(NAME).read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        origin = {}
+    if not (url := origin.get("url")):
+        return f"pip install {shlex.quote(NAME + wanted)}"
+    if "dir_info" in origin:
+        return f"pip install {shlex.quote(unquote(urlsplit(url).path) + wanted)}"
+    if vcs := origin.get("vcs_info"):
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return f"pip install {shlex.quote(f'{NAME}{wanted} @ {url}')}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from jinja2 import TemplateError
 
+from lamina.core.extras import install
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.core.values import home
@@ -100,7 +101,7 @@ class Tasks:
         Raises UserError if the harness or the folder of the data is missing.
         """
         if importlib.util.find_spec("lm_eval") is None:
-            raise UserError("tasks: lm-evaluation-harness is not installed (allowed: pip install 'lamina[eval]')")
+            raise UserError(f"tasks: lm-evaluation-harness is not installed (to install it: {install('eval')})")
         data = home("data_dir", data_dir).resolve() if data_dir is not None else None
         if data is not None and not data.is_dir():
             raise UserError(f"data_dir: {data_dir!r} is not a folder (allowed: a folder with NAME/CONFIG/SPLIT.jsonl)")

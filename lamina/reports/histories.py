@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lamina.core.extras import install
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.jobs.environment import environment
@@ -93,7 +94,7 @@ def read_points(path: Path) -> Iterator[Point]:
         yield from reader(path)
     except ModuleNotFoundError:
         name = "wandb" if reader is _wandb else "tensorboard"
-        raise UserError(f"run: {str(path)!r} needs {name} (to install it: pip install 'lamina[{name}]')") from None
+        raise UserError(f"run: {str(path)!r} needs {name} (to install it: {install(name)})") from None
     except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError, csv.Error) as error:
         raise UserError(f"run: {str(path)!r} is not readable ({one_line(error)})") from None
 

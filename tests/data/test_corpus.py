@@ -5,6 +5,7 @@ import json
 import logging
 import lzma
 import os
+import re
 import socket
 import sys
 
@@ -13,6 +14,7 @@ import pandas as pd
 import pytest
 import zstandard
 
+from lamina.core.extras import install
 from lamina.data.corpus import EMBEDDED, Corpus
 from lamina.data.sources.file_documents import read_file
 from lamina.data.sources.hub_datasets import parse
@@ -173,7 +175,7 @@ def test_zstandard_missing_names_the_extra_to_install(tmp_path, monkeypatch):
     path = tmp_path / "novel.txt.zst"
     path.write_bytes(COMPRESS[".zst"](TEXT.encode()))
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    assert "pip install lamina[zstd]" in error_of(path)
+    assert install("zstd") in error_of(path)
 
 
 def test_the_fingerprint_is_that_of_names_contents_and_text_field(tmp_path):
@@ -333,7 +335,7 @@ def test_a_name_is_needed():
 
 def test_a_missing_library_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install lamina\[hub\]"):
+    with pytest.raises(UserError, match=re.escape(install("hub"))):
         texts("hf:me/text")
 
 

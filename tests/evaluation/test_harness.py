@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from evaluation.conftest import QUIZ, loaded
 
+from lamina.core.extras import install
 from lamina.errors import UserError
 from lamina.evaluation import task_files
 from lamina.evaluation.harness import Runner
@@ -138,7 +140,7 @@ def test_data_that_are_damaged_are_not_called_absent(data_dir, monkeypatch, suff
 
 def test_without_the_harness_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(task_files.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'lamina\[eval\]'"):
+    with pytest.raises(UserError, match=re.escape(install("eval"))):
         Tasks.find(None)
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lamina
 from lamina.cli import main
+from lamina.core.extras import install
 from lamina.errors import UserError
 from lamina.training.execution.compiling import compile_blocks
 from lamina.training.execution.float8 import check_float8, to_float8
@@ -26,7 +27,7 @@ FLOAT8 = {"precision": "float8", "steps": 6, "save_steps": 2, "logging_steps": 1
 def test_without_torchao_it_is_one_line(corpus, tmp_path, capsys):
     given = flags(corpus=corpus, steps=1, output=tmp_path / "run", precision="float8")
     assert main(["pretrain", *given]) == 2
-    line = "lamina: precision: 'float8' needs torchao (to install it: pip install 'lamina[quantize]')"
+    line = f"lamina: precision: 'float8' needs torchao (to install it: {install('quantize')})"
     assert capsys.readouterr().err.strip().splitlines()[-1] == line
     assert not (tmp_path / "run").exists()
 

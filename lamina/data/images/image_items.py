@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 import torch
 
+from lamina.core.extras import install
 from lamina.data.blocks import DrawnItems, ItemSource, Splits, Stats, spread
 from lamina.data.corpus import FileCorpus, single_corpus
 from lamina.data.images.labeled_images import LabeledImages, class_entropy, open_images, pillow, split
@@ -56,8 +57,7 @@ class Augmentation:
             import kornia.augmentation  # noqa: F401
         except ImportError:
             raise UserError(
-                f"{needed[0]}: {getattr(self, needed[0])} needs the library kornia (allowed: pip install "
-                "'lamina[vision]', or 0)"
+                f"{needed[0]}: {getattr(self, needed[0])} needs the library kornia (allowed: 0, or {install('vision')})"
             ) from None
 
     def crop(self, picture: Image, generator: torch.Generator) -> Image | None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from lamina.core.extras import install
 from lamina.data.corpus import MNIST, existing, packaged_file
 from lamina.data.sources import hub_datasets
 from lamina.data.sources.file_documents import walk
@@ -116,7 +117,7 @@ def pillow() -> None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
-        raise UserError("corpus: images are read with Pillow (allowed: pip install 'lamina[vision]')") from None
+        raise UserError(f"corpus: images are read with Pillow (to install it: {install('vision')})") from None
 
 
 def in_8_bits(picture: Image, mode: str) -> Image:

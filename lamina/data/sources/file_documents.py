@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TextIO, TypeVar, cast
 
+from lamina.core.extras import install
 from lamina.errors import UserError, nearest, unknown
 
 P = TypeVar("P")
@@ -76,9 +77,7 @@ def _decompressed(file: IO[bytes], kind: str | None) -> IO[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise UserError(
-            f"corpus: {file.name!r} is compressed with zstandard, which needs: pip install lamina[zstd]"
-        ) from None
+        raise UserError(f"corpus: {file.name!r} is compressed with zstandard, which needs: {install('zstd')}") from None
     return cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from lamina.core.extras import install
 from lamina.core.hub_access import local_when_unreachable
 from lamina.errors import UserError, one_line, unknown
 
@@ -103,7 +104,7 @@ def _loaded(source: HubSource, *, streaming: bool = False) -> Loaded:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"corpus: {source.spec!r} needs the datasets library: pip install lamina[hub]") from None
+        raise UserError(f"corpus: {source.spec!r} needs the datasets library: {install('hub')}") from None
     reachable = True
     try:
         if source.folder is None:

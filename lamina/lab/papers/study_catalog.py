@@ -66,7 +66,7 @@ def catalog_folder() -> Path:
 
 
 def records_folder() -> Path:
-    """Return the folder of the catalog's records: the repository's, or the one that lamina[papers] installs.
+    """Return the folder of the catalog's records: the repository's, or those that are installed.
 
     Without either it does not exist, and nothing is recorded.
     """

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from transformers import TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
+from lamina.core.extras import install
 from lamina.core.values import entries
 from lamina.errors import UserError
 from lamina.training.monitor.stream_measures import TOP
@@ -42,7 +43,7 @@ def installed(report_to: str) -> list[str]:
     names = [name for name in entries(report_to) if name != "none"]
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
+            raise UserError(f"report_to: {name!r} is not installed (to install it: {install(name)})")
     return names
 
 

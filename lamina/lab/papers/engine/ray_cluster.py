@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lamina.core.extras import install
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.jobs.files import read_result
@@ -185,7 +186,7 @@ def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
     try:
         ray = importlib.import_module("ray")
     except ImportError:
-        raise UserError("engine: 'ray' is not installed (pip install 'lamina[ray]'; allowed: local)") from None
+        raise UserError(f"engine: 'ray' is not installed (allowed: local, or {install('ray')})") from None
     if ray.is_initialized():
         yield ray
         return

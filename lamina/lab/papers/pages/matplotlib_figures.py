@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from lamina.core.extras import install
 from lamina.errors import UserError
 from lamina.jobs.files import writing
 from lamina.lab.papers.pages.drawing import LOST_AT, Axis, Drawing, Panel, Value, marks
@@ -79,7 +80,7 @@ def write(drawing: Drawing, folder: Path, formats: Sequence[str] = ("svg", "pdf"
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("figures: matplotlib is not installed (allowed: pip install 'lamina[figures]')") from None
+        raise UserError(f"figures: matplotlib is not installed (to install it: {install('figures')})") from None
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with matplotlib.rc_context(cast("dict[RcKeyType, Any]", _STYLE)):
