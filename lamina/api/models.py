@@ -228,23 +228,30 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
     return census(cast("nn.Module | PreTrainedConfig", model) if built else path("model", model), layers=layers)
 
 
-def diagnose(run: str | PathLike[str]) -> Diagnosis:
+def diagnose(run: str | PathLike[str], *, which: str = "") -> Diagnosis:
     """Say what left its usual range first in a run, and what to change, as `lamina diagnose` does; write the page.
 
     For another tool's records, the converted records and the page are written into the folder NAME-lamina beside them.
     Without the packages that draw it there is no page, and the last sentence says so.
 
+    Args:
+        run: the folder of a run, or another tool's history: a file, a folder, or "-" for a pipe.
+        which: the name of the run, where a history holds several.
+
     Raises:
-        UserError: (a ValueError) for a folder without records by layer, or with records of another version.
+        UserError: (a ValueError) for records that cannot be read, that hold neither a loss nor a gradient norm, or that
+            hold several runs.
     """
     from lamina.reports.diagnosis import gather, sentences
     from lamina.reports.histories import import_history, is_history
 
     folder, read = Path(path("run", run)), []
     if is_history(folder):
-        source, whole = folder, folder.resolve()  # "." has no name
+        source, whole = folder, Path("pipe").resolve() if str(folder) == "-" else folder.resolve()  # "." has no name
         folder = whole.with_name(f"{whole.name}-lamina")
-        read = [f"Read from {source}: {import_history(source, folder)}."]
+        read = [f"Read from {source}: {import_history(source, folder, which)}."]
+    elif which:
+        raise UserError(f"which: {which!r} (allowed: with another tool's history that holds several runs)")
     evidence = gather(folder)
     texts = [*read, *sentences(evidence)]
     try:

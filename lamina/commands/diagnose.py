@@ -11,7 +11,9 @@ from lamina.core.terminal import show
 EXAMPLES = """
   lamina diagnose runs/mine
   lamina diagnose runs/keel-64
-  lamina diagnose gradients.csv
+  lamina diagnose out/checkpoint-200
+  lamina diagnose train.log
+  kubectl logs trainer | lamina diagnose -
 """
 
 
@@ -20,18 +22,21 @@ def parser() -> Parser:
         "diagnose",
         "Say what left its usual range first in a run, in which layer and at which step, how early it could be seen,\n"
         "and what the papers and Lamina's studies say to change. RUN is a run of Lamina, of lamina.LayerMonitor or of\n"
-        "lamina.watch; or gradient norms by parameter that another tool recorded: TensorBoard's event files, W&B's\n"
-        "offline run, or a history as .csv, .json or .jsonl.",
+        "lamina.watch; or what another tool recorded: the log that a trainer printed, trainer_state.json or the\n"
+        "folder that holds it, a history as CSV or JSON, files of TensorBoard, W&B or trackio. A loss is enough.",
         EXAMPLES,
         "RUN ",
     )
-    flags.add_argument("run", help="the run's folder, or another tool's history")
+    flags.add_argument("run", help="the run's folder; or another tool's history: a file, a folder, or - for a pipe")
+    flags.add_argument(
+        "--run", dest="which", default="", metavar="NAME", help="the run's name, where a history holds several"
+    )
     return flags
 
 
 def run(argv: list[str]) -> int:
     options = parser().parse(argv)
-    diagnosis = diagnose(options.run)
+    diagnosis = diagnose(options.run, which=options.which)
     for text in diagnosis.sentences:
         show("\n".join(textwrap.wrap(text, 110, subsequent_indent="  ")))
     if diagnosis.page is not None:

@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import pairwise
+from pathlib import Path
 
 from lamina.core.json_types import Json
-from lamina.training.monitor.alarms import EVENT, Alarm, first_before, place_of
-from lamina.training.monitor.rules import calibration, noise_of
+from lamina.jobs.files import read_json
+from lamina.training.monitor.alarms import EVENT, FOLLOWS, Alarm, first_before, place_of
+from lamina.training.monitor.rules import GRADIENTS, calibration, noise_of
 
 NOT_KNOWN = "not known"
+VIEWS = ("loss", "norm", "layers")
+"""What other tools' histories hold: the loss, the model's gradient norm too, or gradient norms by layer."""
+HISTORIES = Path(__file__).parent / "assets" / "history_signs.json"
+"""How often each cause made each sign in histories, by view; tools/calibration/history_odds.py writes it."""
 TELLING = ("not_finite", "skipped", "guess", "dead", "unmoved", "forgotten", "written", "repeated")
 """Rules that say much by themselves, at any step of an event."""
 STEPS = 60  # after the first alarm, in which others belong to it
+_THEN = "then "
 AFTER = "after"  # no sign: whether what has not come yet may still come
 START = 3  # steps in which what differs was so from the start
 GROWN = 1.3  # times the learning rate of one of the two records before
+JUMPED = 3.0  # times the learning rate of the record before, at once: no schedule does that in the middle of a run
+HARD = ("not_finite", "dead", "written", "unmoved")  # rules whose sign is the failure itself
 NOISES, NATS = 4.0, 0.1  # by which a loss has moved
 TEMPER = 2.0  # by which the evidence of signs that hang together is divided,
 ALONE = ("first", "telling", "where", "rate", "half", "jump")  # all but these
@@ -116,7 +127,8 @@ CAUSES = {
         Cause(
             name="learning rate too high",
             unlike=("telling: written",),
-            meaning="The optimizer moves the weights further than before, and the stream follows.",
+            proofs=("rate: jumped",),
+            meaning="Each update moves the weights too far, so that the loss no longer falls.",
             check="go on from the last checkpoint for 50 steps at a third of the rate: the updates' share of the "
             "weights falls, and no alarm comes",
             changes=(
@@ -145,7 +157,7 @@ CAUSES = {
         Cause(
             name="bad batch",
             unlike=("telling: written", "then fall size: yes", "jump: stays"),
-            meaning="One step's gradient stood out while the layers' states and updates were as usual before it.",
+            meaning="Single batches made a gradient far from the usual one.",
             check="compute the loss of that step's batch with the last checkpoint, example by example",
             changes=(
                 "look at that step's batch: repeated text, wrong labels, another language or format",
@@ -160,8 +172,7 @@ CAUSES = {
             name="labels or data",
             unlike=("telling: written", "then fall size: yes"),
             proofs=("then repeated batch_repeats: yes", "then fall label_match: yes"),
-            meaning="The loss itself left its course at one step while the weights were as before: what is learned "
-            "has changed.",
+            meaning="What is learned has changed at one step: other texts, other labels, or the same batch again.",
             check="print that step's inputs and labels as text, and compute the loss of an earlier batch with the "
             "current weights: it is what it was",
             changes=(
@@ -256,24 +267,57 @@ class Signs:
         alarms: oldest first; of one step the one that explains most first.
         rose: the first step at which the loss had risen; None if it never did.
         losses, rates: the training loss and the learning rate by step.
-        half: whether the model computes in float16.
+        half: whether the model computes in float16; None if unknown.
+        clock: the number of the record at each step, where records are apart: they are counted in place of steps.
+        view: which of another tool's records there are (``VIEWS``); empty for Lamina's own.
     """
 
     alarms: tuple[Alarm, ...]
     rose: int | None
     losses: Mapping[int, float] = field(default_factory=dict)
     rates: Mapping[int, float] = field(default_factory=dict)
-    half: bool = False
+    half: bool | None = False
+    clock: Mapping[int, int] = field(default_factory=dict)
+    view: str = ""
 
-    @property
+    @cached_property
+    def counted(self) -> Signs:
+        """The signs with records in place of steps."""
+        if not self.clock:
+            return self
+        steps = sorted(self.clock)
+        numbers = {step: bisect_right(steps, step) for step in {*steps, *self.losses, *self.rates}}
+        return Signs(
+            alarms=tuple(replace(alarm, step=bisect_right(steps, alarm.step)) for alarm in self.alarms),
+            rose=None if self.rose is None else bisect_right(steps, self.rose),
+            losses={numbers[step]: loss for step, loss in self.losses.items()},
+            rates={numbers[step]: rate for step, rate in self.rates.items()},
+            half=self.half,
+            view=self.view,
+        )
+
+    @cached_property
     def first(self) -> Alarm | None:
-        """The alarm that explains most (``first_before``)."""
-        return first_before(self.alarms, self.rose)
+        """The alarm that explains most (``first_before``); a hard sign is not preceded by a single gradient."""
+        of = self.counted
+        if (
+            (first := first_before(of.alarms, of.rose)) is not None
+            and first.metric in GRADIENTS
+            and first.rule == "rise"
+        ):
+            soon = (
+                alarm for alarm in of.alarms if first.step <= alarm.step <= first.step + FOLLOWS and alarm.rule in HARD
+            )
+            first = next(soon, first)
+        return None if first is None else self.alarms[of.alarms.index(first)]
 
-    @property
+    @cached_property
     def place(self) -> Alarm | None:
         """The alarm that says where the fault is (``place_of``)."""
-        return None if self.first is None else place_of(self.alarms, self.first)
+        if self.first is None:
+            return None
+        of = self.counted
+        return self.alarms[of.alarms.index(place_of(of.alarms, of.alarms[self.alarms.index(self.first)]))]
 
 
 _FAMILIES = {
@@ -301,12 +345,12 @@ def signature(signs: Signs) -> dict[str, str]:
 
     Raises ValueError without an alarm.
     """
-    if (first := signs.first) is None:
+    if signs.first is None:
         raise ValueError("no alarm")
+    first, signs = signs.counted.alarms[signs.alarms.index(signs.first)], signs.counted
     with_it = [alarm for alarm in signs.alarms if first.step <= alarm.step <= first.step + STEPS]
     at_once = {alarm.layer for alarm in with_it if alarm.step <= first.step + START}
     inside = {layer for layer in at_once if layer >= 0}
-    rates = [signs.rates[at] for at in sorted(signs.rates) if at < first.step + EVENT]
     jump = _jump(signs.losses, first.step)
     return {
         "first": _kind(first),
@@ -316,11 +360,35 @@ def signature(signs: Signs) -> dict[str, str]:
         "when": "start" if first.step <= START else "later",
         "layers": "none" if not inside else "one" if len(inside) == 1 else "several",
         "loss": _loss_around(signs.losses, first.step),
-        "rate": "unknown" if len(rates) < 2 else "grown" if rates[-1] > GROWN * min(rates[-3:]) else "level",
-        "half": str(signs.half),
+        "rate": _rate_around(signs.rates, first.step),
+        **({} if signs.half is None else {"half": str(signs.half)}),
         AFTER: "long" if max(signs.losses, default=0) >= first.step + STEPS // 2 else "short",
         **({"jump": jump} if jump else {}),
-    } | {f"then {_kind(alarm)}": "yes" for alarm in with_it}
+    } | {f"{_THEN}{_kind(alarm)}": "yes" for alarm in with_it}
+
+
+def _rate_around(rates: Mapping[int, float], step: int) -> str:
+    """Say what the learning rate did up to a step: it "jumped" if it had been level and is a multiple at once."""
+    before = sorted(at for at in rates if at < step + EVENT)
+    values = [rates[at] for at in before]
+    if len(values) < 2:
+        return "unknown"
+    for at in range(3, len(values)):
+        last = values[at - 3 : at]
+        begun = step - EVENT // 2 <= before[at] <= step + FOLLOWS
+        if begun and last[-1] > 0 and last[-1] <= GROWN * last[0] and values[at] > JUMPED * last[-1]:
+            return "jumped"
+    return "grown" if values[-1] > GROWN * min(values[-3:]) else "level"
+
+
+def rate_jump(signs: Signs) -> tuple[int, float, float] | None:
+    """Return where the learning rate jumped before the first alarm, and the rates before and after; None if not."""
+    if signs.first is None or signature(signs)["rate"] != "jumped":
+        return None
+    steps = sorted(signs.rates)
+    pairs = [(later, signs.rates[step], signs.rates[later]) for step, later in pairwise(steps) if signs.rates[step] > 0]
+    near = [pair for pair in pairs if pair[2] > JUMPED * pair[1]]
+    return min(near, key=lambda pair: abs(pair[0] - signs.first.step), default=None)
 
 
 def _loss_around(losses: Mapping[int, float], step: int) -> str:
@@ -354,6 +422,11 @@ def _jump(losses: Mapping[int, float], step: int) -> str:
     return "back" if falls > jump / 2 else "again" if again > jump / 3 else "stays"
 
 
+@cache
+def _of_histories() -> Json:
+    return read_json(HISTORIES)
+
+
 @dataclass(kw_only=True)
 class Learned:
     """Counts of the signs of each cause, in runs broken on purpose.
@@ -361,18 +434,22 @@ class Learned:
     Attributes:
         runs: by cause.
         seen: by cause and sign.
+        temper: by which the evidence of signs that hang together is divided.
     """
 
     runs: Counter[str] = field(default_factory=Counter)
     seen: dict[str, Counter[str]] = field(default_factory=dict)
+    temper: float = TEMPER
 
     @classmethod
-    def read(cls) -> Learned:
-        """Read the counts from the monitor's limits.json."""
-        record: Json = calibration()["signatures"]
+    def read(cls, view: str = "") -> Learned:
+        """Read the counts from the monitor's limits.json, or those of histories that hold only what ``view`` says."""
+        record: Json = _of_histories()["views"][view] if view else {"signatures": calibration()["signatures"]}
+        signatures = record["signatures"]
         return cls(
-            runs=Counter({cause: one["runs"] for cause, one in record.items()}),
-            seen={cause: Counter(one["signs"]) for cause, one in record.items()},
+            runs=Counter({cause: one["runs"] for cause, one in signatures.items()}),
+            seen={cause: Counter(one["signs"]) for cause, one in signatures.items()},
+            temper=record.get("temper", TEMPER),
         )
 
     def to_dict(self) -> Json:
@@ -391,7 +468,7 @@ class Learned:
         """Return each cause's probability, most likely first; NOT_KNOWN's signs are half the causes', half uniform.
 
         Naive Bayes with equal priors; one run is added, with equal parts of a sign's values. Signs hang together, so
-        the logarithms of most are divided by ``TEMPER``.
+        the logarithms of most are divided by ``temper``. A sign that is unknown here is no evidence.
         """
         values: dict[str, set[str]] = {}
         for counts in self.seen.values():
@@ -403,15 +480,19 @@ class Learned:
             if name not in signs and (signs.get(AFTER) == "short" or name == "jump"):
                 continue
             count = max(2, len(possible) + 1)
-            value = signs.get(name, "no")
+            value = signs.get(name, "no" if name.startswith(_THEN) else "unknown")
+            if value == "unknown" and name in ("rate", "half"):
+                continue
             shares: dict[str, float] = {}
             for cause, runs in self.runs.items():  # only what is there was counted
                 of = self.seen[cause]
-                times = of[f"{name}: {value}"] if value != "no" else runs - of[f"{name}: yes"]
+                times = (
+                    runs - of[f"{name}: yes"] if name.startswith(_THEN) and value == "no" else of[f"{name}: {value}"]
+                )
                 shares[cause] = (times + 1 / count) / (runs + 1)
             shares[NOT_KNOWN] = (statistics.fmean(shares.values()) + 1 / count) / 2
             for cause, share in shares.items():
-                scores[cause] += math.log(share) / (1.0 if name in ALONE else TEMPER)
+                scores[cause] += math.log(share) / (1.0 if name in ALONE else self.temper)
         highest = max(scores.values())
         parts = {cause: math.exp(score - highest) for cause, score in scores.items()}
         return {cause: part / sum(parts.values()) for cause, part in sorted(parts.items(), key=lambda pair: -pair[1])}
@@ -422,7 +503,7 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
     if signs.first is None:
         return []
     found = signature(signs)
-    odds = (Learned.read() if learned is None else learned).odds(found)
+    odds = (Learned.read(signs.view) if learned is None else learned).odds(found)
     seen = {f"{name}: {value}" for name, value in found.items()}
     proved = {cause for cause in odds if cause != NOT_KNOWN and seen & {*CAUSES[cause].proofs}}
     possible = {

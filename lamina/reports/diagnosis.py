@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +21,7 @@ from lamina.jobs.files import read_json, read_result
 from lamina.jobs.names import CONFIG
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
-from lamina.reports.causes import CAUSES, NOT_KNOWN, Signs, causes_of, open_changes
+from lamina.reports.causes import CAUSES, NOT_KNOWN, Signs, causes_of, open_changes, rate_jump
 from lamina.training.monitor.alarms import NOTABLE, Alarm, describe, read_alarms, says_where
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import noise_of
@@ -46,6 +47,7 @@ class Evidence(Signs):
         steps: the last recorded step.
         names: the layers' paths in the model.
         settings: of the run, as its config.yaml says them, and what was seen of a watched training's.
+        epochs: the epoch by step; empty where it is not recorded.
     """
 
     rows: Rows
@@ -54,6 +56,12 @@ class Evidence(Signs):
     steps: int
     names: Mapping[int, str]
     settings: Json = field(default_factory=dict)
+    epochs: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def imported(self) -> bool:
+        """Whether another tool recorded it."""
+        return bool(self.view)
 
     @property
     def lead(self) -> int | None:
@@ -67,7 +75,8 @@ def gather(folder: Path) -> Evidence:
     if not folder.is_dir():
         raise UserError(f"run: {str(folder)!r} is not a folder (allowed: a run of Lamina's, or one that was watched)")
     about, rows = read_about(folder), partial(read_rows, folder)
-    every = rows([LOSS, NORM, RATE, "gradient_norm", "hidden_variance"])
+    history = about.get("history") or {}
+    every = rows([LOSS, NORM, RATE, EPOCH]) if history else rows([LOSS, NORM, RATE, "gradient_norm", "hidden_variance"])
     if not every:
         raise UserError(
             f"run: {str(folder)!r} has no records by layer (allowed: the folder of lamina pretrain, sft, ..., of "
@@ -87,7 +96,12 @@ def gather(folder: Path) -> Evidence:
     status, rose = str(result.get("status") or "unfinished"), loss_rise(losses, told)
     if rose is None and status == Status.DIVERGED:  # as the guard saw it
         rose = next((record["step"] for record in logged if "diverged" in record), None)
+    steps = sorted({row[0] for row in every if row[5] in (LOSS, NORM)})
+    apart = statistics.median(later - step for step, later in pairwise(steps)) if len(steps) > 1 else 1
     return Evidence(
+        clock={step: number for number, step in enumerate(steps, start=1)} if apart > 1 else {},
+        view=_view(history.get("metrics", ())) if history else "",
+        epochs={row[0]: row[6] for row in every if row[5] == EPOCH},
         rows=rows,
         losses=losses,
         rates=rates,
@@ -97,9 +111,14 @@ def gather(folder: Path) -> Evidence:
         status=status,
         steps=max(row[0] for row in every),
         names={index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()))},
-        half=bool(about.get("half")) or settings.get("precision") == "fp16",
+        half=None if history else bool(about.get("half")) or settings.get("precision") == "fp16",
         settings={**(seen if isinstance(seen := about.get("settings"), dict) else {}), **settings},
     )
+
+
+def _view(metrics: Collection[str]) -> str:
+    """Return which of ``VIEWS`` a history's metrics are."""
+    return "layers" if "gradient_norm" in metrics else "norm" if NORM in metrics else "loss"
 
 
 def risen(before: Sequence[float], after: Sequence[float]) -> bool:
@@ -115,18 +134,18 @@ def loss_rise(losses: Mapping[int, float], alarms: Iterable[Alarm] = ()) -> int 
     """Return the first step at which a loss rose and stayed up, or was not finite; None if it never did.
 
     It has risen at once where the next 3 losses lie above those before (``risen``), and slowly where it stays for 20
-    steps above its best by 0.5 nats and its noise, as the guard judges it.
+    losses above its best by 0.5 nats and its noise, as the guard judges it. Losses are counted, not steps.
     """
     steps, guard = sorted(losses), DivergenceGuard(margin=_SLOW, patience=_PATIENCE)
     values = [losses[step] for step in steps]
     for number, step in enumerate(steps):
         before, after = values[max(0, number - BEFORE) : number], values[number : number + AFTER]
         if not math.isfinite(values[number]) or risen(before, after):
-            return step if guard.above_since is None else guard.above_since
+            return step if guard.above_since is None else steps[guard.above_since]
         try:
-            guard.see_loss(step, values[number])
+            guard.see_loss(number, values[number])
         except Diverged:
-            return guard.above_since
+            return steps[guard.above_since or 0]
     return min((alarm.step for alarm in alarms if (alarm.rule, alarm.metric) == ("rise", LOSS)), default=None)
 
 
@@ -135,24 +154,32 @@ FINDINGS = Path(__file__).parent / "assets" / "findings.json"
 _SHOWN = 12  # alarms
 _LOOK = "Look at that step's batch, learning rate and weights, and record more often (every=1)."
 _ODDS = "Odds compare the causes that Lamina knows, as counted in small runs; elsewhere they are not calibrated."
-RATE = "learning_rate"
+_HISTORIES = (
+    "Odds compare the causes that Lamina knows, as counted in small runs that recorded the same (docs/loss-spiked.md)."
+)
+_RECORDED = {
+    "loss": "the loss alone",
+    "norm": "the loss and the gradient norm",
+    "layers": "the gradient norms by layer",
+}
+RATE, EPOCH = "learning_rate", "epoch"
+_STAIR = 8  # losses before and after the start of an epoch
 
 
 def sentences(evidence: Evidence) -> list[str]:
     """Say what left first, at which layer and step, how early it was visible, its likely cause, and what to change."""
     first, rose = evidence.first, evidence.rose
-    status = f"(status: {evidence.status})"
-    if rose is None:
-        texts = [f"The loss did not rise and stay up in {evidence.steps} steps {status}."]
-    else:
-        texts = [f"The loss rose at step {rose} of {evidence.steps} {status}."]
+    texts = [_course(evidence)]
+    if (stairs := epoch_stairs(evidence)) and rose is None:
+        texts.append(_stairs(stairs))
     if evidence.notable:
         steps = ", ".join(str(alarm.step) for alarm in evidence.notable[:_SHOWN])
         texts.append(f"Notable batches, whose gradient stood out and that nothing followed: at steps {steps}.")
     if first is None:
-        texts.append("No layer left its usual range in the records.")
+        what = "Nothing in the record" if evidence.imported else "No layer"
+        texts.append(f"{what} left its usual range{'' if evidence.imported else ' in the records'}.")
         if rose is not None:
-            texts.append("Record more often (every=1) to see what happens between two records.")
+            texts.append("Record more often to see what happens between two records: " + _more(evidence))
         return texts
     told, place = [("What left first", first)], evidence.place or first
     if place != first and says_where(place):
@@ -177,6 +204,47 @@ def sentences(evidence: Evidence) -> list[str]:
     return texts + _causes(evidence)
 
 
+def _more(evidence: Evidence) -> str:
+    return "each step, and by layer (lamina.watch)." if evidence.imported else "every=1."
+
+
+def _course(evidence: Evidence) -> str:
+    """Say what the loss did."""
+    rose, status = evidence.rose, "" if evidence.imported else f" (status: {evidence.status})"
+    if not evidence.losses:
+        return f"The loss is not in the record, so nobody can say whether it rose{status}."
+    if rose is None:
+        return f"The loss did not rise and stay up in {evidence.steps} steps{status}."
+    if not math.isfinite(evidence.losses.get(rose, 0.0)):
+        return f"The loss is not finite from step {rose} of {evidence.steps} on{status}."
+    return f"The loss rose at step {rose} of {evidence.steps}{status}."
+
+
+def epoch_stairs(evidence: Evidence) -> dict[int, int]:
+    """Return the steps at which epochs begin with a fall of the loss, by epoch; empty without such stairs."""
+    steps = sorted(step for step in evidence.losses if step in evidence.epochs)
+    values = [evidence.losses[step] for step in steps]
+    found = {}
+    for at in range(_STAIR, len(steps) - _STAIR + 1):
+        epoch = int(evidence.epochs[steps[at]] + 1e-6)
+        if epoch > int(evidence.epochs[steps[at - 1]] + 1e-6):
+            before, after = values[max(0, at - BEFORE) : at], values[at : at + BEFORE]
+            fell = statistics.median(before) - statistics.median(after)
+            noise = max(noise_of(before), noise_of(after))
+            trend = abs(statistics.median(before[: len(before) // 2]) - statistics.median(before[len(before) // 2 :]))
+            if fell > max(0.02, noise, 2 * trend):
+                found[epoch] = steps[at]
+    return found
+
+
+def _stairs(stairs: Mapping[int, int]) -> str:
+    told = ", ".join(f"epoch {epoch} at step {step}" for epoch, step in list(stairs.items())[:_SHOWN])
+    return (
+        f"The loss falls by a stair where an epoch begins ({told}): the model has seen these examples before. This is "
+        "no failure; watch the loss on held-out text."
+    )
+
+
 def _place(alarm: Alarm) -> tuple[int, str]:
     return alarm.layer, alarm.sublayer
 
@@ -187,10 +255,19 @@ def _causes(evidence: Evidence) -> list[str]:
     findings: dict[str, str] = read_json(FINDINGS)
     for number, (name, odds) in enumerate(causes_of(evidence)):
         if name == NOT_KNOWN:
-            return ["The cause is not known: what left fits none of the failures that Lamina has seen. " + _LOOK]
+            look = f"Look at that step's batch and learning rate, and record more: {_more(evidence)}"
+            why = "what left fits none of the failures that Lamina has seen"
+            if evidence.imported:
+                why = f"{_RECORDED[evidence.view]} fits several failures, or none that Lamina has seen"
+            return [f"The cause is not known: {why}. {look if evidence.imported else _LOOK}"]
         cause = CAUSES[name]
         texts.append(f"{'Or' if number else 'Likely cause'}: {name} (odds {min(odds, 0.99):.0%}). {cause.meaning}")
+        if "rate: jumped" in cause.proofs and (jump := rate_jump(evidence)) is not None:
+            step, before, after = jump
+            texts.append(
+                f"The record of the learning rate says so: it went from {before:.3g} to {after:.3g} at step {step}."
+            )
         texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
         texts.append(f"To check: {cause.check}.")
         texts += [f"Lamina's own study: {findings[claim]}" for claim in cause.claims if claim in findings]
-    return [*texts, _ODDS] if texts else []
+    return [*texts, _HISTORIES if evidence.imported else _ODDS] if texts else []

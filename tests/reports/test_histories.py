@@ -13,7 +13,9 @@ import lamina
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.reports.diagnosis import gather
-from lamina.reports.histories import _records_of, import_history, owner_of, read_history
+from lamina.reports.histories import import_history, read_history
+from lamina.reports.histories.owners import places_of
+from lamina.reports.histories.sources import _records_of
 from lamina.training.monitor.writers import read_rows
 
 LAST, BREAKS = 40, 31
@@ -107,8 +109,8 @@ def test_the_norms_are_those_of_the_layer_monitor(tmp_path, run, kind):
     assert read.keys() == own.keys()
     assert max(abs(read[key] / own[key] - 1) for key in own if own[key]) < 1e-5
     assert history.notes == [
-        "not recorded: the learning rate",
-        "the model's gradient norm is that of all parameters with a series",
+        "not recorded: learning rate",
+        "the model's gradient norm is the norm of all parameters with a series",
     ]
 
 
@@ -121,8 +123,9 @@ def test_it_is_judged_by_the_same_rules(tmp_path, run, kind, capsys):
     assert (first.layer, first.sublayer, first.metric) == (1, "feed_forward", "gradient_norm")
     assert first.step == BREAKS
     assert own.layer == 1
-    read = "gradient norms of 41 parameters in 3 layers, 40 records from step 1 to 40"
-    assert found.sentences[0].startswith(f"Read from {path}: {read}")
+    assert found.sentences[0].startswith(f"Read from {path}: ")
+    assert "40 records from step 1 to 40" in found.sentences[0]
+    assert "gradient norms of 41 parameters in 3 layers" in found.sentences[0]
     assert found.page.parent == folder
     assert lamina.report(folder).is_file()
     assert main(["diagnose", str(path)]) == 0  # once more: the earlier import is replaced
@@ -175,27 +178,53 @@ def test_an_offline_run_of_wandb(tmp_path, run, monkeypatch):
     wandb.teardown()  # its own process writes the last records
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     found = lamina.diagnose(folder)
-    assert "41 parameters in 3 layers, 40 records from step 1 to 40; not recorded: the l" in found.sentences[0]
+    assert "gradient norms of 41 parameters in 3 layers" in found.sentences[0]
     first = gather(folder.with_name(f"{folder.name}-lamina")).first
     assert (first.step, first.layer, first.sublayer) == (BREAKS, 1, "feed_forward")
 
 
-@pytest.mark.parametrize(
-    ("name", "stack", "owner"),
-    [
-        ("transformer.h.3.attn.c_attn.weight", "transformer.h", (3, "attention", "all")),
-        ("_orig_mod.module.model.layers.11.mlp.experts.4.up_proj.weight", "model.layers", (11, "feed_forward", "all")),
-        ("model/layers/2/post_attention_layernorm/weight", "model.layers", (2, "feed_forward", "all")),
-        ("gpt_neox.layers.0.mlp.dense_h_to_4h.bias", "gpt_neox.layers", (0, "feed_forward", "all")),
-        ("backbone.layers.7.mixer.in_proj.weight", "backbone.layers", (7, "attention", "all")),
-        ("model.layers.1.something.weight", "model.layers", (1, "block", "other")),
-        ("transformer.wte.weight", "", (-1, "block", "embedding")),
-        ("lm_head.weight", "", (-1, "block", "readout")),
-        ("model.norm.weight", "", (-1, "block", "readout")),
-    ],
-)
-def test_a_parameters_place_is_read_from_its_name(name, stack, owner):
-    assert owner_of(name) == (stack, owner)
+OWNERS = {
+    "transformer.h.3.attn.c_attn.weight": (3, "attention", "all"),
+    "_orig_mod.module.model.layers.11.mlp.experts.4.up_proj.weight": (11, "feed_forward", "all"),
+    "model/layers/2/post_attention_layernorm/weight": (2, "feed_forward", "all"),
+    "gpt_neox.layers.0.mlp.dense_h_to_4h.bias": (0, "feed_forward", "all"),
+    "backbone.layers.7.mixer.in_proj.weight": (7, "attention", "all"),
+    "model.layers.1.something.weight": (1, "block", "other"),
+    "transformer.wte.weight": (-1, "block", "embedding"),
+    "lm_head.weight": (-1, "block", "readout"),
+    "model.norm.weight": (-1, "block", "readout"),
+    "['params']['h']['2']['mlp']['c_fc']['kernel']": (2, "feed_forward", "all"),
+    "params/decoder/layers_5/self_attention/out/kernel": (5, "attention", "all"),
+    "params/decoder/decoder_norm/scale": (-1, "block", "readout"),
+    "transformer.layers.stacked.mlp.up_proj.weight": (-1, "block", "other"),
+}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_a_parameters_place_is_read_from_its_name(name):
+    assert places_of([name]).owners[name] == OWNERS[name]
+
+
+FAMILIES = ("llama", "gpt2", "t5", "bert", "swin", "mixtral", "switch_transformers", "vit", "xlm", "opt", "falcon")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_and_sublayers_of_a_family_are_those_of_its_modules(family):
+    from transformers import AutoConfig, AutoModel
+
+    few = {"num_hidden_layers": 2, "num_layers": 2, "num_decoder_layers": 2, "n_layer": 2, "n_layers": 2}
+    config = AutoConfig.for_model(family, **({"depths": [1, 2]} if family == "swin" else few))
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    places = places_of([name for name, _ in model.named_parameters()])
+    assert len(places.layers) == {"t5": 4, "swin": 3, "switch_transformers": 4}.get(family, 2)
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        means = "attention" if kind.endswith("Attention") else "feed_forward" if kind.endswith(("MLP", "FF")) else None
+        for name, _ in module.named_parameters() if means else ():
+            layer, sublayer, _ = places.owners[f"{path}.{name}"]
+            assert sublayer == means, f"{path}.{name}"
+            assert path.startswith((places.layers[layer], "attentions", "ffns"))
 
 
 def test_what_is_not_used_is_said(tmp_path):
@@ -205,32 +234,30 @@ def test_what_is_not_used_is_said(tmp_path):
     path = tmp_path / "history.jsonl"
     path.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in (1, 2)))
     history = read_history(path)
-    assert "counted as 'other': the parameters of decoder.block" in history.notes
     assert "not used: 1 series (train/accuracy)" in history.notes
+    assert history.layers == {0: "encoder.block.0", 1: "encoder.block.1", 2: "decoder.block.0"}
     places = {row[1:4] for row in history.rows if row[5] == "gradient_norm"}
-    kinds = {(layer, kind, "all") for layer in (0, 1) for kind in ("attention", "block")}
-    assert places == {*kinds, (-1, "block", "other")}
+    assert places == {(layer, kind, "all") for layer in (0, 1, 2) for kind in ("attention", "block")}
     assert math.isclose(next(row[6] for row in history.rows if row[5] == "step_gradient_norm"), 3**0.5)
 
 
 def test_what_is_no_history_is_one_line(tmp_path, refused):
     (tmp_path / "notes.txt").write_text("nothing")
     (tmp_path / "cut.json").write_text('{"log_history": [')
-    (tmp_path / "loss.csv").write_text("Step,train/loss\n1,2.0\n")
+    (tmp_path / "accuracy.csv").write_text("Step,train/accuracy\n1,2.0\n")
     parameters = [f"gradients/model.layers.0.mlp.{name}.weight" for name in ("up_proj", "down_proj")]
     (tmp_path / "apart.jsonl").write_text("".join(f'{{"{name}": 1.0}}\n' for name in parameters))  # a line is a step
     (tmp_path / "number.json").write_text("3")
-    (tmp_path / "endless.jsonl").write_text('{"step": 1e999, "loss": 2.0}')
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "far.jsonl").write_text(f'{{"step": {10**22}, "{parameters[0]}": 1.0}}')  # no Parquet file holds it
     (tmp_path / "empty.wandb").write_bytes(b"")
     for name in ("empty.csv", "empty.jsonl", "events.out.tfevents.1"):
         (tmp_path / name).write_bytes(b"")
-    cases = {"notes.txt": "is not a history"}
-    cases |= dict.fromkeys(("cut.json", "number.json", "endless.jsonl", "deep.json", "far.jsonl"), "is not readable")
-    cases |= dict.fromkeys(("loss.csv", "apart.jsonl", "empty.csv", "empty.jsonl"), "no gradient norms")
+    cases = dict.fromkeys(("notes.txt", "number.json", "empty.csv", "empty.jsonl"), "neither JSON, nor a table")
+    cases |= {"cut.json": "is not readable", "deep.json": "is not readable", "far.jsonl": "is too large"}
+    cases |= {"accuracy.csv": "no loss and no gradient norm", "apart.jsonl": "no loss and no gradient norm of one step"}
     if importlib.util.find_spec("tensorboard"):
-        cases["events.out.tfevents.1"] = "no gradient norms"
+        cases["events.out.tfevents.1"] = "no loss and no gradient norm"
     if importlib.util.find_spec("wandb"):
         cases["empty.wandb"] = "is not readable"
     for name, said in cases.items():
@@ -250,7 +277,7 @@ def test_only_the_models_norm_is_judged_where_no_other_is_there(tmp_path, has_lo
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({"log_history": log}))
     found = lamina.diagnose(path)
-    assert "no gradient norm by parameter: only the model's is judged" in found.sentences[0]
+    assert "no series by layer: only the whole model is judged" in found.sentences[0]
     assert gather(tmp_path / "trainer_state.json-lamina").first.step == 31
     assert gather(tmp_path / "trainer_state.json-lamina").rose == (31 if has_loss else None)
 

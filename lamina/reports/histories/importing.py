@@ -1,0 +1,295 @@
+"""A history's series, placed in the model and judged by the rules of the layer monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from itertools import repeat
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from lamina.errors import UserError
+from lamina.jobs.environment import environment
+from lamina.jobs.files import write_json, write_lines, write_yaml
+from lamina.jobs.folder import hold
+from lamina.jobs.kinds import Kind
+from lamina.jobs.names import ALARMS, CONFIG, ENVIRONMENT, RESULT
+from lamina.reports.histories.names import RATE, best, is_side_loss, parameter_of, plain, whole
+from lamina.reports.histories.owners import Owner, Places, places_of
+from lamina.reports.histories.recordings import Recording, Series
+from lamina.reports.histories.sources import read_runs, recorded_in
+from lamina.training.monitor.alarms import Alarms, events
+from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, LayersWriter, MetricsWriter, Row
+
+Key: TypeAlias = tuple[Owner, str]
+"""where, and which metric"""
+
+_MODEL: Owner = (-1, "model", "all")
+_WORDS = {LOSS: "loss", NORM: "gradient norm", RATE: "learning rate"}
+_NOT_USED = r"epoch|eval|val|test|system|perf"
+_SHOWN = 5
+EPOCH = "epoch"
+
+
+@dataclass(kw_only=True)
+class History:
+    """A run's history, placed in the model.
+
+    Attributes:
+        form: what was read, in words.
+        clock: the column that has the steps; empty where steps are numbers of records.
+        series: by owner and metric.
+        read: the name of the series that was taken for each metric of the whole model.
+        parameters: how many parameters have a series, by metric.
+        layers: the path of each layer in the model, by its number.
+        unused: the names of the series that say nothing here.
+        notes: for the user, a line each.
+    """
+
+    form: str
+    clock: str
+    series: dict[Key, Series] = field(default_factory=dict)
+    read: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+    layers: Mapping[int, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that are judged."""
+        judged = [steps for (_, metric), (steps, _) in self.series.items() if metric in (LOSS, NORM, "gradient_norm")]
+        return np.unique(np.concatenate(judged)).tolist()
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        """The rows by layer, series by series."""
+        for (owner, metric), (steps, values) in self.series.items():
+            yield from zip(steps.tolist(), *map(repeat, (*owner, 0, metric)), values.tolist(), strict=False)
+
+    def __str__(self) -> str:
+        steps = self.steps
+        word = "record" if not self.clock else "step"
+        counted = f"{self.form}, {len(steps):,} records from {word} {steps[0]} to {steps[-1]}"
+        counted += f" (steps are the column {self.clock!r})" if self.clock not in ("step", "") else ""
+        counted += "" if self.clock else " (no column has the steps: they are numbers of records)"
+        said = [f"{_WORDS[metric]} {name!r}" for metric, name in self.read.items()]
+        if count := self.parameters.get("gradient_norm"):
+            said.append(f"gradient norms of {count} parameters in {len(self.layers)} layers")
+        return "; ".join([f"{counted}: {', '.join(said)}", *self.notes])
+
+
+def is_history(path: Path) -> bool:
+    """Return whether a path is another tool's: a file, "-" for a pipe, or a folder that is not Lamina's."""
+    return str(path) == "-" or path.is_file() or (path.is_dir() and recorded_in(path) is not None)
+
+
+def read_history(path: Path, run: str = "") -> History:
+    """Read a run's history and place its series.
+
+    Args:
+        path: a file, a folder, or "-" for a pipe.
+        run: the name of the run, where there are several.
+
+    Raises:
+        UserError: if it is not readable, holds several runs, or has neither a loss nor a gradient norm.
+    """
+    source = (recorded_in(path) or path) if path.is_dir() else path
+    runs = read_runs(source)
+    useful = {name: one for name, one in runs.items() if any(whole(each) or parameter_of(each) for each in one.series)}
+    if run and run not in runs:
+        raise UserError(f"run: {run!r} is none of the runs in {str(source)!r} (allowed: {', '.join(map(repr, runs))})")
+    if len(useful) > 1 and not run:
+        told = ", ".join(f"{name!r} ({_span(one)})" for name, one in list(useful.items())[:20])
+        raise UserError(
+            f"run: {str(source)!r} holds {len(useful)} runs: {told}. Choose one. Run: lamina diagnose {path} --run "
+            f"{next(reversed(useful))!r}"
+        )
+    chosen = runs[run] if run else next(iter((useful or runs).values()), None)
+    if chosen is None:
+        raise UserError(f"run: {str(source)!r} holds no records")
+    history = _placed(chosen, source)
+    if source != path:
+        history.form = f"{history.form} {source.relative_to(path)}"
+    return history
+
+
+def _span(recording: Recording) -> str:
+    steps = [steps for steps, _ in recording.series.values() if len(steps)]
+    return (
+        f"{recording.clock or 'record'} {min(s[0] for s in steps)} to {max(s[-1] for s in steps)}" if steps else "empty"
+    )
+
+
+def _placed(recording: Recording, source: Path) -> History:
+    """Place the series of a run."""
+    history = History(form=recording.form, clock=recording.clock, notes=list(recording.notes))
+    wholes = {name: found for name in recording.series if (found := whole(name)) is not None}
+    named = {
+        name: found for name in recording.series if name not in wholes and (found := parameter_of(name)) is not None
+    }
+    places = places_of([inner for _, inner in named.values()])
+    named = {name: found for name, found in named.items() if found[1] in places.owners}
+    for metric in _WORDS:
+        names = {
+            name: (found, len(recording.series[name][0])) for name, found in wholes.items() if found.metric == metric
+        }
+        if names:
+            history.read[metric] = best(names)
+            history.series[_MODEL, metric] = recording.series[history.read[metric]]
+    for metric in ("gradient_norm", "weight_norm"):
+        own = {inner: recording.series[name] for name, (kind, inner) in named.items() if kind == metric}
+        history.parameters[metric] = len(own)
+        history.series |= _summed(metric, own, places, has_total=NORM in history.read)
+    history.layers = places.layers
+    for name, series in recording.series.items():
+        if plain(name) in (EPOCH, "train_epoch"):
+            history.series[_MODEL, EPOCH] = series
+        elif name not in named and name not in history.read.values() and not _is_other(name):
+            history.unused.append(name)
+    _read_filtered_losses(history)
+    if not any(metric in (LOSS, NORM, "gradient_norm") for _, metric in history.series):
+        names = sorted(recording.series)
+        shown = f": {', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)}" if names else ""
+        raise UserError(
+            f"run: {str(source)!r} was read as {recording.form} and has no loss and no gradient norm of one step among "
+            f"its {len(names)} series{shown} (allowed: names such as loss, lm loss, train/loss, grad_norm, or "
+            "gradients/layers.0.mlp.up_proj.weight)"
+        )
+    history.notes += _notes(history)
+    return history
+
+
+def _is_other(name: str) -> bool:
+    """Return whether a series is of the machine, the evaluation or the clock: nobody expects it to be used."""
+    words = plain(name).split("_")
+    other = {
+        "epoch",
+        "eval",
+        "val",
+        "valid",
+        "validation",
+        "test",
+        "system",
+        "perf",
+        "time",
+        "wall",
+        "timestamp",
+        "runtime",
+    }
+    return bool(other & set(words)) or name.startswith("_")
+
+
+def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total: bool) -> dict[Key, Series]:
+    """Return the norms of sub-layers, blocks and the model, at the steps at which all their parameters have one."""
+    parts: dict[Owner, list[Series]] = {}
+    for inner, series in own.items():
+        owner = places.owners[inner]
+        owners = [owner, *([(owner[0], "block", "all")] if owner[0] >= 0 else [])]
+        owners += [_MODEL] if metric == "gradient_norm" and not has_total else []
+        for each in owners:
+            parts.setdefault(each, []).append(series)
+    found: dict[Key, Series] = {}
+    for owner, several in parts.items():
+        steps = several[0][0]
+        if any(len(one) != len(steps) or not np.array_equal(one, steps) for one, _ in several[1:]):
+            steps = reduce(np.intersect1d, (one for one, _ in several))
+            several = [(steps, values[np.searchsorted(one, steps)]) for one, values in several]
+        squares = np.zeros(len(steps))
+        for _, values in several:
+            squares += np.square(values)
+        if len(steps):
+            found[owner, NORM if owner == _MODEL else metric] = (steps, np.sqrt(squares))
+    return found
+
+
+def _read_filtered_losses(history: History) -> None:
+    """Read a loss of exactly 0 beside a gradient that is not finite as not finite: Trainer's filter prints 0."""
+    loss, norm = (history.series.get((_MODEL, metric)) for metric in (LOSS, NORM))
+    if loss is None or norm is None:
+        return
+    steps, values = norm
+    filtered = np.isin(loss[0], steps[~np.isfinite(values)]) & (loss[1] == 0.0)
+    if filtered.any():
+        history.series[_MODEL, LOSS] = (loss[0], np.where(filtered, np.nan, loss[1]))
+        history.notes.append(
+            f"{int(filtered.sum())} losses of exactly 0 beside a gradient that is not finite are read as not finite "
+            "(Trainer's logging_nan_inf_filter prints 0)"
+        )
+
+
+def _notes(history: History) -> list[str]:
+    notes = []
+    if not history.parameters["gradient_norm"]:
+        notes.append("no series by layer: only the whole model is judged")
+    if absent := [words for metric, words in _WORDS.items() if (_MODEL, metric) not in history.series]:
+        notes.append(f"not recorded: {', '.join(absent)}")
+    if LOSS not in history.read and (side := [name for name in history.unused if is_side_loss(name)]):
+        notes.append(f"{side[0]!r} is not the loss of the task, so it is not read as the loss")
+    if NORM not in history.read and history.parameters["gradient_norm"]:
+        notes.append("the model's gradient norm is the norm of all parameters with a series")
+    if history.unused:
+        shown = ", ".join(sorted(history.unused)[:_SHOWN])
+        notes.append(f"not used: {len(history.unused)} series ({shown}{', ...' * (len(history.unused) > _SHOWN)})")
+    return notes
+
+
+def judge(history: History) -> Alarms:
+    """Hand a history to the rules, which count its records in place of steps."""
+    alarms, judged = Alarms(), history.steps
+    place = {step: number for number, step in enumerate(judged, start=1)}
+    rows: dict[int, list[Row]] = {}
+    rates: dict[int, float] = {}
+    for step, *rest in history.rows:
+        if rest[4] == RATE:
+            rates[step] = rest[5]
+        if step in place:
+            rows.setdefault(step, []).append((place[step], *rest))
+    for step in judged:
+        alarms.see(rows[step], rates.get(step))
+    alarms.close()
+    alarms.told = [replace(alarm, step=judged[alarm.step - 1]) for alarm in alarms.told]
+    return alarms
+
+
+def import_history(path: Path, folder: Path, run: str = "") -> History:
+    """Write a history into ``folder`` as the records of a watched run, with the alarms that the rules give.
+
+    The rules count records where a history has gaps. What an earlier import wrote is replaced. Raises UserError as
+    ``read_history`` does, and for a folder that another job wrote.
+    """
+    history = read_history(path, run)
+    judged = history.steps
+    rates, losses = (
+        dict(zip(*(each.tolist() for each in history.series.get((_MODEL, metric), _NOTHING)), strict=True))
+        for metric in (RATE, LOSS)
+    )
+    with hold(folder, resume=False, overwrite=True):
+        write_json(folder / ENVIRONMENT, environment(0, Kind.WATCHED))
+        write_yaml(folder / CONFIG, {"output": str(folder), "imported": str(path)})
+        count = 1 + max(history.layers, default=-1)
+        about = {
+            "record": VERSION,
+            "model": f"a model of {path.name}",
+            "num_layers": count,
+            "notes": history.notes,
+            "layers": [{"path": history.layers.get(at, "")} for at in range(count)],
+            "history": {"clock": history.clock, "metrics": sorted({metric for _, metric in history.series})},
+        }
+        write_json(folder / WATCHED, about)
+        writer, metrics = LayersWriter(folder), MetricsWriter(folder)
+        writer.add(history.rows)
+        writer.flush()
+        for step in judged:
+            record = {"loss": losses[step], "learning_rate": rates.get(step)} if step in losses else {}
+            metrics.write({"step": step, "tokens": None, **record})
+        told = judge(history).told
+        write_lines(folder / ALARMS, list(map(asdict, told)))
+        write_json(folder / RESULT, {"status": "imported", "steps": judged[-1], "alarms": len(events(told))})
+    return history
+
+
+_NOTHING: Series = (np.array([], np.int64), np.array([], np.float64))

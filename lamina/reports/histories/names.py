@@ -1,0 +1,155 @@
+"""What a series is, by its name: the loss, the gradient's norm, the learning rate, the step, the epoch, a parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lamina.training.monitor.writers import LOSS, NORM
+
+RATE = "learning_rate"
+STEPS = (
+    "trainer_global_step", "train_global_step", "training_global_step", "global_step_max_steps", "global_step",
+    "num_updates", "current_steps", "optimizer_step", "train_step", "step", "steps", "iteration", "iterations",
+    "iter", "iter_num", "time_batch", "batch", "ba", "update", "updates", "timestep", "_step", "progress_bar",
+)  # fmt: skip
+"""Columns of steps, as ``plain`` writes them, the better ones first."""
+RUNS = ("run", "run_name", "run_id", "runid", "experiment", "trial_id")
+"""Columns that tell runs from each other."""
+TIMES = ("timestamp", "_timestamp", "_runtime", "wall_time", "time", "created_at")
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_NEUTRAL = _set(
+    "train training trainer metric metrics step steps batch global avg average mean reduced learning learner "
+    "out running current log logs stats statistics per token tokens micro iter iteration objective performance perf "
+    "rank opt optim optimizer optimization monitor state history main total all overall"
+)
+_HELD_OUT = _set("eval evals evaluation val valid validation test dev heldout holdout best")
+_GRADIENT = _set("grad grads gradient gradients gnorm gradnorm")
+_LOSSES = _set("loss losses nll ce xent lm trl")
+_SIDE = _set(
+    "aux auxiliary balance balancing lb z zloss router entropy kl reg regularization mtp vf value critic commit "
+    "commitment load penalty"
+)
+_NO_LOSS = _set("scale scaler weight weights coef coefficient ratio std var slope patience delta gap num count")
+_RATED = {"lm": 0, "language": 0, "ce": 1, "cross": 1, "xent": 1, "nll": 2}
+_UNCLIPPED = _set("raw unclipped before pre preclip unclip")
+_CLIPPED = _set("after clipped post postclip")
+_POWERS = _set("l2 2 2norm 0")
+
+
+class Whole(NamedTuple):
+    """A series of the whole model: its metric, and a rank by which the lowest of several is taken."""
+
+    metric: str
+    rank: int
+
+
+def words_of(name: str) -> list[str]:
+    """Return a name's words in lower case: "optim/LR (group 0)" has optim, lr, group and 0."""
+    apart = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", name)
+    return [word for word in re.split(r"[^a-z0-9]+", apart.lower()) if word]
+
+
+def plain(name: str) -> str:
+    """Return a column's name with underscores in place of all else."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).removesuffix("_")
+
+
+def whole(name: str) -> Whole | None:
+    """Return which of the whole model's series a name means; None if none."""
+    words = words_of(name)
+    if not words or _HELD_OUT & set(words):
+        return None
+    return _loss(words) or _norm(words) or _rate(words)
+
+
+def is_side_loss(name: str) -> bool:
+    """Return whether a name is of a loss that is only added to the one of the task: z, auxiliary, balance."""
+    words = set(words_of(name))
+    return bool(words & _LOSSES and words & _SIDE) and not words & _HELD_OUT
+
+
+def _loss(words: list[str]) -> Whole | None:
+    some = set(words)
+    crossed = {"cross", "entropy"} <= some
+    if not (some & _LOSSES or crossed) or some & (_NO_LOSS | _GRADIENT):
+        return None
+    if some & (_SIDE - ({"entropy"} if crossed else set())):
+        return None
+    if not some & {"loss", "losses"} and not crossed and some - _NEUTRAL - _LOSSES:
+        return None  # "lm" and "ce" are parts of other names, too
+    if some & {"max", "min", "ema", "smooth", "smoothed", "last"}:
+        return Whole(LOSS, 7)
+    kinds = [rank for word, rank in _RATED.items() if word in some]
+    rest = some - _NEUTRAL - _LOSSES - {"cross", "entropy"}
+    return Whole(LOSS, min(kinds) if kinds else 5 if rest else 4 if "total" in some else 3)
+
+
+def _norm(words: list[str]) -> Whole | None:
+    some = set(words)
+    rest = some - _NEUTRAL - _GRADIENT - _UNCLIPPED - _CLIPPED - _POWERS - {"norm", "norms", "clip", "clipping"}
+    rest -= {"actor", "policy", "critic", "model"} if some & _GRADIENT and words[-1] != "model" else set()
+    if rest or not some & (_GRADIENT | {"norm"}) or some & {"num", "max", "min", "std"}:
+        return None
+    named = bool(some & {"norm", "norms", "gnorm", "gradnorm"} or (some & _GRADIENT and "total" in some))
+    if some & _GRADIENT and named and ("clip" not in some or some & (_UNCLIPPED | {"norm"})):
+        return Whole(NORM, 0 if some & _UNCLIPPED else 3 if some & (_CLIPPED | {"critic"}) else 1)
+    return Whole(NORM, 5) if not some & {"clip", "clipping"} else None
+
+
+def _rate(words: list[str]) -> Whole | None:
+    some = set(words)
+    if not ("lr" in some or "lrm" in some or {"learning", "rate"} <= some) or some & {
+        "min",
+        "max",
+        "decay",
+        "ratio",
+        "warmup",
+    }:
+        return None
+    numbers = [int(word) for word in words if word.isdigit() and len(word) < 4]
+    return Whole(RATE, numbers[-1] if numbers else 0)
+
+
+_AFTER = re.compile(
+    r"(?P<before>.+?)[/._ ](?:l2[_-]?)?(?P<kind>grad(?:ient)?)(?:[-_./]?(?:l2[-_]?)?norm)?$", re.IGNORECASE
+)
+_BEFORE = re.compile(
+    r"(?:.*/)?(?:(?P<kind>grad(?:ient)?|param(?:eter)?|weight)s?(?:[-_ ]?(?:[\d.]+|l2)?[-_ ]?norms?)?)"
+    r"(?:[/.](?:l2_?)?norms?)?[/._ ](?P<name>.+)",
+    re.IGNORECASE,
+)
+_OTHER = re.compile(r"(?:.*/)?(?:updates?|moments?|hist|opt_state|cosine)(?:[-_ ]?norms?)?/", re.IGNORECASE)
+
+
+def parameter_of(name: str) -> tuple[str, str] | None:
+    """Return the metric of a parameter's series, and the parameter's name; None if it is no such series.
+
+    A parameter's norm is written before its name (gradients/NAME, grad/norm/NAME, l2_norm/grad/NAME, params/norm/NAME),
+    or after it (NAME/grad_norm, NAME.grad).
+    """
+    if _OTHER.match(name):
+        return None
+    if (match := _AFTER.fullmatch(name)) is not None:
+        return "gradient_norm", _inner(match["before"])
+    if (match := _BEFORE.fullmatch(name)) is not None:
+        kind = "gradient_norm" if match["kind"].lower().startswith("grad") else "weight_norm"
+        return kind, _inner(match["name"])
+    return None
+
+
+def _inner(name: str) -> str:
+    return re.sub(r"[./_](l2_?)?norm$", "", name)
+
+
+def best(names: Mapping[str, tuple[Whole, int]]) -> str:
+    """Return the name to take of several of one metric; of each the rank and the number of its values."""
+    most = max(length for _, length in names.values())
+    long = [name for name, (_, length) in names.items() if 2 * length >= most]
+    return min(long, key=lambda name: (names[name][0].rank, len(name), name))

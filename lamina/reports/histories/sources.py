@@ -1,0 +1,361 @@
+"""Files and folders of other tools, as runs: which file a folder means, and how each form is read."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import json
+import logging
+import math
+import os
+import re
+import sqlite3
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from lamina.core.extras import install
+from lamina.core.json_types import Json
+from lamina.errors import UserError, one_line
+from lamina.jobs.names import CONFIG
+from lamina.reports.histories.consoles import FORMS, form_of, lines_of, records_of
+from lamina.reports.histories.names import RUNS, STEPS, plain
+from lamina.reports.histories.recordings import Columns, Recording, number_of, of_lines, of_points, runs_of
+
+logger = logging.getLogger(__name__)
+
+Proto: TypeAlias = Any
+"""A message of another tool's."""
+
+_FILES = (
+    "trainer_state.json",
+    "checkpoint-*/trainer_state.json",
+    "*/checkpoint-*/trainer_state.json",
+    "trainer_log.jsonl",
+    "logging.jsonl",
+    "*/logging.jsonl",
+    "metrics.csv",
+    "version_*/metrics.csv",
+    "*metrics*.jsonl",
+    "train_log.jsonl",
+)
+"""Files in the folders of trainers, the first one that is there is read."""
+_TRACKED = ("*.wandb", "events.out.tfevents.*")
+_SAID = 5.0  # seconds after which a reader says how far it is
+_LARGE = 2**26  # bytes from which it does
+
+
+def recorded_in(folder: Path) -> Path | None:
+    """Return what to read in a folder that is not Lamina's: a trainer's file, or the folder for a tracker's files."""
+    if (folder / CONFIG).exists() and (folder / "layers").exists():
+        return None
+    for pattern in _FILES:
+        if found := [path for path in folder.glob(pattern) if path.is_file()]:
+            return max(found, key=lambda path: (_step_in(path), path.stat().st_mtime))
+    databases = list(folder.glob("*.db"))
+    if len(databases) == 1:
+        return databases[0]
+    return folder if tracked(folder) else None
+
+
+def _step_in(path: Path) -> int:
+    return int(match[1]) if (match := re.search(r"(?:checkpoint-|version_)(\d+)$", path.parent.name)) else -1
+
+
+def tracked(folder: Path) -> list[Path]:
+    """Return W&B's and TensorBoard's files in a folder, and in those below it."""
+    return sorted(path for pattern in _TRACKED for path in folder.rglob(pattern))
+
+
+def read_runs(path: Path) -> dict[str, Recording]:
+    """Read the runs in a file, a folder or, for "-", a pipe, by name. Raises UserError if that is not readable."""
+    try:
+        if str(path) == "-":
+            return runs_of(_of_text(sys.stdin.buffer.read(), "the pipe"))
+        if path.is_dir():
+            return _of_folder(path)
+        if path.suffix == ".wandb":
+            return runs_of(of_lines(_wandb(path), "W&B's offline run"))
+        if "tfevents" in path.name:
+            return {"1": of_points(_tensorboard(path), "TensorBoard's event file")}
+        if path.suffix == ".db" or path.read_bytes()[:15] == b"SQLite format 3":
+            return runs_of(of_lines(_trackio(path), "trackio's database"))
+        large = path.suffix.lower() in (".csv", ".tsv") and path.stat().st_size > _LARGE
+        return runs_of(_wide(path) if large and find_spec("pandas") else _of_text(path.read_bytes(), path.stem))
+    except ModuleNotFoundError as error:
+        name = "wandb" if str(error.name).startswith(("wandb", "google")) else "tensorboard"
+        raise UserError(f"run: {str(path)!r} needs {name}. Run: {install(name)}") from None
+    except UserError as error:
+        raise UserError(f"run: {str(path)!r}: {error}") from None
+    except (
+        OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError, csv.Error, sqlite3.Error
+    ) as error:  # fmt: skip
+        raise UserError(f"run: {str(path)!r} is not readable ({one_line(error)})") from None
+
+
+def _of_folder(folder: Path) -> dict[str, Recording]:
+    files = tracked(folder)
+    places = sorted({file.parent for file in files})
+    if not all(place.is_relative_to(places[0]) for place in places) or sum(f.suffix == ".wandb" for f in files) > 1:
+        listed = ", ".join(map(str, (files if len(places) == 1 else places)[:5]))
+        raise UserError(f"the folder holds several runs (allowed: one of {listed})")
+    runs = [read_runs(file) for file in files]
+    if len(runs) == 1:
+        return runs[0]
+    points = (
+        (name, step, value)
+        for run in runs
+        for one in run.values()
+        for name, (steps, values) in one.series.items()
+        for step, value in zip(steps.tolist(), values.tolist(), strict=True)
+    )
+    return {"1": of_points(points, f"TensorBoard's event files ({len(files)})")}
+
+
+def _text(data: bytes) -> str:
+    if data[:2] == b"\x1f\x8b":
+        data = gzip.decompress(data)
+    wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # as PowerShell writes what it is piped
+    return data.decode("utf-16" if wide else "utf-8-sig", errors="replace")
+
+
+def _of_text(data: bytes, name: str) -> Columns:
+    """Read a text by what it holds: JSON, JSON lines, a table, or a console's lines."""
+    text = _text(data)
+    start = text.lstrip()[:1]
+    if start in ("{", "["):
+        try:
+            return of_lines(_records(json.loads(text), name), "JSON")
+        except json.JSONDecodeError as error:
+            if (lines := list(_json_lines(text))) and len(lines) >= text.count("\n") / 2:
+                return of_lines(lines, "JSON lines")
+            whole = error
+    else:
+        whole = None
+    if (table := _table(text)) is not None:
+        return table
+    lines = list(lines_of(text))
+    if (form := form_of(lines)) is not None:
+        return of_lines(records_of(form, lines), form.name)
+    if whole is not None:
+        raise whole
+    known = ", ".join(form.name for form in FORMS[:-2])
+    raise UserError(
+        "neither JSON, nor a table with a header, nor lines with a loss or a gradient norm (allowed: a run of "
+        f"Lamina's, trainer_state.json, a history as CSV or JSON, files of TensorBoard, W&B or trackio, or a log: "
+        f"{known}, "
+        'or lines such as "step 10 loss 2.3 grad_norm 0.5")'
+    )
+
+
+def _json_lines(text: str) -> Iterator[Json]:
+    for line in text.split("\n"):
+        if line.strip():
+            try:
+                one = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # a line that a kill cut short, or of something else
+            if isinstance(one, Mapping):
+                yield {**one, **inside} if isinstance(inside := one.get("data") or one.get("metrics"), Mapping) else one
+
+
+def _records(data: object, name: str) -> Iterator[Mapping[str, object]]:
+    """Yield the records of JSON: a list of them, columns, pandas' forms, TensorBoard's, or what holds one of these."""
+    if isinstance(data, Mapping):
+        for inner in ("log_history", "history", "data", "records", "metrics", "logs"):
+            if isinstance(data.get(inner), list | Mapping):
+                columns = data.get("columns")
+                rows = data[inner]
+                if isinstance(columns, list) and isinstance(rows, list):
+                    rows = [dict(zip(map(str, columns), row, strict=False)) for row in rows if isinstance(row, list)]
+                yield from _records(rows, name)
+                return
+        if any(plain(str(key)) in STEPS and number_of(value) is not None for key, value in data.items()):
+            yield data  # the only line
+            return
+        columns = {str(key): value for key, value in data.items() if isinstance(value, list | Mapping)}
+        if not columns and any(number_of(value) is not None for value in data.values()):
+            yield data
+        longest = max((len(value) for value in columns.values()), default=0)
+        for at in range(longest):
+            yield {key: value[at] for key, value in columns.items() if isinstance(value, list) and at < len(value)} | {
+                key: list(value.values())[at]
+                for key, value in columns.items()
+                if isinstance(value, Mapping) and at < len(value)
+            }
+    elif isinstance(data, list):
+        if data and all(isinstance(one, list) and len(one) == 3 for one in data):
+            yield from ({"wall_time": wall, "step": step, name: value} for wall, step, value in data)
+        yield from (one for one in data if isinstance(one, Mapping))
+    else:
+        raise ValueError(f"a {type(data).__name__} in place of records")
+
+
+_SEPARATORS = (",", ";", "\t", "|")
+
+
+def _header(first: str) -> tuple[str, list[str]] | None:
+    """Return the separator and the names of a table's first line; None if it is none."""
+    separator = max(_SEPARATORS, key=first.count)
+    names = [name.strip() for name in next(csv.reader([first], delimiter=separator))] if first else []
+    is_table = len(names) > 1 and all(re.search(r"[A-Za-z]", name) or not name for name in names) and any(names)
+    return (separator, names) if is_table and not any(re.search(r"[:=] *-?\d", name) for name in names) else None
+
+
+def _table(text: str) -> Columns | None:
+    lines = text.split("\n", 3)
+    if (header := _header(lines[0].strip("\r"))) is None:
+        return None
+    separator, names = header
+    second = next(csv.reader([lines[1]], delimiter=separator), []) if len(lines) > 1 else []
+    if (
+        len(lines) > 1
+        and lines[1].strip()
+        and (len(second) != len(names) or all(number_of(value) is None for value in second))
+    ):
+        return None
+    decimal = separator == ";" and any(re.fullmatch(r"-?\d+,\d+", value.strip()) for value in second)
+    rows = csv.DictReader(text.splitlines(), delimiter=separator)
+
+    def cells() -> Iterator[Mapping[str, object]]:
+        for row in rows:
+            yield {
+                (name or "").strip(): value.replace(",", ".") if decimal else value.strip()
+                for name, value in row.items()
+                if isinstance(value, str)
+            }
+
+    return of_lines(cells(), "CSV" if separator == "," else f"a table separated by {separator!r}")
+
+
+def _wide(path: Path) -> Columns:
+    """Read a large table in pieces, by column, and say how far it is."""
+    import pandas as pd
+
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        first = file.readline().rstrip("\r\n")
+    if (header := _header(first)) is None:
+        return _of_text(path.read_bytes(), path.stem)
+    separator, names = header
+    found, parts = Columns(form="CSV"), {}
+    told = _Reading(path)
+    with path.open("rb") as file:
+        pieces = pd.read_csv(
+            file,
+            sep=separator,
+            chunksize=max(100, 2**22 // len(names)),
+            na_values=[""],
+            keep_default_na=False,
+            low_memory=False,
+        )
+        for piece in pieces:
+            for name, column in piece.items():
+                known = column.notna().to_numpy()
+                if plain(str(name)) in RUNS:
+                    of = found.runs.setdefault(str(name), {})
+                    of.update({found.rows + at: str(column.iloc[at]) for at in np.flatnonzero(known).tolist()})
+                    continue
+                if column.dtype.kind not in "fiu":
+                    words = column.astype(str).str.strip()
+                    column = pd.to_numeric(
+                        words.str.partition("/")[0] if plain(str(name)) in STEPS else words, errors="coerce"
+                    )
+                    known = known & (column.notna().to_numpy() | words.str.lower().isin(["nan", "-nan"]).to_numpy())
+                if known.any():
+                    at = np.flatnonzero(known) + found.rows
+                    parts.setdefault(str(name), []).append((at, column.to_numpy(np.float64)[known]))
+            found.rows += len(piece)
+            told.say(file.tell())
+    for name in list(parts):
+        pieces_of = parts.pop(name)
+        found.values[name] = (np.concatenate([at for at, _ in pieces_of]), np.concatenate([of for _, of in pieces_of]))
+    return found
+
+
+class _Reading:
+    """Says on standard error how much of a large file has been read."""
+
+    def __init__(self, path: Path):
+        self.path, self.size, self.last = path, path.stat().st_size, os.times().elapsed
+
+    def say(self, done: int) -> None:
+        if (now := os.times().elapsed) > self.last + _SAID:
+            self.last = now
+            logger.warning("%s: %.0f %% read", self.path.name, 100 * done / max(1, self.size))
+
+
+def _trackio(path: Path) -> Iterator[Json]:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        columns = {row[1] for row in database.execute("PRAGMA table_info(metrics)")}
+        if not {"run_name", "step", "metrics"} <= columns:
+            raise ValueError("a database without trackio's table of metrics")
+        for run, step, metrics in database.execute(
+            "SELECT run_name, step, metrics FROM metrics ORDER BY run_name, step, id"
+        ):
+            yield {**json.loads(metrics), "run_name": run, "_step": step}
+
+
+def _wandb(path: Path) -> Iterator[Json]:
+    messages: Proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    damaged = importlib.import_module("google.protobuf.message").DecodeError
+    for data in _records_of(path.read_bytes()):
+        record: Proto = messages.Record()
+        try:
+            record.ParseFromString(data)
+        except damaged as error:
+            raise ValueError(str(error)) from error
+        if record.WhichOneof("record_type") == "history":
+            line: Json = {"_step": record.history.step.num}
+            for item in record.history.item:
+                name, *inside = item.nested_key or [item.key]
+                value = json.loads(item.value_json)
+                line[name] = {**line.get(name, {}), inside[0]: value} if inside else value  # a histogram's fields
+            yield line
+
+
+_BLOCK, _HEAD = 32_768, 7
+_WHOLE_RECORD, _LAST_PART = 1, 4
+
+
+def _records_of(data: bytes) -> Iterator[bytes]:
+    """Yield the records of W&B's file, LevelDB's log format: parts of a checksum, a length, a kind, and the bytes.
+
+    A part never crosses a block. An incomplete last record, of a run that has not ended, is left out.
+    """
+    if not data.startswith(b":W&B"):
+        raise ValueError("no file of W&B's")
+    at, record = _HEAD, b""
+    while at + _HEAD <= len(data):
+        if (left := _BLOCK - at % _BLOCK) < _HEAD:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        at += _HEAD + length
+        if at > len(data):
+            return
+        record += data[at - length : at]
+        if kind in (_WHOLE_RECORD, _LAST_PART):
+            yield record
+            record = b""
+
+
+def _tensorboard(path: Path) -> Iterator[tuple[str, int, float]]:
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    for event in LegacyEventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            kind = value.WhichOneof("value")
+            if kind == "simple_value":
+                yield value.tag, event.step, value.simple_value
+            elif kind == "histo":
+                yield value.tag, event.step, math.sqrt(value.histo.sum_squares)
+            elif kind == "tensor" and (array := make_ndarray(value.tensor)).size == 1 and array.dtype.kind in "fiu":
+                yield value.tag, event.step, float(array.item())  # else a text
