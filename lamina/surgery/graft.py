@@ -135,6 +135,7 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
     copy_buffers({name: name for name, _ in old.named_buffers()}, old, new)
     nn.Module.to(new, old.device)
     new.tie_weights()
+    new.generation_config = copy.deepcopy(old.generation_config)
     told: Told = {"fitted": [], "folded": [], "lost": sorted(tensors.keys() - own.keys())}
     _Matching(old, new.eval(), told).run(ids)
     for names in (told["fitted"], told["folded"]):  # a norm in a module that runs again is fitted again

@@ -54,6 +54,7 @@ Prompt: TypeAlias = str | Messages
 IGNORED = -100
 ROLES = ("system", "user", "assistant", "tool", "developer")  # the last two for templates that know them
 _ANY_ROLE = "another-role"
+_MARK = "an-answer"
 READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 GENERATED = "generated:"
 ALLOWED_GENERATED = "generated:KIND[:TASK[+TASK...]][@test]"
@@ -572,6 +573,16 @@ class ExampleEncoder:
         if isinstance(prompt, str) and not self.wraps_texts:
             return prompt
         return self.render(as_turns(prompt), answers=True, options=self.options)
+
+    def ends(self) -> list[int]:
+        """Return the special token with which the template ends an answer; empty if it has none."""
+        turns = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _MARK}]
+        try:
+            text = self.render(turns, answers=False) if self.template else ""
+        except ValueError:  # a template for other conversations
+            return []
+        after = self._tokens(text.rpartition(_MARK)[2], special=False)[0] if _MARK in text else []
+        return [token for token in after if token in self.tokenizer.added_tokens_decoder][:1]
 
     def preference(self, preference: Fields) -> tuple[Json, Json]:
         """Encode both answers of ``preference_of``, the better first, with the prompt; raises as ``example``."""

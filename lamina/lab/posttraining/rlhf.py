@@ -181,14 +181,14 @@ class PolicyTrainer(TunedTrainer, _Online):
     def _held_out_answers(self, rows: Sequence[Fields]) -> list[Json]:
         """Sample an answer to each prompt and measure it."""
         tokenizer: Passed = self.processing_class
-        model, device, end = self.bare_model(), self.args.device, tokenizer.eos_token_id
+        model, device, ends = self.bare_model(), self.args.device, self.eos_token_ids
         ids, mask = padded([row["prompt_ids"] for row in rows], tokenizer.pad_token_id, device, left=True)
         options = {"max_new_tokens": self.max_completion_length, "temperature": self.temperature, "do_sample": True}
-        ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": end}
-        whole = model.generate(input_ids=ids, attention_mask=mask, top_k=0, top_p=1.0, **options, **ends)  # type: ignore[operator]
+        stops = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": ends}
+        whole = model.generate(input_ids=ids, attention_mask=mask, top_k=0, top_p=1.0, **options, **stops)  # type: ignore[operator]
         answers = []
         for answer in whole[:, ids.shape[1] :].tolist():
-            answers.append(answer[: answer.index(end) + 1] if end in answer else answer)
+            answers.append(answer[: next((i for i, token in enumerate(answer, 1) if token in ends), None)])
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
         parts = self.rewards.parts(rows, answers, texts)
         after, answered = padded(answers, tokenizer.pad_token_id, device)
@@ -197,7 +197,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         kl = ((ours - theirs) * answered).sum(1).cpu()
         every = zip(self.rewards.total(parts), kl, answers, strict=True)
         measured: list[Json] = [
-            {"reward": reward, "kl": float(k), "length": len(answer), "ended": float(answer[-1] == end)}
+            {"reward": reward, "kl": float(k), "length": len(answer), "ended": float(answer[-1] in ends)}
             for reward, k, answer in every
         ]
         for name, values in parts.items() if len(parts) > 1 else ():

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -82,15 +82,20 @@ class Start:
     dtype: torch.dtype = torch.float32
     attention: str = "auto"
 
-    def policy(self) -> PreTrainedModel:
+    def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
+        """Return the model; its generation ends at its own ends, the tokenizer's, and ``ends``, the template's."""
         if self.plan is not None:
             model = source.load(self.path, self.config, "causal_lm", self.dtype)
         else:
             model = self._loaded(AutoModelForCausalLM, self.config)
         generation: Passed = model.generation_config
-        for config in (model.config.get_text_config(), generation):
-            config.pad_token_id = self.tokenizer.pad_token_id
-        generation.eos_token_id = self.tokenizer.eos_token_id
+        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        if generation.pad_token_id is None:
+            generation.pad_token_id = self.tokenizer.pad_token_id
+        own = generation.eos_token_id
+        own = [] if own is None else own if isinstance(own, list) else [own]
+        every = list(dict.fromkeys([*own, self.tokenizer.eos_token_id, *ends]))
+        generation.eos_token_id = every if len(every) > 1 else every[0]
         return self._attending(model)
 
     def scorer(self) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import heapq
 import logging
@@ -296,6 +297,7 @@ class TuningStage(TrainingStage[S]):
     watched: Watched
     best: BestWeights
     tuner: Any
+    generation: Any
     processes: Processes
 
     @abstractmethod
@@ -412,11 +414,12 @@ class TuningStage(TrainingStage[S]):
         return model
 
     def new_model(self) -> PreTrainedModel:
-        return self.start.policy()
+        return self.start.policy(self.encoder.ends())
 
     def model(self, run: TrainingRun) -> PreTrainedModel:
         torch.manual_seed(self.settings.seed)
         model = self.new_model()
+        self.generation = copy.deepcopy(model.generation_config)
         if self.start.plan is None:  # not a Lamina model: its layers are found by following its tensors
             run.followed = follow(model, {"input_ids": self.inputs})
             for note in run.followed.notes if run.processes.first else ():
@@ -519,7 +522,9 @@ class TuningStage(TrainingStage[S]):
             trained, model = whole(trained_of(model)), self.new_model()
             tuner = add_lora(model, replace(self.settings, weights="fp32"))
             set_trained(model, trained)
-        return merged(model, tuner, adapter), self._card(result)
+        model = merged(model, tuner, adapter)
+        model.generation_config = self.generation  # TRL has set its own tokens
+        return model, self._card(result)
 
     def saved(self) -> None:
         self.best.forget()

@@ -107,7 +107,8 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
     if changes.get("num_hidden_layers", config.num_hidden_layers) != config.num_hidden_layers:
         fields.pop("layer_types", None)  # the configuration derives it from the depth
     for name in _SPECIAL if "vocab_size" in changes else ():
-        if isinstance(token := fields.get(name), int) and token >= fields["vocab_size"]:
+        tokens = fields.get(name)
+        if any(token >= fields["vocab_size"] for token in (tokens if isinstance(tokens, list) else [tokens or 0])):
             fields[name] = None  # of a larger vocabulary
     fields.pop("transformers_version", None)
     new = AutoConfig.for_model(fields.pop("model_type"), **fields)
