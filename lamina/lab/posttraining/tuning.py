@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import GenerationConfig, PreTrainedModel, TrainerCallback, TrainingArguments
 
 from lamina.core.extras import require
 from lamina.core.json_types import Json
@@ -297,7 +297,7 @@ class TuningStage(TrainingStage[S]):
     watched: Watched
     best: BestWeights
     tuner: Any
-    generation: Any
+    generation: GenerationConfig | None
     processes: Processes
 
     @abstractmethod
