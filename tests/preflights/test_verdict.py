@@ -30,7 +30,7 @@ FINE = Features(
     growth=4.3, spent=0.45, pace=1.6,
 )  # fmt: skip
 # Post-LN, 32 layers, 5e-3: measured
-COLLAPSED = replace(FINE, excess=0.009, context=-2e-5, similarity=1.0, jacobian=-13.9, jacobian_layer=0, magnitude=5.0)
+COLLAPSED = replace(FINE, excess=0.009, context=-2e-5, similarity=1.0, jacobian=-13.9, jacobian_layer=-1, magnitude=5.0)
 SLOW = replace(FINE, excess=0.13, context=0.0001, similarity=1.0, pace=0.2)
 # Pre-LN, 8 layers, 3.4e-4, 400 steps: what was called fine, far above the loss of a constant prediction
 FALLING = replace(FINE, excess=1.13, excess_error=0.04, context=0.06, spent=0.15, pace=6.0)
@@ -51,7 +51,7 @@ def test_a_run_that_uses_its_input_is_fine():
     assert "worth 0.32 nats" in verdict.reason
     assert "0.30 ± 0.04 nats below" in verdict.reason
     assert verdict.deciding_steps == 0
-    assert "0.89, from block 30" in verdict.reason
+    assert "0.89, from layer 30" in verdict.reason
 
 
 def test_a_layer_that_is_cut_off_is_named_with_its_gain():
@@ -133,10 +133,10 @@ def test_a_loss_that_is_not_finite_will_not_train():
 def test_little_room_under_fp16_is_said_with_the_layer():
     verdict = judge(replace(FINE, magnitude=50_000.0, magnitude_layer=31), case("pre_ln"))
     assert verdict.verdict == "fine"
-    assert "5e+04 behind block 31" in verdict.change
+    assert "5e+04 behind layer 31" in verdict.change
     assert "1.3 ×" in verdict.change
     assert "fp16" not in judge(FINE, case()).change.lower()
-    over = judge(replace(FINE, magnitude=131_008.0, magnitude_layer=0), case("pre_ln")).change
+    over = judge(replace(FINE, magnitude=131_008.0, magnitude_layer=-1), case("pre_ln")).change
     assert "1.31e+05 behind the embedding, 2 × over FP16's largest number" in over
 
 
