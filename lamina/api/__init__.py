@@ -14,6 +14,7 @@ WRITTEN = (
     "backbones",
     "convert",
     "diagnose",
+    "emit",
     "generate",
     "graft",
     "placement_of",

@@ -7,6 +7,7 @@ import pandas as pd
 from lamina.api.models import backbones as backbones
 from lamina.api.models import convert as convert
 from lamina.api.models import diagnose as diagnose
+from lamina.api.models import emit as emit
 from lamina.api.models import generate as generate
 from lamina.api.models import graft as graft
 from lamina.api.models import placement_of as placement_of

@@ -1,4 +1,4 @@
-"""Functions on saved models and folders: generate, convert, prune, graft, diagnose, report, and lists."""
+"""Functions on saved models and folders: generate, convert, emit, prune, graft, diagnose, report, and lists."""
 
 from __future__ import annotations
 
@@ -120,6 +120,52 @@ def convert(
 
     with local_when_unreachable():
         return run(model, Path(folder), to=to, dtype=dtype, overwrite=overwrite, verify=verify)
+
+
+def emit(
+    placement: str,
+    to: str,
+    *,
+    num_layers: int,
+    output: str | PathLike[str] | None = None,
+    with_test: bool = False,
+    overwrite: bool = False,
+) -> str:
+    """Write a placement as one file for another trainer, as `lamina emit` does. Returns the file's text.
+
+    Args:
+        placement: a placement with its options, or a YAML or Python file.
+        to: the trainer: a name in ``lamina.ports.TARGETS``.
+        num_layers: the number of blocks; the file has the numbers of this depth.
+        output: the file to write (default: none, the text alone).
+        with_test: also write a test beside ``output``, which compares logits and gradients with Lamina's model.
+        overwrite: replace files that exist.
+
+    Raises:
+        UserError: (a ValueError) for an unknown placement or trainer, a plan that the trainer cannot hold, or a file
+            that exists.
+    """
+    spec, target = text("placement", placement), text("to", to)
+    whole_number("num_layers", num_layers)
+    if with_test and output is None:
+        raise UserError("with_test: the test stands beside a file (allowed: give output, too)")
+    from lamina.ports import emit as run
+
+    file = None if output is None else Path(path("output", output))
+    if file is not None and not file.stem.isidentifier():
+        raise UserError(
+            f"output: {str(output)!r} cannot be imported (allowed: a name of letters, digits and _, and .py)"
+        )
+    emitted = run(spec, target, num_layers, module=file.stem if file else "")
+    if file is not None:
+        written = {file: emitted.code} | ({file.with_name(f"test_{file.name}"): emitted.test} if with_test else {})
+        for each in written:
+            if each.exists() and not overwrite:
+                raise UserError(f"output: {str(each)!r} exists. Run: the same with --overwrite, or choose another name")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for each, code in written.items():
+            each.write_text(code, encoding="utf-8")
+    return emitted.code
 
 
 def prune(

@@ -17,6 +17,7 @@ COMMANDS = {row.name: row.summary for row in JOBS.values()} | {
     "report": "rewrite the page of a folder, whichever command wrote the folder",
     "generate": "continue a text with a trained model",
     "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
+    "emit": "write a placement as one file for the trainer that you use",
     "prune": "take layers out of a trained model: those you name, or those a probe finds least needed",
     "graft": "put another placement on a trained model, its norms fitted so that the loss changes little",
 }

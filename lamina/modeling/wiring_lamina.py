@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from .forwards_lamina import with_calls
 from .streams_lamina import DEPTH_READS, BlockState, DepthAttention, LaminaWiring, State, StreamMixer, mixed
@@ -603,7 +604,7 @@ def norm_projections(
     With ``ways`` the module reads three states, side by side. ``stacked`` names the single projection to all three, if
     there is one. Raises ValueError, before any change, if the attention lacks such projections or already norms them.
     """
-    last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), nn.Linear)), None)
+    last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), _LINEAR)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):
         raise ValueError(f"inner_norm: does not apply, {type(attention).__name__} has no last projection of its own")
     scopes = {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}
@@ -614,12 +615,12 @@ def norm_projections(
         name, why = stacked or f"{part}_proj", None
         if hasattr(module, f"{part}_norm"):
             why = f"has a norm of its own on {name!r}"
-        elif not isinstance(getattr(module, name, None), nn.Linear):
+        elif not isinstance(getattr(module, name, None), _LINEAR):
             why = f"has no projection {name!r}"
         elif scope == "head" and not hasattr(module, "head_dim"):
             why = "has no one width of a head"
         if why is None:
-            width = getattr(module, name).out_features // (3 if stacked else 1)
+            width = _channels(getattr(module, name))[1] // (3 if stacked else 1)
             dims[part] = int(module.head_dim) if scope == "head" else width
             if width % dims[part]:
                 why = f"has {name!r} of {width} channels, which heads of {dims[part]} do not divide"
@@ -644,7 +645,16 @@ def norm_projections(
     for part, norm in norms.items():
         setattr(module, f"{part}_norm", norm)
     if inner and last:
-        module.inner_norm = make_norm(inner, getattr(module, last).in_features, style)
+        module.inner_norm = make_norm(inner, _channels(getattr(module, last))[0], style)
+
+
+_LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, whose weight is [channels in, channels out]
+
+
+def _channels(linear: nn.Module) -> tuple[int, int]:
+    """Return the numbers of channels into and out of a projection."""
+    first, second = linear.get_parameter("weight").shape
+    return (first, second) if isinstance(linear, Conv1D) else (second, first)
 
 
 # The default of a plan without ``qkv_norm``: RMSNorm, as in HybridNorm's code, OLMo 2 and Qwen 3.

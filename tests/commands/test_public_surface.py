@@ -23,7 +23,7 @@ def test_the_package_exports_these_names():
     assert all(callable(getattr(lamina, name)) for name in EXPORTED - {"__version__", "placements"})
 
 
-_WRITTEN = "placements backbones diagnose report generate convert prune graft"
+_WRITTEN = "placements backbones diagnose report generate convert emit prune graft"
 
 
 def test_the_command_line_has_these_commands():

@@ -1,0 +1,48 @@
+"""`lamina emit PLACEMENT --to TRAINER`: writes a placement as one file for another trainer."""
+
+from __future__ import annotations
+
+from lamina.api.models import emit
+from lamina.commands.arguments import Parser
+from lamina.core.terminal import show
+from lamina.errors import UserError
+
+EXAMPLES = """
+  lamina emit keel --to pytorch --num-layers 24
+  lamina emit fusenorm --to nanogpt --num-layers 12 --output fusenorm_block.py --with-test
+  lamina emit "mix_ln(alpha=0.5)" --to nanogpt --num-layers 12 --output mix_ln_block.py
+"""
+
+
+def parser() -> Parser:
+    from lamina.ports.targets import TARGETS
+
+    flags = Parser(
+        "emit",
+        "Write a placement as one file for the trainer that you use: its block, with the numbers of your depth, and\n"
+        "the initializer that belongs to it. The file imports nothing of Lamina; commit it into your own repository.",
+        EXAMPLES,
+        "PLACEMENT ",
+    )
+    flags.add_argument("placement", help="a placement, name(option=value, ...), or a file (a .py file runs as code)")
+    flags.add_flag("--to", f"the trainer: {', '.join(TARGETS)}", metavar="TRAINER")
+    flags.add_flag("--num-layers", "the number of blocks", 0)
+    flags.add_flag("--output", "the file to write (default: print it)", metavar="FILE")
+    flags.add_flag("--with-test", "write a test beside it, which compares it with Lamina's model", False)
+    flags.add_flag("--overwrite", "replace files that exist", False)
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    options = vars(parser().parse(argv))
+    for name, value in (("to", options["to"]), ("num_layers", options["num_layers"])):
+        if not value:
+            example = f"lamina emit {options['placement']} --to pytorch --num-layers 24"
+            raise UserError(f"--{name.replace('_', '-')}: not given. Run: {example}")
+    code = emit(**options)
+    if options["output"] is None:
+        show(code.rstrip())
+    else:
+        tested = " and its test" * options["with_test"]
+        show(f"the file{tested}: {options['output']}")
+    return 0

@@ -1,0 +1,85 @@
+"""``emit``: a placement as one file for another trainer, and a test that compares it with Lamina's model."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lamina.core.extras import require
+from lamina.placements.plan import Plan
+from lamina.placements.registry import get, names
+from lamina.placements.resolution import find, resolve
+from lamina.ports.port import WIDTH, Port, nameless
+from lamina.ports.targets import FOLDER, target_of
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emitted:
+    """A placement's file for a trainer, and the test beside it; ``plan`` is what the file computes."""
+
+    plan: Plan
+    code: str
+    test: str
+
+
+def emit(placement: str | Plan, target: str, num_layers: int, *, module: str = "") -> Emitted:
+    """Write a placement for ``num_layers`` blocks as a file of the trainer ``target``, to be imported as ``module``.
+
+    Raises UserError for an unknown placement or target, and for a plan that the target cannot hold.
+    """
+    require("emit", "report")
+    table = target_of(target)
+    if isinstance(placement, Plan):
+        plan, spec = placement, placement.placement
+        port = Port(get(spec) if spec in names() else nameless(plan), plan, table)
+    else:
+        plan, spec = resolve(placement, num_layers), placement
+        port = Port(find(spec), plan, table)
+    word = f'"{spec}"' if re.search(r"[^\w./-]", spec) else spec
+    used = {
+        "p": port,
+        "n": num_layers,
+        "version": sys.modules["lamina"].__version__,
+        "spec": spec,
+        "command": f"lamina emit {word} --to {target} --num-layers {num_layers}",
+        "options": ", ".join(f"{name} = {value}" for name, value in plan.options.items()),
+        "module": module or f"{plan.placement}_block",
+        "camel": "".join(part.capitalize() for part in plan.placement.split("_")),
+    }
+    environment = _environment()
+    code = environment.get_template(table.template).render(used)
+    parts = {"ours": ""} | {
+        part: environment.from_string(text).render(used).strip() for part, text in table.test.items()
+    }
+    parts["imports"] = "\n".join(sorted(parts["imports"].splitlines(), key=lambda line: (line[0] == "f", line)))
+    test = environment.get_template("_test.py.j2").render(used, **parts)
+    return Emitted(plan=plan, code=tidied(code), test=tidied(test))
+
+
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    made = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters["wrap"] = lambda text: textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+    def ends(names: list[str]) -> str:
+        """Return the argument of ``endswith`` for these names."""
+        quoted = ", ".join(f'"{name}"' for name in names)
+        return quoted if len(names) == 1 else f"({quoted})"
+
+    made.filters["ends"] = ends
+    return made
+
+
+def tidied(text: str) -> str:
+    """Return code without trailing spaces or superfluous blank lines, as the formatter wants it."""
+    text = "\n".join(line.rstrip() for line in text.strip().splitlines())
+    head, end, body = text.partition('"""\n\n')
+    head = re.sub(r"\n{3,}", "\n\n", head)
+    return head + end + re.sub(r"\n{4,}", "\n\n\n", body) + "\n"

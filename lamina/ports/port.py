@@ -1,0 +1,444 @@
+"""A plan as lines of Python: which norms a block has, its numbers, and its forward pass, in a target's names.
+
+Layers that are equal share one expression; a difference becomes a condition on the layer's index, and a table only
+where no condition says it. A norm or factor that no layer has is not written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lamina.core.initializers import INITIALIZERS, Facts, check
+from lamina.errors import UserError
+from lamina.placements.plan import POSITIONS, SUBLAYERS, Norm, Plan, Sublayer
+from lamina.placements.registry import Placement
+from lamina.ports.targets import Target
+
+WIDTH = 88  # of a line: ruff's default
+_FACTORS = ("skip_scale", "pre_scale", "out_scale")
+_FORMULAS: dict[str, Callable[[int], float]] = {"({0} + 1) ** -0.5": lambda layer: (layer + 1) ** -0.5}
+_INPUTS = {"attention": "x", "feed_forward": "y"}
+
+
+def condition(layers: Sequence[int], count: int, index: str) -> str:
+    """Return the condition on ``index`` that holds for these layers of ``count``, and for no others."""
+    first, last, more = layers[0], layers[-1], len(layers)
+    if more == 1:
+        return f"{index} > 0" if (first, count) == (1, 2) else f"{index} == {first}"
+    if last - first == more - 1:
+        if first == 0:
+            return f"{index} < {last + 1}"
+        if last == count - 1:
+            return f"{index} > 0" if first == 1 else f"{index} >= {first}"
+        return f"{first} <= {index} <= {last}"
+    step = layers[1] - first
+    if list(layers) == list(range(first, count, step)) and first < step:
+        return f"{index} % {step} == {first}"
+    return f"{index} in {tuple(layers)}"
+
+
+def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
+    """Return one expression for the values of all layers, under conditions where they differ; ``last`` comes last."""
+    if len(set(values)) == 1:
+        return values[0]
+    usual, count = next(v for v in reversed(values) if v != last), len(values)
+    if len(set(values)) == 2:
+        having = [layer for layer, value in enumerate(values) if value == usual]
+        return f"{usual} if {condition(having, count, index)} else {next(v for v in values if v != usual)}"
+    usual = last if last in values else usual
+    parts = {v: [layer for layer, one in enumerate(values) if one == v] for v in values if v != usual}
+    return " else ".join([*(f"{v} if {condition(at, count, index)}" for v, at in parts.items()), usual])
+
+
+def assigned(target: str, value: str, indent: int = 8) -> list[str]:
+    """Return the lines of an assignment or a return, in brackets where one line is too short."""
+    head = f"{target} " if target == "return" else f"{target} = "
+    if indent + len(head) + len(value) <= WIDTH:
+        return [head + value]
+    return [f"{head}(", f"    {value}", ")"]
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """A scale of one half: its value and kind in every layer, and how the block's code names it."""
+
+    name: str
+    starts: tuple[float, ...]
+    kinds: tuple[str, ...]  # "no", "scalar" or "vector"
+
+    @property
+    def is_one(self) -> bool:
+        return set(self.kinds) == {"no"} and set(self.starts) == {1.0}
+
+    @property
+    def is_learned(self) -> bool:
+        return set(self.kinds) != {"no"}
+
+    @property
+    def is_constant(self) -> bool:
+        return not self.is_learned and len(set(self.starts)) == 1
+
+
+class Port:
+    """A plan for a target. Raises UserError, in one line, for a part of the plan that the target cannot hold."""
+
+    def __init__(self, placement: Placement, plan: Plan, target: Target):
+        self.placement, self.plan, self.target = placement, plan, target
+        self.num_layers = plan.num_layers
+        self._refuse()
+
+    # what is refused
+
+    def _refuse(self) -> None:
+        plan, halves = self.plan, [half for layer in self.plan.layers for half in (layer.attention, layer.feed_forward)]
+        if plan.streams > 1:
+            self._refused(f"its residual carries {plan.streams} streams", "one stream, without wiring")
+        if plan.has_memory or any(half.reads_memory for half in halves):
+            self._refused("its blocks read states of earlier blocks", "one stream, without wiring")
+        gates = {
+            (half.coupling, half.gate_temperature, half.out_scale_learned) for half in halves if half.coupling != "none"
+        }
+        if any(learned != "no" for *_, learned in gates) and (
+            len(gates) > 1 or any(half.coupling == "none" for half in halves)
+        ):
+            self._refused("its gates differ between sub-layers", "one coupling and gate_temperature in all of them")
+        for norm in self._all_norms():
+            self.norm_kind(norm)
+        for name, why in self.target.lacks.items():
+            value = getattr(plan, name, None) if hasattr(plan, name) else any(getattr(half, name) for half in halves)
+            if value not in (None, "off", False, 1.0):
+                self._refused(why, f"a placement without {name}")
+
+    def _refused(self, what: str, allowed: str) -> None:
+        raise UserError(
+            f"placement {self.plan.placement!r}: {what}, which a block for {self.target.title} cannot hold "
+            f"(allowed: {allowed})"
+        )
+
+    def _all_norms(self) -> list[Norm]:
+        halves = [half for layer in self.plan.layers for half in (layer.attention, layer.feed_forward)]
+        norms = [norm for half in halves for norm in half.norms.values()]
+        norms += [norm for norm in (self.plan.final_norm, self.plan.embedding_norm) if norm]
+        return norms + ([self.projection_norm] if self.projections else [])
+
+    # norms
+
+    def norm_kind(self, norm: Norm) -> str:
+        """Return the key of a norm's constructor: its kind, with _zero for gains of 1 + w, with _plain for none.
+
+        Raises UserError for a norm that no constructor makes.
+        """
+        if not norm.learnable_gain and norm.initial_gain != 1.0:
+            self._refused(f"it has a norm with the constant gain {norm.initial_gain}", "learned gains, or none")
+        end = "_plain" if not norm.learnable_gain else "_zero" if norm.zero_centered else ""
+        if (kind := norm.kind + end) not in self.target.norms:
+            said = {"_plain": " without a gain", "_zero": " with gains of 1 + w", "": ""}[end]
+            self._refused(f"it has a norm of kind {norm.kind!r}{said}", "a norm of kind 'backbone'")
+        return kind
+
+    def norm(self, norm: Norm | None, **names: str) -> str:
+        """Return a norm's constructor, with the block's names replaced by ``names``; that of no norm for None."""
+        if norm is None:
+            return self.target.norms["none"]
+        text = self.target.norms[self.norm_kind(norm)].format(groups=norm.groups, alpha=norm.alpha)
+        for old, new in names.items():
+            text = re.sub(rf"\b{re.escape(old)}\b", new, text)
+        return text
+
+    @cached_property
+    def constructors(self) -> str:
+        """The constructors of all norms that the file has: a class that they name is written."""
+        return " ".join(sorted({self.norm(norm) for norm in self._all_norms()}))
+
+    @cached_property
+    def norm_names(self) -> dict[tuple[str, str], str]:
+        """The name in the block of each norm that some layer has, by half and position."""
+        names = {}
+        for half in SUBLAYERS:
+            layers = [getattr(layer, half) for layer in self.plan.layers]
+            used = [p for p in POSITIONS if any(getattr(one, p) is not None for one in layers)]
+            all_names = self.target.norm_names[half]
+            chosen = all_names if self.target.in_order else [all_names[POSITIONS.index(p)] for p in used]
+            names |= {(half, position): name for position, name in zip(used, chosen, strict=False)}
+        return names
+
+    @cached_property
+    def norm_lines(self) -> list[str]:
+        """The lines of a block's constructor that make its norms."""
+        lines = []
+        for (half, position), name in self.norm_names.items():
+            specs = [self.norm(getattr(getattr(layer, half), position)) for layer in self.plan.layers]
+            lines += assigned(f"self.{name}", choose(specs, last=self.norm(None)))
+        return lines
+
+    # norms inside the modules
+
+    @cached_property
+    def projections(self) -> dict[str, str]:
+        """The projections with a norm on their output: "head" or "full" by "q", "k" and "v"."""
+        scopes = {"q": self.plan.qk_norm, "k": self.plan.qk_norm, "v": self.plan.v_norm}
+        return {part: scope for part, scope in scopes.items() if scope != "off"}
+
+    @property
+    def projections_by_scope(self) -> list[tuple[str, str]]:
+        """The projections with a norm as tuples in code, by its scope."""
+        names = {
+            scope: [f'"{p}_proj"' for p, s in self.projections.items() if s == scope] for scope in ("head", "full")
+        }
+        return [(scope, f"({', '.join(found)}{',' * (len(found) == 1)})") for scope, found in names.items() if found]
+
+    @property
+    def projection_norm(self) -> Norm:
+        norm = self.plan.qkv_norm
+        per_head = "full" not in self.projections.values()
+        return Norm(kind="rms") if norm.kind == "group" and per_head else norm
+
+    @cached_property
+    def inner(self) -> dict[str, Norm]:
+        """The norm before the last projection of each half that has one. Raises UserError if layers differ."""
+        found = {}
+        for half in SUBLAYERS:
+            specs = {getattr(layer, half).inner_norm for layer in self.plan.layers}
+            if len(specs) > 1:
+                self._refused(f"its {half} has an inner_norm in some layers alone", "one in all layers")
+            if (spec := specs.pop()) is not None:
+                found[half] = spec
+        return found
+
+    # scales
+
+    def _sublayers(self, half: str) -> list[Sublayer]:
+        return [getattr(layer, half) for layer in self.plan.layers]
+
+    @cached_property
+    def gate(self) -> Sublayer | None:
+        """A sub-layer whose learned branch factor also sets the skip's, if the plan has such."""
+        first = self.plan.layers[0].attention
+        return first if first.coupling != "none" and first.out_scale_learned != "no" else None
+
+    @cached_property
+    def factors(self) -> dict[tuple[str, str], _Factor]:
+        """The factors that are not 1 in all layers, by half and scale."""
+        found = {}
+        for half in SUBLAYERS:
+            subs = self._sublayers(half)
+            for scale in _FACTORS:
+                starts = tuple(_constant(sub, scale) for sub in subs)
+                kinds = tuple(getattr(sub, f"{scale}_learned") for sub in subs)
+                if self.gate and scale != "pre_scale":
+                    continue
+                factor = _Factor(scale, starts, kinds)
+                if not factor.is_one:
+                    found[half, scale] = factor
+            if self.gate:
+                starts = tuple(s.gate_temperature * math.log(s.out_scale / (1 - s.out_scale)) for s in subs)
+                found[half, "gate"] = _Factor("gate", starts, tuple(sub.out_scale_learned for sub in subs))
+        shared = {}
+        for (half, scale), factor in found.items():
+            other = found.get((next(name for name in SUBLAYERS if name != half), scale))
+            same = not factor.is_learned and other is not None and other == factor
+            name = scale if same else self.target.scales.format(half=self.target.halves[half], scale=scale)
+            shared[half, scale] = _Factor(name, factor.starts, factor.kinds)
+        return shared
+
+    def _numbers(self, factor: _Factor, index: str) -> str:
+        """Return the expression for a factor's value in layer ``index``."""
+        for formula, compute in _FORMULAS.items():
+            if all(value == compute(layer) for layer, value in enumerate(factor.starts)) and self.num_layers > 1:
+                return formula.format(index)
+        if len(set(factor.starts)) > 2:
+            return f"{factor.name.upper()}[{index}]"
+        return choose([repr(value) for value in factor.starts], index)
+
+    @cached_property
+    def constants(self) -> list[str]:
+        """The lines of the file's constants: factors that all layers share, and tables of those without a rule."""
+        lines: dict[str, list[str]] = {}  # by name: two halves may share one
+        for factor in self.factors.values():
+            name = factor.name.upper()
+            if factor.is_constant:
+                lines[name] = [f"{name} = {factor.starts[0]!r}"]
+            elif self._numbers(factor, "layer").startswith(name):
+                rows = [f"    {value!r},  # layer {layer}" for layer, value in enumerate(factor.starts)]
+                lines[name] = [f"{name} = (", *rows, ")"]
+        return [line for each in lines.values() for line in each]
+
+    @cached_property
+    def scale_lines(self) -> list[str]:
+        """The lines of a block's constructor that make its scales."""
+        lines: dict[str, list[str]] = {}
+        code = self.target.code
+        for factor in self.factors.values():
+            if factor.is_constant:
+                continue
+            if factor.is_learned:
+                made = zip(factor.kinds, factor.starts, strict=True)
+                value = choose([repr(start) if kind == "no" else code[kind] for kind, start in made])
+            else:
+                value = self._numbers(factor, "layer")
+            lines[factor.name] = assigned(f"self.{factor.name}", value)
+        return [line for each in lines.values() for line in each]
+
+    @cached_property
+    def reset_lines(self) -> list[str]:
+        """The lines that set learned scales and gains to their start; none where all gains start at 1."""
+        lines = []
+        set_to = self.target.code["set"]
+        for factor in self.factors.values():
+            if factor.is_learned:
+                learned = [kind != "no" for kind in factor.kinds]
+                lines += self._guarded(
+                    learned, set_to.format(parameter=f"self.{factor.name}", value=self._numbers(factor, "self.layer"))
+                )
+        for (half, position), name in self.norm_names.items():
+            specs = [getattr(sub, position) for sub in self._sublayers(half)]
+            gains = tuple(s.initial_gain if s and s.learnable_gain and not s.zero_centered else 1.0 for s in specs)
+            if set(gains) != {1.0}:
+                factor = _Factor(f"{name}_gain", gains, ("no",) * len(gains))
+                value = self._numbers(factor, "self.layer")
+                line = set_to.format(parameter=f"self.{name}.weight", value=value)
+                lines += self._guarded([spec is not None for spec in specs], line)
+        return lines
+
+    def _guarded(self, holds: Sequence[bool], line: str) -> list[str]:
+        """Return the line, under a condition if it is for some layers alone."""
+        if all(holds):
+            return [line]
+        layers = [layer for layer, one in enumerate(holds) if one]
+        return [f"if {condition(layers, self.num_layers, 'self.layer')}:", f"    {line}"]
+
+    @property
+    def needs_layer(self) -> bool:
+        """Whether the block must keep its index."""
+        return "self.layer" in "\n".join([*self.reset_lines, *self.forward_lines])
+
+    # the forward pass
+
+    @cached_property
+    def forward_lines(self) -> list[str]:
+        """The lines of a block's forward pass, from x to its return."""
+        return [*self._half("attention", "y"), *self._half("feed_forward", "return")]
+
+    def _used(self, half: str, scale: str) -> str:
+        factor = self.factors.get((half, scale))
+        if factor is None:
+            return ""
+        return f"{factor.name.upper()} * " if factor.is_constant else f"self.{factor.name} * "
+
+    def _half(self, half: str, out: str) -> list[str]:
+        own, subs = _INPUTS[half], self._sublayers(half)
+        norms = {p: self.norm_names.get((half, p)) for p in POSITIONS}
+
+        def normed(position: str, text: str) -> str:
+            return f"self.{norms[position]}({text})" if norms[position] else text
+
+        read = choose(["x" if sub.read == "block_input" else own for sub in subs], "self.layer")
+        inner = normed("pre_norm", read)
+        if scale := self._used(half, "pre_scale"):
+            inner = scale + inner
+        call = self.target.code[half]
+        branch_scale, skip_scale = self._used(half, "out_scale"), self._used(half, "skip_scale")
+        lines = []
+        if self.gate:
+            lines.append(f"a, b = {self.target.code['gate']}(self.{self.factors[half, 'gate'].name})")
+            branch_scale, skip_scale = "b * ", "a * "
+        skips = {"stream": own, "block_input": "x", "both": f"{own} + x"}
+        skip = choose([skips[sub.skip] if half == "feed_forward" else own for sub in subs], "self.layer")
+        skip = f"({skip})" if " " in skip and (skip_scale or " if " in skip) else skip
+
+        def total(branch: str) -> str:
+            return normed("post_norm", f"{skip_scale}{skip} + {branch_scale}{branch}")
+
+        one = total(normed("out_norm", call.format(x=inner)))
+        if len(one) <= 48 and not self.gate:
+            return [*lines, *assigned(out, one)]
+        h = "h"
+        if 12 + len(call.format(x=inner)) > WIDTH or len(inner) > 44:
+            lines += assigned(h, inner)
+            inner = h
+        lines += assigned(h, call.format(x=inner))
+        joined = total(normed("out_norm", h))
+        if 15 + len(joined) > WIDTH:
+            lines += assigned(h, normed("out_norm", h))
+            joined = total(h)
+        return [*lines, *assigned(out, joined)]
+
+    @property
+    def scales_embedding(self) -> bool:
+        return self.plan.embedding_scale != 1.0
+
+    # the initial weights
+
+    @cached_property
+    def initializer(self) -> Initialization:
+        return Initialization(self.plan, self.placement)
+
+
+class Initialization:
+    """The placement's initializer, as numbers: one standard deviation, and what differs by role.
+
+    ``std`` is a number, or ``width`` the numerator of a variance over the width; ``out`` divides what ends a branch;
+    ``gains`` are Xavier's in the blocks, by role (None for another initializer); ``cut`` truncates.
+    """
+
+    def __init__(self, plan: Plan, placement: Placement):
+        self.name, base = check(plan.initialization or "normal")
+        entry = INITIALIZERS.get(self.name)
+        first = plan.layers[0]
+
+        def std(role: str, width: int = 1000) -> float:
+            wiring = {"weight_gain": first.attention.weight_gain, "gate_gain": first.attention.gate_gain}
+            return entry.function(Facts(hidden_size=width, role=role, num_layers=plan.num_layers, wiring=wiring), base)
+
+        self.cut, self.profiles = entry.truncated, self.name == "admin"
+        self.gains: dict[str, float] | None = None
+        self.std: float | None = std("query")
+        self.variance: float | None = None
+        self.out = 1.0
+        if self.name in ("deepnorm", "xavier"):
+            self.gains = {role: std(role) / std("query") for role in ("value", "attention_out", "gate")}
+            self.std = base
+            gains = {
+                (s.weight_gain, s.gate_gain) for layer in plan.layers for s in (layer.attention, layer.feed_forward)
+            }
+            if len(gains) > 1:
+                raise UserError(f"placement {plan.placement!r}: its weight_gain differs between layers (allowed: one)")
+        elif std("query", 4000) != std("query"):
+            self.std, self.variance = None, round(std("query") ** 2 * 1000, 12)
+        if self.gains is None and std("attention_out") != std("query"):
+            self.out = math.sqrt(2 * plan.num_layers)
+
+    def with_gain(self, roles: dict[str, list[str]]) -> list[str]:
+        """Return the names of the weights with Xavier's gain."""
+        assert self.gains is not None
+        return [*roles["value"], *roles["out"], *(roles["gate"] if self.gains["gate"] != 1.0 else [])]
+
+    @property
+    def says(self) -> str:
+        """What it draws, in words."""
+        std = f"{self.std:g}" if self.std is not None else f"sqrt({self.variance:g} / width)"
+        if self.gains is not None:
+            return (
+                f"Xavier's in the blocks, with gain {self.gains['value']:.4g} on values, outputs and the feed-forward"
+            )
+        words = f"N(0, std^2), std = {std}"
+        words += ", cut off at 3 std" if self.cut else ""
+        return words + (", divided by sqrt(2 N) where a branch ends" if self.out != 1.0 else "")
+
+
+def _constant(sub: Sublayer, scale: str) -> float:
+    """Return a scale at the start; the skip's under a coupling is 1 - b or sqrt(1 - b^2) of the branch's b."""
+    if scale == "skip_scale" and sub.coupling != "none":
+        b = sub.out_scale
+        return 1 - b if sub.coupling == "lerp" else math.sqrt(1 - b * b)
+    return float(getattr(sub, scale))
+
+
+def nameless(plan: Plan) -> Placement:
+    """Return a placement that stands for a plan whose scheme need not be at hand."""
+    texts = dict.fromkeys(("title", "source", "initialization", "advice", "description"), "")
+    return Placement(name=plan.placement, equation=(), options=(), make=lambda num_layers: plan, **texts)

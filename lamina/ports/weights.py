@@ -1,0 +1,169 @@
+"""A model's weights in a trainer's names, and back, by the names in the target's table.
+
+Each tensor is used exactly once, or a UserError names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lamina.errors import UserError
+from lamina.modeling.backbones.conversion import in_pairs
+from lamina.modeling.backbones.loading import refuse_tensors
+from lamina.modeling.backbones.presets import head_dim_of
+from lamina.modeling.configuration_lamina import backbone_of
+from lamina.modeling.modeling_lamina import LaminaForCausalLM, adapter_of
+from lamina.placements import Plan
+from lamina.placements.plan import POSITIONS
+from lamina.ports.port import Port, nameless
+from lamina.ports.targets import target_of
+
+_SCALES = ("skip_scale", "pre_scale", "out_scale", "gate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where one of Lamina's tensors is in the trainer's: a whole tensor, or part ``part`` of ``parts``."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+    paired: bool = False
+    transposed: bool = False
+
+
+class Names:
+    """The trainer's names of the weights of one model."""
+
+    def __init__(self, model: LaminaForCausalLM, target: str):
+        self.model, self.target = model, target_of(target)
+        plan = Plan.from_dict(model.config.plan or {})
+        self.port = Port(nameless(plan), plan, self.target)
+        config = backbone_of(model.config)
+        self.heads = config.num_attention_heads
+        self.key_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        self.head_dim = head_dim_of(config)
+        layers = re.escape(adapter_of(config).layers)
+        self._layer = re.compile(rf"model\.backbone\.{layers}\.(\d+)\.(attention|feed_forward)\.(?:module\.)?(.+)")
+
+    def place(self, key: str) -> _Place:
+        """Return the place of one of Lamina's tensors. Raises UserError for a tensor that the table does not name."""
+        table, match = self.target.weights, self._layer.fullmatch(key)
+        owner, _, last = key.rpartition(".")
+        transposed = last == "weight" and isinstance(self.model.get_submodule(owner), Conv1D)
+        if match is None:
+            name = table.get(owner.rpartition(".")[2])
+            if name is None:
+                raise self._without_place(key)
+            return _Place(name=f"{name}.{last}", transposed=transposed)
+        layer, half, rest = match.groups()
+        block = table["layers"].format(layer=layer)
+        if rest in _SCALES:
+            return _Place(name=f"{block}.{self.port.factors[half, rest].name}")
+        module, _, last = rest.rpartition(".")
+        if module in POSITIONS:
+            return _Place(name=f"{block}.{self.port.norm_names[half, module]}.{last}")
+        name = table[half].get(module)
+        if name is None:
+            raise self._without_place(key)
+        parts = self.target.stacks.get(name, [module])
+        paired = self.target.pairs and module in ("q_proj", "k_proj", "q_norm", "k_norm")
+        place = {"part": parts.index(module), "parts": len(parts), "paired": paired, "transposed": transposed}
+        return _Place(name=f"{block}.{name}.{last}", **place)
+
+    def _without_place(self, key: str) -> UserError:
+        return UserError(f"tensor {key!r}: has no place in {self.target.title} (allowed: the backbone of its tests)")
+
+    def to_theirs(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return Lamina's tensors as the trainer stores them, by its names."""
+        found: dict[str, dict[int, torch.Tensor]] = {}
+        for key, value in state.items():
+            place = self.place(key)
+            value = value.T if place.transposed else value
+            if place.paired:
+                value = in_pairs(value, self.head_dim)
+            found.setdefault(place.name, {})[place.part] = value.reshape(1) if value.ndim == 0 else value
+        return {name: self._stacked(name, [parts[i] for i in sorted(parts)]) for name, parts in found.items()}
+
+    def to_ours(self, theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the trainer's tensors by Lamina's names. Raises UserError for one that is missing or left over."""
+        expected, used, tensors = self.model.state_dict(), set[str](), {}
+        places = {key: self.place(key) for key in expected}
+        refuse_tensors("missing", {p.name for p in places.values()} - theirs.keys(), "is not in the checkpoint")
+        for key, place in places.items():
+            tensor = theirs[place.name]
+            used.add(place.name)
+            if place.parts > 1:
+                sizes = [0] * place.parts
+                for other, its in places.items():
+                    if its.name == place.name:
+                        sizes[its.part] = len(expected[other])
+                tensor = self._unstacked(tensor, sizes)[place.part]
+            if place.paired:
+                tensor = in_halves(tensor, self.head_dim)
+            tensor = tensor.T if place.transposed else tensor
+            shape = expected[key].shape
+            if tensor.shape != shape and not tensor.numel() == shape.numel() == 1:
+                sizes = f"{list(tensor.shape)}, the configuration asks for {list(shape)}"
+                raise UserError(f"tensor {place.name!r}: its shape is {sizes}")
+            tensors[key] = tensor.reshape(shape).contiguous()
+        refuse_tensors("extra", theirs.keys() - used, "has no place in Lamina's model")
+        return tensors
+
+    def _stacked(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(parts) == 1:
+            return parts[0].contiguous()
+        if len(parts) == 3 and self.target.layout == "groups":
+            groups = [part.unflatten(0, (self.key_heads, -1)) for part in parts]
+            return torch.cat(groups, dim=1).flatten(0, 1)
+        return torch.cat(list(parts))
+
+    def _unstacked(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        if sum(sizes) != len(tensor):
+            raise UserError(f"a stack of {len(tensor)} channels (the configuration asks for {sum(sizes)})")
+        if len(sizes) == 3 and self.target.layout == "groups":
+            rows = [size // self.key_heads for size in sizes]
+            groups = tensor.unflatten(0, (self.key_heads, -1)).split(rows, dim=1)
+            return [group.flatten(0, 1) for group in groups]
+        return list(tensor.split(list(sizes)))
+
+
+def in_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Reorder rows [heads * head_dim, ...] so that neighbors are half a head apart: the inverse of ``in_pairs``."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def weights_for(model: PreTrainedModel, target: str, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """Return a Lamina model's weights, or their gradients, as ``target`` stores them: for its ``load_state_dict``.
+
+    Raises UserError for a model or a plan that the target does not hold.
+    """
+    own = _causal(model)
+    state = (
+        {name: p.grad for name, p in own.named_parameters() if p.grad is not None} if gradients else own.state_dict()
+    )
+    return Names(own, target).to_theirs(state)
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], target: str) -> None:
+    """Copy the weights of ``target``'s model into a Lamina model of the same sizes and placement, in place.
+
+    Raises UserError for a tensor that is missing, left over or of another shape.
+    """
+    ours = Names(_causal(model), target).to_ours(weights)
+    for name, value in model.state_dict().items():
+        value.copy_(ours[name])
+
+
+def _causal(model: nn.Module) -> LaminaForCausalLM:
+    if not isinstance(model, LaminaForCausalLM):
+        raise UserError(f"model: a {type(model).__name__} (allowed: a LaminaForCausalLM)")
+    return model

@@ -1,0 +1,111 @@
+"""What the tests of emitted files share: the module that a file makes, and models to compare with Lamina's."""
+
+import sys
+import types
+
+import model_of_nanogpts_form
+import torch
+from torch import nn
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import lamina
+from lamina.placements import names, resolve
+from lamina.ports import emit
+from lamina.ports.checkpoints import GPT2_ADAPTER
+
+VOCABULARY, WIDTH, LAYERS = 61, 32, 5
+SINGLE_STREAM = [name for name in names() if (plan := resolve(name, 5)).streams == 1 and not plan.has_memory]
+GPT2 = GPT2_ADAPTER
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama(num_layers=LAYERS, **changes):
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaConfig(
+        **{**sizes, "num_hidden_layers": num_layers, "vocab_size": VOCABULARY, "max_position_embeddings": 64, **changes}
+    )
+
+
+def gpt2(num_layers=LAYERS, **changes):
+    sizes = {"n_embd": WIDTH, "n_head": 4, "n_layer": num_layers, "n_positions": 64, "vocab_size": VOCABULARY}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2Config(**{**sizes, **TOKENS, **drops, "activation_function": "gelu", **changes})
+
+
+def module_of(code, **beside):
+    """Run an emitted file; ``beside`` are the modules that it finds by name."""
+    module = types.ModuleType("emitted")
+    before = {name: sys.modules.get(name) for name in beside}
+    sys.modules.update(beside)
+    try:
+        exec(compile(code, "emitted.py", "exec"), module.__dict__)
+    finally:
+        for name, old in before.items():
+            sys.modules.pop(name) if old is None else sys.modules.update({name: old})
+    return module
+
+
+def shaken(model, seed=1):
+    """The model with weights and gains that are all different, so that no mistake is too small to see."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.mul_(1 + 0.2 * noise).add_(0.1 * torch.rand(parameter.shape, generator=generator))
+    return model.eval()
+
+
+class Attention(LlamaAttention):
+    """One's own attention: it returns the states alone."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)[0]
+
+
+class OnPyTorch(nn.Module):
+    """An embedding, an emitted Stack around transformers' modules, a head."""
+
+    def __init__(self, emitted, config):
+        super().__init__()
+        self.theirs = LlamaForCausalLM(config).model
+        self.embed_tokens, self.rotary = self.theirs.embed_tokens, self.theirs.rotary_emb
+        for layer in self.theirs.layers:
+            layer.self_attn.__class__ = Attention
+        modules = [(layer.self_attn, layer.mlp) for layer in self.theirs.layers]
+        heads = (config.head_dim,) if "head_dim: int" in emitted.source else ()
+        self.stack = emitted.Stack(modules, config.hidden_size, *heads, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        del self.theirs
+
+    def forward(self, ids):
+        x = self.embed_tokens(ids)
+        positions = self.rotary(x, torch.arange(ids.shape[1])[None])
+        return self.lm_head(self.stack(x, position_embeddings=positions, attention_mask=None))
+
+
+def on_pytorch(spec, config, num_layers=LAYERS):
+    code = emit(spec, "pytorch", num_layers).code
+    module = module_of(code)
+    module.source = code
+    return module, OnPyTorch(module, config)
+
+
+def on_nanogpt(spec, config, num_layers=LAYERS, **changes):
+    code = emit(spec, "nanogpt", num_layers).code
+    module = module_of(code, model=model_of_nanogpts_form)
+    module.source = code
+    sizes = {"block_size": config.n_positions, "vocab_size": config.vocab_size, "n_layer": config.n_layer}
+    theirs = model_of_nanogpts_form.GPTConfig(**sizes, n_head=config.n_head, n_embd=config.n_embd, **changes)
+    model = model_of_nanogpts_form.GPT(theirs)
+    module.rewire(model)
+    return module, model
+
+
+def ours(spec, config, num_layers=LAYERS, **more):
+    """Lamina's model of the same placement, shaken."""
+    more |= {"adapter": GPT2} if config.model_type == "gpt2" else {}
+    return shaken(lamina.build(config, spec, num_layers=num_layers, **more))

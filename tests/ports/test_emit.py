@@ -1,0 +1,224 @@
+"""An emitted file computes what Lamina's model does: logits and every gradient, on the same weights."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peers import GPT2, LAYERS, SINGLE_STREAM, VOCABULARY, gpt2, llama, on_nanogpt, on_pytorch, ours
+from torch.nn import functional as F
+
+import lamina
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.modeling.initialization import profile_admin
+from lamina.placements import Layer, Norm, Plan, Sublayer
+from lamina.ports import TARGETS, emit
+from lamina.ports.port import choose, condition
+from lamina.ports.weights import load_weights, weights_for
+
+ROOT = Path(__file__).parents[2]
+IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+CLOSE = 1e-6  # of the largest logit, and of the largest gradient of each tensor
+
+
+def logits_of(model, ids):
+    out = model(ids, ids) if hasattr(model, "transformer") else model(ids)
+    return out[0] if isinstance(out, tuple) else out.logits if hasattr(out, "logits") else out
+
+
+def off(one, other):
+    return float((one - other).detach().abs().max() / one.detach().abs().max().clamp(min=1e-30))
+
+
+def gradients(model, ids):
+    logits = logits_of(model, ids)
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    return {name: p.grad for name, p in model.named_parameters()}, logits
+
+
+def check(model, theirs, target, close=CLOSE):
+    theirs.load_state_dict(weights_for(model, target))
+    _, logits = gradients(model, IDS)
+    found, same = gradients(theirs.eval(), IDS)
+    expected = weights_for(model, target, gradients=True)
+    assert off(logits, same) < close
+    assert expected.keys() == found.keys()
+    worst = max((off(expected[name], found[name]), name) for name in found)
+    assert worst[0] < close, worst
+
+
+@pytest.mark.parametrize("spec", SINGLE_STREAM)
+def test_on_pytorch(spec):
+    config = llama()
+    model = ours(spec, config)
+    check(model, on_pytorch(spec, config)[1], "pytorch")
+
+
+@pytest.mark.parametrize("spec", SINGLE_STREAM)
+def test_on_nanogpt(spec):
+    config = gpt2()
+    model = ours(spec, config)
+    check(model, on_nanogpt(spec, config)[1], "nanogpt")
+
+
+def random_plan(seed):
+    """A plan whose layers differ in every field that a single stream has, as a user's own may."""
+    choose = random.Random(seed).choice
+
+    def norm(*kinds):
+        kind = choose(kinds)
+        if kind is None:
+            return None
+        gain = choose((1.0, 0.3))
+        return Norm(
+            kind=kind, groups=4 if kind == "group" else 1, initial_gain=gain, zero_centered=kind == "rms" and gain == 1
+        )
+
+    learned = choose((("no",), ("no", "scalar", "vector")))
+    same = choose((True, False))
+
+    def half(name):
+        kinds = (None, "rms", "layer", "group", "dyt", "l2")
+        positions = {p: norm(*kinds) for p in ("pre_norm", "out_norm", "post_norm")}
+        scales = {s: choose((1.0, 0.7, 1.4)) for s in ("skip_scale", "pre_scale", "out_scale")}
+        kept = {f"{s}_learned": choose(learned) for s in scales}
+        more = {}
+        if name == "feed_forward":
+            more = {"skip": choose(("stream", "block_input", "both"))}
+            more |= {"read": choose(("stream", "block_input"))} if more["skip"] == "stream" else {}
+        return Sublayer(**positions, **scales, **kept, **more)
+
+    kinds = [Layer(attention=half("attention"), feed_forward=half("feed_forward")) for _ in range(1 if same else 3)]
+    layers = tuple(kinds[0] if same else choose(kinds) for _ in range(LAYERS))
+    qk, v = choose(("off", "head", "full")), choose(("off", "head"))
+    scale = choose((1.0, 2.5, "sqrt_hidden_size"))
+    return Plan(
+        placement="mine", layers=layers, final_norm=Norm(), embedding_norm=norm(None, "rms"), embedding_scale=scale,
+        qk_norm=qk, v_norm=v,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["pytorch", "nanogpt"])
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_of_ones_own(seed, target, tmp_path):
+    plan = random_plan(seed)
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(plan.to_dict()), "utf-8")
+    config = llama() if target == "pytorch" else gpt2()
+    model = ours(str(file), config)
+    build = on_pytorch if target == "pytorch" else on_nanogpt
+    check(model, build(str(file), config)[1], target, close=5e-6)
+
+
+INITIALIZERS = ["pre_ln", "fusenorm", "hybridnorm", "deepnorm", "minimax_01", "olmo2", "sandwich_depth_scaled", "keel"]
+
+
+@pytest.mark.parametrize("target", ["pytorch", "nanogpt"])
+@pytest.mark.parametrize("spec", [*INITIALIZERS, "rezero", "muse_spark", "layerscale"])
+def test_the_initial_weights_are_drawn_as_lamina_draws_them(spec, target):
+    """By role: the standard deviation of each matrix, the value of each gain and learned scale."""
+    torch.manual_seed(0)
+    config = llama(hidden_size=64) if target == "pytorch" else gpt2(n_embd=64)
+    more = {"adapter": GPT2} if target == "nanogpt" else {}
+    expected = weights_for(lamina.build(config, spec, num_layers=LAYERS, **more), target)
+    module, model = (on_pytorch if target == "pytorch" else on_nanogpt)(spec, config)
+    width = (64,) if "std = (" in module.source and target == "pytorch" else ()
+    module.init_weights(model, *width)
+    for name, tensor in model.state_dict().items():
+        if tensor.ndim == 2:
+            for one, other in zip(tensor.chunk(3), expected[name].chunk(3), strict=True):
+                assert one.std() / other.std() == pytest.approx(1, abs=0.15), name
+        else:
+            torch.testing.assert_close(tensor, expected[name], msg=name)
+
+
+def test_admins_omegas_are_profiled_as_lamina_profiles_them():
+    model = ours("admin", gpt2())
+    module, theirs = on_nanogpt("admin", gpt2())
+    theirs.load_state_dict(weights_for(model, "nanogpt"))
+    profile_admin(model, IDS)
+    module.profile(theirs, IDS)
+    for name, tensor in weights_for(model, "nanogpt").items():
+        if name.endswith("skip_scale"):
+            torch.testing.assert_close(theirs.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", ["pytorch", "nanogpt"])
+def test_a_model_comes_back_with_every_weight(target):
+    model = ours("keel", llama() if target == "pytorch" else gpt2())
+    again = ours("keel", llama() if target == "pytorch" else gpt2())
+    for parameter in again.parameters():
+        torch.nn.init.zeros_(parameter)
+    weights = weights_for(model, target)
+    load_weights(again, weights, target)
+    assert all(torch.equal(one, again.state_dict()[name]) for name, one in model.state_dict().items())
+    first, *rest = weights
+    with pytest.raises(UserError, match=f"missing tensor '{first}': it is not in the checkpoint"):
+        load_weights(again, {name: weights[name] for name in rest}, target)
+    with pytest.raises(UserError, match="extra tensor 'stray': it has no place in Lamina's model"):
+        load_weights(again, {**weights, "stray": torch.ones(1)}, target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_emitted_files_need_no_formatting(target, tmp_path):
+    """At ruff's own defaults, by which most repositories go; and none is longer than a page or two."""
+    for spec in SINGLE_STREAM:
+        emitted = emit(spec, target, 12)
+        (tmp_path / f"{spec}_block.py").write_text(emitted.code, "utf-8")
+        (tmp_path / f"test_{spec}_block.py").write_text(emitted.test, "utf-8")
+        assert len(emitted.code.splitlines()) <= 130, spec
+        assert not {"{{", "{%"} & set(emitted.code.split()), spec
+    ruff = [sys.executable, "-m", "ruff"]
+    for words in (["format", "--check"], ["check", "--select", "E4,E7,E9,F,I,B,UP,RUF,SIM,C4"]):
+        command = [*ruff, words[0], "--isolated", "--target-version", "py311", *words[1:], str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        ("keel(wiring=mhc)", "its residual carries 4 streams, which a block for PyTorch cannot hold"),
+        ("pre_ln(wiring=attn_res)", "its blocks read states of earlier blocks, which a block for PyTorch cannot hold"),
+        ("pre_ln(wiring=x0)", "its blocks read states of earlier blocks"),
+    ],
+)
+def test_what_a_block_cannot_hold_is_refused_in_one_line(spec, line):
+    with pytest.raises(UserError, match=line) as caught:
+        emit(spec, "pytorch", 4)
+    assert "\n" not in str(caught.value)
+
+
+def test_unequal_layers_are_told_by_conditions_and_tables_only_where_they_must():
+    assert "self.skip_scale = 24.0 if layer > 0 else 1.0" in emit("keel", "pytorch", 12).code
+    assert "self.pre_scale = (layer + 1) ** -0.5" in emit("layernorm_scaling", "pytorch", 12).code
+    assert "layer >= 3" in emit("mix_ln", "pytorch", 12).code
+    assert "Identity" not in emit("peri_ln", "pytorch", 12).code
+    assert choose(["a", "b"] * 3) == "b if layer % 2 == 1 else a"
+    assert choose(["a", "a", "b", "c"]) == "a if layer < 2 else b if layer == 2 else c"
+    assert "(" in condition([1, 4, 5], 8, "layer")
+
+
+def test_the_command_writes_the_file_and_its_test(tmp_path, capsys):
+    file = tmp_path / "keel_block.py"
+    words = ["emit", "keel(alpha=3)", "--to", "pytorch", "--num-layers", "3", "--output", str(file), "--with-test"]
+    assert main(words) == 0
+    assert "3.0 if layer > 0 else 1.0" in file.read_text("utf-8")
+    assert 'lamina emit "keel(alpha=3)" --to pytorch --num-layers 3' in file.read_text("utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert main(words) == 2
+    assert "exists. Run: the same with --overwrite" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 0
+    assert main(["emit", "keel", "--to", "pytorch"]) == 2
+    assert "--num-layers: not given. Run: lamina emit keel" in capsys.readouterr().err
+    assert main(["emit", "keel", "--to", "pytroch", "--num-layers", "3"]) == 2
+    assert "did you mean 'pytorch'" in capsys.readouterr().err
