@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import eq
@@ -132,6 +132,8 @@ def _batch(
     try:
         for number, row in enumerate(cast("Iterator[Fields]", part), start + 1):
             try:  # datasets fills in what a row lacks
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is {one_line(repr(row))} (allowed: an object)")
                 encoded.append(use({field: value for field, value in row.items() if value is not None}))
             except ValueError as error:
                 if isinstance(error, UserError):
@@ -217,7 +219,10 @@ def load(name: str, source: str) -> Dataset | Sequence[Fields]:
     except Exception as error:  # of pyarrow, of pandas, of the library
         if disk_full(error):
             raise
-        raise UserError(f"{name}: {source!r} holds no rows ({one_line(error.__cause__ or error)})") from None
+        cause = error.__cause__ or error
+        reason = one_line(str(cause) if type(cause) is ValueError else cause)
+        reason = "it is cut short" if isinstance(cause, StopIteration | EOFError) else reason
+        raise UserError(f"{name}: {source!r} holds no rows ({reason})") from None
 
 
 def _of_file(path: Path) -> Dataset | Sequence[Fields]:
@@ -231,17 +236,32 @@ def _of_file(path: Path) -> Dataset | Sequence[Fields]:
         columns = pd.read_csv(path, nrows=0).columns
         texts["features"] = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
         texts["keep_default_na"] = False
-    rows = cast("Dataset", datasets.load_dataset(reader, data_files=files, split="train", **texts))
-    if reader == "json" and "timestamp" in str(rows.features):  # pyarrow takes 2024-01-01 for a moment
-        (document,) = cast(
-            "Dataset", datasets.load_dataset("text", data_files=files, split="train", sample_by="document")
-        )
-        text = str(cast(Fields, document)["text"])
-        try:
-            known = json.loads(text)
-        except ValueError:
-            known = [json.loads(line) for line in text.split("\n") if line.strip()]
+    try:
+        rows = cast("Dataset", datasets.load_dataset(reader, data_files=files, split="train", **texts))
+    except datasets.exceptions.DatasetGenerationError:  # a column's type is that of the file's first 10 MB
+        if reader != "json":
+            raise
+        rows = None
+    if rows is None or (reader == "json" and "timestamp" in str(rows.features)):  # pyarrow takes 2024-01-01 for one
+        return _lines(files)
+    return rows
+
+
+def _lines(files: str) -> list[Fields]:
+    """Read rows of JSON without types for their columns. Raises ValueError that names the line that is none."""
+    import datasets
+
+    (document,) = cast("Dataset", datasets.load_dataset("text", data_files=files, split="train", sample_by="document"))
+    text = str(cast(Fields, document)["text"])
+    with suppress(ValueError):
+        known = json.loads(text)
         return known if isinstance(known, list) else [known]
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"line {number} is cut short or no JSON: {one_line(error)}") from None
     return rows
 
 
