@@ -26,7 +26,7 @@ VIEWS = ("loss", "norm", "layers")
 """What other tools' histories hold: the loss, the model's gradient norm too, or gradient norms by layer."""
 HISTORIES = Path(__file__).parent / "assets" / "history_signs.json"
 """How often each cause made each sign in histories, by view; tools/calibration/history_odds.py writes it."""
-TELLING = ("not_finite", "skipped", "guess", "dead", "unmoved", "forgotten", "written", "repeated")
+TELLING = ("not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
 """Rules that say much by themselves, at any step of an event."""
 STEPS = 60  # after the first alarm, in which others belong to it
 _THEN = "then "
@@ -198,6 +198,16 @@ CAUSES = {
                 "give the optimizer all parameters, after the last change of the model (a layer that was replaced, "
                 "wrapped or unfrozen later is missing)",
                 "if it is frozen on purpose, nothing is wrong",
+            ),
+        ),
+        Cause(
+            name="gradients kept",
+            proofs=("telling: kept",),
+            meaning="A step's gradient holds the steps' before it: nothing sets gradients to zero between two steps.",
+            check="print a parameter's .grad right before the backward pass: it is None or zero in a sound loop",
+            changes=(
+                "call optimizer.zero_grad() once for each optimizer.step(), for every optimizer",
+                "if micro-batches are accumulated, zero after the step and not only at the start",
             ),
         ),
         Cause(

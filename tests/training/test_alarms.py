@@ -97,9 +97,65 @@ def test_what_is_not_finite_a_saturated_attention_and_the_end_of_float16():
     assert run([10.0, 2e4], metric="hidden_abs_max") == []
 
 
-def test_a_dead_sublayer_is_named():
-    dead = [row(1, 0.0 if layer == 2 else 1.0, layer=layer) for layer in range(4)]
-    assert [(a.rule, a.layer) for a in Alarms().see(dead)] == [("dead", 2)]
+def gradients(step, dead=(), layers=4, left_out=(), readout=1.0):
+    rows = [row(step, 0.0 if layer in dead else 1.0, layer=layer) for layer in range(layers)]
+    skipped = [row(step, 1.0, layer=layer, metric="not_called") for layer in left_out]
+    return [*rows, *skipped, row(step, readout, layer=-1, sublayer="block", role="readout")]
+
+
+@pytest.mark.parametrize(
+    ("dead", "steps", "said"),
+    [
+        ((2,), 4, []),
+        ((2,), 20, [("dead", 2, 1)]),
+        (range(4), 40, [("dead", -1, 1)]),
+        ((1, 2, 3), 40, [("dead", -1, 1)]),
+    ],
+)
+def test_sublayers_without_a_gradient_are_named_once_it_is_no_chance(dead, steps, said):
+    found = told(gradients(step, dead) for step in range(1, steps))
+    assert [(alarm.rule, alarm.layer, alarm.step) for alarm in found] == said
+    assert "no layer gets a gradient" in describe(replace(found[0], layer=-1)) if found else True
+
+
+def test_a_loss_without_any_gradient_is_no_dead_layer():
+    assert told(gradients(step, range(4), readout=0.0) for step in range(1, 60)) == []
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_layers_that_are_left_out_or_switched_off_by_chance_are_not_dead_but_those_that_stay_so_are(share):
+    draw, alarms = random.Random(0), Alarms()
+    by_chance = [[layer for layer in range(4) if draw.random() < share] for _ in range(3000)]
+    assert told((gradients(step, dead) for step, dead in enumerate(by_chance, 1)), alarms) == []
+    later = [gradients(step, {2, *dead}) for step, dead in enumerate(by_chance[:60], 3001)]
+    assert {(alarm.rule, alarm.layer) for alarm in told(later, alarms)} == {("dead", 2)}
+    never = [gradients(step, [1], left_out=[1]) for step in range(1, 200)]
+    assert told(never) == []
+
+
+def test_series_start_anew_where_other_parameters_are_trained():
+    for changed, said in (([], [26]), ([row(26, 9.0, metric="trained_changed")], [])):
+        steps = [[row(step, 1.0 if step <= 25 else 30.0)] for step in range(1, 40)]
+        steps[25] += changed
+        assert [alarm.step for alarm in told(steps)] == said
+
+
+@pytest.mark.parametrize(("factor", "value", "said"), [(0.7, 0.9, "fall"), (0.98, 0.9, None)])
+def test_gains_that_shrink_at_a_constant_rate_are_told(factor, value, said):
+    found = told([row(20 * at, value * factor**at, metric="gain_mean")] for at in range(1, 14))
+    assert [alarm.rule for alarm in found] == [said] * (said is not None)
+
+
+@pytest.mark.parametrize(("begun", "said"), [(1e-4, False), (3.0, True)])
+def test_a_streams_variance_that_doubles_at_each_record_is_told_once_it_is_large(begun, said):
+    found = told([row(20 * at, begun * 2.0**at, metric="hidden_variance")] for at in range(1, 12))
+    assert bool(found) == said
+
+
+def test_a_gradient_that_is_not_zeroed_is_told():
+    found = told([outside(step, 0.6 * (step > 5), metric="kept_gradient")] for step in range(1, 9))
+    assert [(alarm.step, alarm.rule) for alarm in found] == [(6, "kept")]
+    assert "it was not zeroed" in describe(found[0])
 
 
 APART = [(3, 100.0, [("apart", 3)]), (0, 100.0, []), (2, 1e-3, [("low", 2)]), (4, 1e-3, [("low", 4)]), (0, 1e-3, [])]
@@ -135,7 +191,8 @@ def steady(step, **one):
 
 LATER = 240  # the step of a record
 BREAKS = {
-    "unmoved": (steady, {"update_norm": 0.0}, "weights do not move"),
+    "unmoved": (steady, {"update_norm": 0.0, "unmoved_parameters": 2.0}, "weights do not move"),
+    "unmoved, a part": (steady, {"unmoved_parameters": 2.0}, "parameters get a gradient and do not move"),
     "written": (steady, {"written_ratio": 0.3}, "something else than the optimizer changed 30% of its weights' norm"),
     "forgotten": (steady, {"forgotten_share": 1.0}, "100% of its optimizer's moments were changed between two steps"),
     "apart": (steady, {"rate_ratio": 30.0}, "its learning rate is 30 times the other layers' median"),
@@ -147,7 +204,7 @@ BREAKS = {
 @pytest.mark.parametrize("rule", BREAKS)
 def test_what_moves_by_nothing_or_by_more_than_its_updates_is_named(rule):
     make, changed, said = BREAKS[rule]
-    alarms, healthy = Alarms(), dict.fromkeys(changed, 1.0) if rule == "rise" else {}
+    alarms, healthy, rule = Alarms(), dict.fromkeys(changed, 1.0) if rule == "rise" else {}, rule.partition(",")[0]
     assert told((make(step, **healthy) for step in range(20, LATER, 20)), alarms) == []
     (first, *more) = alarms.see(make(LATER, **changed))
     assert (first.step, first.rule, first.layer, more) == (LATER, rule, 1, [])
@@ -160,6 +217,27 @@ def test_what_a_loop_writes_from_the_start_on_is_its_own_way_and_so_is_a_mean_of
     averaged = [row(LATER, 0.025, layer=layer, metric="written_ratio") for layer in (1, 2, 3, 4)]
     assert told([*scaled, [*steady(LATER), *averaged]], alarms) == []
     assert [alarm.layer for alarm in alarms.see(steady(LATER + 20, written_ratio=0.4))] == [1]
+
+
+@pytest.mark.parametrize(("away", "several", "said"), [(0.3, True, False), (0.05, True, True), (0.3, False, True)])
+def test_a_way_back_of_all_weights_is_a_note_and_anything_further_an_alarm(away, several, said):
+    alarms = Alarms()
+    for step in range(20, LATER, 20):
+        alarms.see([*steady(step), *(row(step, 10.0, layer=layer, metric="weight_norm") for layer in (2, 3, 4))])
+    layers = (1, 2, 3, 4) if several else (1,)
+    values = {"written_ratio": 0.3, "moved_ratio": away}
+    wrote = [row(LATER + 1, value, layer=layer, metric=name) for layer in layers for name, value in values.items()]
+    assert bool(alarms.see(wrote)) == said
+    assert bool(alarms.notes) == (several and away == 0.3) or said
+
+
+@pytest.mark.parametrize(("rule", "said"), [("written_ratio", [50]), ("hidden_abs_max", [47, 50])])
+def test_a_single_gradient_is_not_what_left_before_weights_were_written(rule, said):
+    alarms, found = Alarms(), []
+    for step in range(1, 60):
+        high = {"gradient_norm": 10.0 if step == 47 else 1.0, rule: 0.9 if step >= 50 else 0.001}
+        found += alarms.see([*steady(step, **high), row(step, 1.0, sublayer="block")])
+    assert sorted({alarm.step for alarm in found}) == said
 
 
 @pytest.mark.parametrize(("began", "said"), [(0.0, []), (1.0, ["rewritten"])])

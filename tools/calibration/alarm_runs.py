@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import transformers
+from alarm_habits import FITTED, HABITS
 from torch import nn
 from torch.nn import functional
 
@@ -73,6 +74,8 @@ class Setup:
     steps: int = STEPS
     seeds: int = 4
     fitted: bool = True
+    habit: str = ""
+    lora: bool = False
 
     @property
     def text(self) -> str:
@@ -134,6 +137,16 @@ def drawn(number: int, fitted: bool) -> Setup:
     )
 
 
+HABIT = "habit"
+LORA = Setup(family="llama", layers=4, width=32, batch=2, every=10, warmup=20, lora=True, seeds=1)
+SETUPS |= {"llama-lora": LORA, "qwen3-lora": replace(LORA, family="qwen3", layers=3, fitted=False)}
+SETUPS |= {
+    f"{HABIT}-{habit}-{family}": Setup(
+        family=family, width=32, batch=3, every=every, schedule="wsd", fitted=habit in FITTED, habit=habit, seeds=1
+    )
+    for habit in HABITS
+    for family, every in (("llama", 10), ("gpt2", 20))
+}
 DRAWN = "drawn"
 SETUPS |= {f"{DRAWN}-{number}": drawn(number, fitted=number < 60) for number in range(80)}
 EVERYTHING = "olmo2"  # the set-up in which each kind that can is tried, too
@@ -438,6 +451,8 @@ class Run:
         torch.manual_seed(seed)
         self.model = model_of(setup)
         self.parts = parts_of(self.model, setup.family)
+        if setup.lora:
+            self._wrap()
         self.draw = torch.Generator().manual_seed(1000 + seed)
         self.layer = 1 + int(torch.randint(0, setup.layers - 1, (), generator=self.draw))
         self.held: dict[str, Any] = {}
@@ -453,7 +468,25 @@ class Run:
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.scaler = torch.amp.GradScaler("cpu", enabled=setup.precision == "fp16")
         self.number = 0
+        self.habit = HABITS[setup.habit] if setup.habit else None
+        if self.habit is not None and self.habit.begin is not None:
+            self.habit.begin(self)
         self.optimizers[-1].register_step_post_hook(lambda *_: self._after())  # a part of the step: before a monitor's
+
+    def _wrap(self) -> None:
+        """Train LoRA's matrices and the readout only."""
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+        self.model = get_peft_model(self.model, settings)  # type: ignore[arg-type]
+        self.parts = replace(
+            self.parts,
+            layers=f"base_model.model.{self.parts.layers}",
+            embedding=f"base_model.model.{self.parts.embedding}",
+            readout=f"base_model.model.{self.parts.readout}",
+        )
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        names[self.parts.readout].requires_grad_(True)
 
     def _after(self) -> None:
         if self.kind is not None and self.kind.inside is not None and self.number >= self.breaks:
@@ -494,6 +527,8 @@ class Run:
         for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
+        if self.habit is not None and self.habit.before is not None:
+            self.habit.before(self, number)
         if failure is not None and broken:
             if failure.before is not None:
                 with torch.no_grad():
@@ -513,8 +548,11 @@ class Run:
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        if failure is None or not failure.keeps or not broken:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        if self.habit is not None and self.habit.after is not None:
+            self.habit.after(self, number)
         return loss
 
 
@@ -531,6 +569,7 @@ class Kind:
         runs: set-ups with the strengths that are tried in them.
         fitted: whether rules may be fitted on it.
         from_start: whether it is there from the first step.
+        keeps: whether gradients are not zeroed.
         everywhere: whether it can be tried in any set-up.
         prepare, groups, rate, before, batch, weight, gradients: what it changes.
         inside: what it changes as if the optimizer did.
@@ -543,6 +582,7 @@ class Kind:
     fitted: bool = True
     from_start: bool = False
     unclipped: bool = False
+    keeps: bool = False
     everywhere: bool = True
     beta2: float | None = None
     prepare: Callable[[Run], None] | None = None
@@ -627,9 +667,34 @@ def cut_off(run: Run, step: int) -> None:
     )
 
 
-def freeze(run: Run, step: int) -> None:
-    for parameter in run.of_layer():
-        parameter.requires_grad_(False)
+def matrices_of(run: Run) -> list[nn.Parameter]:
+    """The matrices of the feed-forward of the layer that breaks."""
+    names = {getattr(run.parts, name).rpartition(".")[0].rpartition(".")[0] for name in ("down", "up")}
+    return [
+        p
+        for name in names
+        for p in run.parts.layer(run.model, run.layer).get_submodule(name).parameters()
+        if p.ndim > 1
+    ]
+
+
+def replace_layer(run: Run, step: int) -> None:
+    if step == run.breaks:
+        layers = run.model.get_submodule(run.parts.layers)
+        layers[run.layer] = copy.deepcopy(layers[run.layer])  # type: ignore[operator, index]
+
+
+def checkpoint_reentrantly(run: Run) -> None:
+    model: Any = run.model
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.disable_input_require_grads()
+    model.train()
+
+
+def shrink_gains(run: Run, step: int) -> None:
+    for gain in norms_of(run.model):
+        if gain.mean() > 0.001:  # no bias
+            gain.mul_(run.strength)
 
 
 def lose_state(run: Run, step: int) -> None:
@@ -755,7 +820,13 @@ KINDS: Mapping[str, Kind] = {
     "gain-decay": Kind(
         cause=("weight decay",),
         what="weight decay on the norms' gains",
-        runs={"llama-cosine": (20, 60), "gpt2-linear": (60,), "qwen3-wsd": (40,), "llama-deep": (60,), "mamba": (40,)},
+        runs={
+            "llama-cosine": (20, 60, 4),
+            "gpt2-linear": (60, 4),
+            "qwen3-wsd": (40,),
+            "llama-deep": (60,),
+            "mamba": (40,),
+        },
         where="norms",
         before=decaying(lambda run: norms_of(run.model)),
     ),
@@ -870,12 +941,61 @@ KINDS: Mapping[str, Kind] = {
         from_start=True,
         groups=lambda run: apart(run, run.of_layer())[:1],
     ),
-    "frozen-layer": Kind(
+    "part-missing": Kind(
         cause=("not trained",),
-        what="a layer is frozen in the middle of the run",
-        runs={"llama-cosine": (1,), "gpt2-linear": (1,), "t5": (1,)},
+        what="a feed-forward's matrices are missing in the optimizer, the norm is not",
+        runs={"llama-cosine": (1,), "gpt2-linear": (1,), "llama-deep": (1,), "t5": (1,)},
         where="layer",
-        before=freeze,
+        from_start=True,
+        groups=lambda run: apart(run, matrices_of(run))[:1],
+    ),
+    "readout-missing": Kind(
+        cause=("not trained",),
+        what="the readout is missing in the optimizer",
+        runs={"llama-cosine": (1,), "llama-deep": (1,), "nano-batch1": (1,), "llama-lora": (1,)},
+        where="readout",
+        from_start=True,
+        everywhere=False,
+        groups=lambda run: apart(run, [run.model.get_parameter(run.parts.readout)])[:1],
+        fitted=False,
+    ),
+    "replaced": Kind(
+        cause=("not trained",),
+        what="a layer is replaced by a copy in the middle of the run",
+        runs={"llama-cosine": (1,), "gpt2-linear": (1,), "nano-batch1": (1,)},
+        where="layer",
+        before=replace_layer,
+        fitted=False,
+    ),
+    "no-gradient": Kind(
+        cause=("dead layer",),
+        what="LoRA under reentrant checkpointing, with inputs that require no gradient",
+        runs={"llama-lora": (1,), "qwen3-lora": (1,)},
+        from_start=True,
+        everywhere=False,
+        prepare=checkpoint_reentrantly,
+        fitted=False,
+    ),
+    "not-zeroed": Kind(
+        cause=("gradients kept",),
+        what="gradients are no longer zeroed",
+        runs={"llama-cosine": (1,), "gpt2-linear": (1,), "llama-deep": (1,), "nano-batch1": (1,)},
+        keeps=True,
+    ),
+    "gain-drift": Kind(
+        cause=("weight decay",),
+        what="the optimizer's steps make all gains shrink",
+        runs={"llama-cosine": (0.982,), "gpt2-linear": (0.985,), "llama-deep": (0.975,)},
+        where="norms",
+        inside=shrink_gains,
+        fitted=False,
+    ),
+    "row-drift": Kind(
+        cause=("weight decay",),
+        what="the optimizer's steps make all of the embedding's rows shrink",
+        runs={"llama-cosine": (0.98,), "nano-batch1": (0.98,), "llama-deep": (0.985,)},
+        where="embedding",
+        inside=lambda run, step: run.embedding().mul_(run.strength),
         fitted=False,
     ),
     "layer-rate": Kind(
@@ -898,7 +1018,15 @@ KINDS: Mapping[str, Kind] = {
     "state-lost": Kind(
         cause=("optimizer state",),
         what="the optimizer's state is lost",
-        runs={"gpt2-linear": (1,), "llama-cosine": (1,), "qwen3-wsd": (1,), "llama-deep": (1,), "nano-batch1": (1,)},
+        runs={
+            "gpt2-linear": (1,),
+            "llama-cosine": (1,),
+            "qwen3-wsd": (1,),
+            "llama-deep": (1,),
+            "nano-batch1": (1,),
+            "llama-lora": (1,),
+            "qwen3-lora": (1,),
+        },
         before=lose_state,
     ),
     "moments-lost": Kind(

@@ -31,10 +31,11 @@ MARKED = 6.0  # times its usual value, at which a gradient of one step is worth 
 EVENT = 20  # steps without an alarm, after which the next one is another event
 NOTABLE = "notable"  # no alarm: a batch whose gradient stood out, and that nothing followed
 ORDER = (
-    "not_finite", "skipped", "guess", "dead", "unmoved", "forgotten", "written", "repeated", "fall", "fp16", "apart",
-    "low", "rewritten", "logit", "rise", NOTABLE,
+    "not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "fall", "fp16",
+    "apart", "low", "rewritten", "logit", "rise", NOTABLE,
 )  # fmt: skip
 """Rules; of one step the one that explains most first."""
+HARD = ("skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
 PLACED = ("not_finite", "guess", "dead", "unmoved", "written", "low")
 PARAMETERS = (
     "weight_norm", "update_ratio", "rate_ratio", "gain_abs_max", "gain_mean", "row_norm_abs_max", "row_norm_mean"
@@ -102,17 +103,16 @@ class Alarms(Rules):
         told: alarms and notable batches so far, oldest first.
         marked: the steps at which something stood out in the last call.
         news: the news of the last call: the first alarm of an event, as a sentence without the final period.
-        worst: the highest score so far for each fitted limit; for a rising gradient, the number of consecutive steps.
     """
 
     folder: Path | None = None
     told: list[Alarm] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
     news: str = ""
-    worst: dict[str, float] = field(default_factory=dict)
     _out: set[Key] = field(default_factory=set)
     _high: dict[Key, list[Alarm]] = field(default_factory=dict)  # gradients that stood out where they were last seen
     _single: list[Alarm] = field(default_factory=list)  # those that are back
+    _done_at: int = -1  # the step of the last alarm that is hard
     _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last two, of what must last
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
@@ -124,7 +124,9 @@ class Alarms(Rules):
         self.marked = set()
         for step, group in sorted(by_step.items()):
             found = [alarm for one in self.judge(step, group, rate) for alarm in self._once(one)]
-            alarms += [*self._followed(step, begun=min((one.step for one in found), default=math.inf)), *found]
+            soft = [alarm.step for alarm in found if not is_hard(alarm)]
+            self._done_at = max([alarm.step for alarm in found if is_hard(alarm)], default=self._done_at)
+            alarms += [*self._followed(step, begun=min(soft, default=math.inf)), *found]
         return self._tell(alarms)
 
     def first(self, rose: float) -> Alarm | None:
@@ -160,6 +162,7 @@ class Alarms(Rules):
             "out": sorted([rule, *series] for rule, series in self._out),
             "waiting": [[rule, *series, [*map(asdict, high)]] for (rule, series), high in self._high.items()],
             "back": list(map(asdict, self._single)),
+            "hard": self._done_at,
         }
         return {"alarms": state}
 
@@ -172,7 +175,7 @@ class Alarms(Rules):
             (rule, (layer, sub, role, metric)): [Alarm(**one) for one in values]
             for rule, layer, sub, role, metric, values in seen["waiting"]
         }
-        self._single = [Alarm(**one) for one in seen["back"]]
+        self._single, self._done_at = [Alarm(**one) for one in seen["back"]], seen.get("hard", -1)
         if self.folder is not None and "step" in state:
             waiting = {alarm.step for alarm in (*chain(*self._high.values()), *self._single)}
             told = [alarm for alarm in read_alarms(self.folder) if alarm.step <= state["step"]]
@@ -184,6 +187,8 @@ class Alarms(Rules):
         told: list[Alarm] = []
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
+            if key is None and alarm.step < self._done_at <= begun:
+                continue  # what was done to the training is not what it led to
             if begun <= alarm.step + FOLLOWS and alarm.step <= step <= alarm.step + HELD:
                 told.append(alarm)
                 if key is not None:
@@ -229,8 +234,10 @@ class Alarms(Rules):
                 return self._high.pop(key)[:1]
         return []
 
-    def _note(self, name: str, score: float) -> None:
-        self.worst[name] = max(self.worst.get(name, -math.inf), score)
+
+def is_hard(alarm: Alarm) -> bool:
+    """Return whether an alarm measures what was done to the training itself: no single gradient leads to it."""
+    return alarm.rule in HARD or alarm.metric in ("rate_ratio", "label_match")
 
 
 def _key(alarm: Alarm) -> Key:
@@ -265,7 +272,8 @@ def describe(alarm: Alarm) -> str:
         "not_finite": f"{name} is not finite",
         "skipped": f"the loss scaler skipped {alarm.value:g} steps in a row",
         "guess": f"the first loss is {alarm.value:.3g}, and that of guessing is {alarm.usual:.3g}",
-        "unmoved": "its weights do not move, though the others do",
+        "kept": f"{alarm.value:.0%} of the gradient is that of earlier steps: it was not zeroed",
+        "unmoved": "parameters get a gradient and do not move" if alarm.value else "its weights do not move",
         "forgotten": f"{alarm.value:.0%} of its optimizer's moments were changed between two steps",
         "written": f"something else than the optimizer changed {alarm.value:.0%} of its weights' norm",
         "repeated": f"the batch is the same as in the {alarm.value:g} steps before",
@@ -273,7 +281,7 @@ def describe(alarm: Alarm) -> str:
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",
         "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",
         "fp16": f"the largest |x| is {alarm.value:.3g}, and float16 ends at {alarm.usual:g}",
-        "dead": "its gradient is zero",
+        "dead": "its gradient is zero" if alarm.layer >= 0 else "no layer gets a gradient, though other parts do",
         "apart": f"{name} is {alarm.excess:.3g} times {others}",
         "low": f"{name} is {alarm.excess:.2g} times that of the layers beside it",
         NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, and nothing followed",

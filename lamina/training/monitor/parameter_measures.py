@@ -38,6 +38,7 @@ MOMENTS = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
 """Metrics, and under which key Adam and its relatives in torch keep them."""
 _PIECE = 1024
 SIZE, FEWEST = 256, 8  # elements of a sub-layer's sample, and of each of its tensors at least
+_ROUNDED = 8.0  # times the resolution of a weight, below which a step may be rounded to nothing
 _START = 7919  # of the sample: the same in every run
 Optimizers: TypeAlias = Sequence[torch.optim.Optimizer]
 
@@ -239,6 +240,7 @@ class Samples:
 
     In most trainings only the optimizers change weights and moments, so no limit needs fitting. Metrics:
     ``written_ratio``, the norm of all changes to the weights since the last record, divided by the weights' norm;
+    ``moved_ratio``, beside it, how far they had moved by then since the change before, or since the first step;
     ``forgotten_share``, the largest change to one of the optimizer's tensors, divided by that tensor's norm: 1 if the
     tensor is lost.
 
@@ -254,14 +256,21 @@ class Samples:
     def __init__(self, groups: GradientNorms):
         self.groups, counts = groups, Counter(groups.groups)
         self._sizes = [max(FEWEST, SIZE // counts[group]) for group in groups.groups]
-        by_size = sorted(range(len(self._sizes)), key=lambda place: groups.parameters[place].numel())
-        self._seen = sorted({groups.groups[place]: place for place in by_size}.values())  # one of each, for moments
+        self.choose()
         self._keys: list[tuple[int, str]] = []  # of these moments: the parameter's place, and the key in its state
         self._tensors: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = []
         self._last: torch.Tensor | None = None
         self._drift: torch.Tensor | None = None
+        self._anchor: torch.Tensor | None = None  # the weights at the last such change, or at first
+        self._moved: torch.Tensor | None = None  # squares of how far they were from there, at changes since a record
         self._begun = False
+
+    def choose(self) -> None:
+        """Choose the parameters whose moments are compared: of each owner the largest that is trained."""
+        parameters, groups = self.groups.parameters, self.groups.groups
+        by_size = sorted(range(len(groups)), key=lambda at: (parameters[at].requires_grad, parameters[at].numel()))
+        self._seen = sorted({groups[place]: place for place in by_size}.values())
 
     def before_step(self, optimizers: Optimizers) -> None:
         """Compare the sample with the end of the last step."""
@@ -273,7 +282,13 @@ class Samples:
         if now is None or now.shape != self._last.shape:
             return
         if now.device.type != "cpu" or not torch.equal(now, self._last):  # comparing on a GPU would wait for it
-            self._drift = now - self._last if self._drift is None else self._drift + (now - self._last)
+            change, count = now - self._last, self._count
+            self._drift = change if self._drift is None else self._drift + change
+            anchor = self._last[:count] if self._anchor is None else self._anchor
+            wrote = (change[:count] != 0).any()
+            moved = (self._last[:count] - anchor).square() * wrote
+            self._moved = moved if self._moved is None else self._moved + moved
+            self._anchor = torch.where(wrote, now[:count], anchor)
 
     def after_step(self, optimizers: Optimizers) -> None:
         """Keep the sample as the optimizers leave it, if they took the step."""
@@ -283,10 +298,16 @@ class Samples:
         self._drift = self._drift if [*moments] == self._keys else None
         self._keys, self._begun = [*moments], False
         self._last = self._take(moments)
+        if self._anchor is None and self._last is not None:
+            self._anchor = self._last[: self._count]
         if self.resumed and moments and self._last is not None:
-            count = sum(map(len, self._views[: len(self._sizes)]))
-            self._drift = torch.cat([torch.zeros_like(self._last[:count]), self._last[count:]])
+            self._drift = torch.cat([torch.zeros_like(self._last[: self._count]), self._last[self._count :]])
         self.resumed &= not moments
+
+    @property
+    def _count(self) -> int:
+        """The number of elements that are weights."""
+        return sum(map(len, self._views[: len(self._sizes)]))
 
     def _moments(self, optimizers: Optimizers) -> Iterator[tuple[int, str, torch.Tensor]]:
         for place in self._seen:
@@ -314,7 +335,8 @@ class Samples:
         All processes of a sharded model must call it.
         """
         drift, count, last = self._drift, len(self._sizes), self._last
-        self._drift = None if recorded else drift
+        moved = self._moved
+        self._drift, self._moved = (None, None) if recorded else (drift, moved)
         if last is None or (drift is None and not self.groups.sharded):
             return []
         both = [torch.zeros_like(last) if drift is None else drift, last]
@@ -322,11 +344,18 @@ class Samples:
         norms = torch.stack([part.double().norm() for one in both for part in one.split(lengths)]).view(2, -1)
         scale = [tensor.numel() / max(1, length) for tensor, length in zip(self._tensors, lengths, strict=True)]
         squares = (norms**2 * torch.tensor(scale, device=norms.device))[:, :count]
+        moved = last.new_zeros(self._count) if moved is None else moved
+        away = torch.stack([part.double().sum() for part in moved.split(lengths[:count])])
+        squares = torch.cat([squares, (away * torch.tensor(scale[:count], device=norms.device))[None]])
         sums = self.groups.over_processes(torch.stack([self.groups.summed(part) for part in squares]))
         lost = torch.zeros_like(sums[0])
         owners = torch.tensor([self.groups.groups[place] for place, _ in self._keys], device=norms.device).long()
         lost.scatter_reduce_(0, owners, norms[0, count:] / norms.amax(0)[count:].clamp(min=1e-30), "amax")
-        found = {"written_ratio": (sums[0] / sums[1]).sqrt().tolist(), "forgotten_share": lost.tolist()}
+        found = {
+            "written_ratio": (sums[0] / sums[1]).sqrt().tolist(),
+            "moved_ratio": ((sums[2] / sums[1]).sqrt() * (sums[0] > 0)).tolist(),
+            "forgotten_share": lost.tolist(),
+        }
         return [
             (step, *owner, 0, metric, value)
             for metric, values in found.items()
@@ -350,7 +379,8 @@ class UpdateRatios(TrainerCallback):
     w are the weights before the optimizer's step and w' those after it, so the update includes clipping, the learning
     rate and weight decay. Metrics: ``update_norm`` |w' - w|, ``weight_norm`` |w|, ``update_ratio`` |w' - w| / |w|, and
     if the optimizer has Adam's moments after the step, ``first_moment`` |m| and ``second_moment``, the norm of sqrt(v)
-    (both in units of the gradient). If the learning rates of the groups differ, ``rate_ratio`` is the largest divided
+    (both in units of the gradient). ``unmoved_parameters`` is the number of parameters with a gradient and an update of
+    exactly 0. If the learning rates of the groups differ, ``rate_ratio`` is the largest divided
     by that of most parameters.
 
     At a recorded step the weights are held twice between the backward pass and the end of the step; at all other steps
@@ -363,9 +393,12 @@ class UpdateRatios(TrainerCallback):
     Attributes:
         rate: the largest learning rate of the last measured step.
         samples: finds changes that the optimizers did not make.
+        still: the parameters of the last record that got a gradient and did not move.
+        missing: whether no optimizer has any of these.
     """
 
     rate: float | None = None
+    missing = False
 
     def __init__(self, model: nn.Module, groups: GradientNorms | None = None):
         self.groups = GradientNorms(model) if groups is None else groups
@@ -374,6 +407,9 @@ class UpdateRatios(TrainerCallback):
         self._before: list[torch.Tensor] = []
         self._frozen: set[int] = set()  # the places of weights that stay as they are, such as LoRA's base
         self._sums: dict[str, torch.Tensor] = {}  # by metric: of each group, before the root is taken
+        self.still: list[torch.Tensor] = []
+        self._largest: torch.Tensor | None = None  # |update|, |gradient| of each parameter [2, parameters]
+        self._group_of: dict[int, tuple[int, float | None]] = {}  # by parameter: its optimizer and learning rate
 
     def on_pre_optimizer_step(self, args: Arguments, state: State, control: object, **kwargs: Output) -> None:
         self._sums = {}
@@ -406,6 +442,13 @@ class UpdateRatios(TrainerCallback):
         if pairs:
             torch._foreach_sub_(*map(list, zip(*pairs, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
         sums["update_norm"] = self.groups.local_sums(moved)
+        self._largest = self._largest_of(moved)
+        self._group_of = {
+            id(p): (number, group.get("lr"))
+            for number, optimizer in enumerate(optimizers)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         state = {
             id(p): optimizer.state[p]
             for optimizer in optimizers
@@ -419,6 +462,48 @@ class UpdateRatios(TrainerCallback):
             if any(moment is not None for moment in moments):  # an optimizer may compress them to another shape
                 sums[metric] = self.groups.local_sums(moments, power=1 if metric == "second_moment" else 2)
         self._sums = dict(zip(sums, self.groups.over_processes(torch.stack(list(sums.values()))), strict=True))
+
+    def _largest_of(self, moved: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return the largest |update| and |gradient| of each parameter, 0 where there is none; does not wait."""
+        gradients = [None if old is None else p.grad for old, p in zip(moved, self.groups.parameters, strict=True)]
+        device = local_part(self.groups.parameters[0]).device
+        largest = torch.zeros(2, len(moved), device=device)
+        for place, tensors in enumerate((moved, gradients)):
+            there = [at for at, x in enumerate(tensors) if x is not None and not x.is_sparse and local_part(x).numel()]
+            parts = [local_part(cast(torch.Tensor, tensors[at])) for at in there]
+            if parts and all(part.device == device for part in parts):
+                norms = torch._foreach_norm(parts, math.inf)  # pyright: ignore[reportPrivateImportUsage]
+                largest[place, there] = torch.stack(norms).float()
+        if self.groups.sharded:
+            torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        return largest
+
+    def _unmoved(self) -> list[int]:
+        """Return the places of parameters with a gradient and an update of exactly 0.
+
+        Not of those whose optimizer left out the step, whose learning rate is 0, or whose update their number format
+        rounds to nothing.
+        """
+        if self._largest is None:
+            return []
+        updates, gradients = self._largest.tolist()
+        parameters, found = self.groups.parameters, []
+        stepped = {
+            self._group_of[id(p)][0]
+            for p, size in zip(parameters, updates, strict=True)
+            if size and id(p) in self._group_of
+        }
+        for place, (parameter, update, gradient) in enumerate(zip(parameters, updates, gradients, strict=True)):
+            if update or not 0 < gradient < math.inf:
+                continue
+            number, rate = self._group_of.get(id(parameter), (-1, 1.0))
+            if number < 0:
+                found.append(place)
+            elif number in stepped and rate:
+                size = float(local_part(parameter).abs().max()) if parameter.numel() else 0.0
+                if float(rate) * min(1.0, gradient) > _ROUNDED * size * torch.finfo(parameter.dtype).eps:
+                    found.append(place)
+        return found
 
     def _rate_ratios(self, optimizers: Optimizers) -> dict[Owner, float]:
         owners = {id(p): self.groups.keys[g] for p, g in zip(self.groups.parameters, self.groups.groups, strict=True)}
@@ -440,10 +525,15 @@ class UpdateRatios(TrainerCallback):
         if not self._sums:
             return rows
         values = dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
-        self._sums = {}
+        self._sums, self.still = {}, []
         if not any(values["update_norm"]):
             return rows
         rows += [(step, *owner, 0, "rate_ratio", ratio) for owner, ratio in self._ratios.items()]
+        places = self._unmoved()
+        self.still = [self.groups.parameters[place] for place in places]
+        self.missing = not any(id(parameter) in self._group_of for parameter in self.still)
+        unmoved = Counter(self.groups.keys[self.groups.groups[place]] for place in places)
+        rows += [(step, *owner, 0, "unmoved_parameters", float(count)) for owner, count in unmoved.items()]
         for totals in zip(*(self.groups.totals(sums) for sums in values.values()), strict=True):
             owner, by_metric = totals[0][0], dict(zip(values, (total for _, total in totals), strict=True))
             rows += [(step, *owner, 0, metric, total**0.5) for metric, total in by_metric.items()]

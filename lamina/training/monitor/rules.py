@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -35,6 +35,10 @@ LOGIT = 50.0  # an attention logit beside which others no longer count
 FP16_MAX = 65504.0
 FEW = 0.25  # of the layers that may be apart in their weights: more of them are another kind, not an exception
 WRITTEN, OWN_WAY = 0.02, 3.0  # of the weights, and times what is usual: a loop may normalize or average weights
+MEANS, REACH, FAR = 0.8, 1.5, 8.0  # of the trained parts, and times the way since the last time: a mean or a way back
+CERTAIN, ZEROS = 1e-7, 5  # that zero gradients in a row are no chance, and how many there must be
+KEPT = 0.1  # of a gradient, left by the steps before
+RECENT, SAME_WAY = 10, 5  # records of a course, and how many of them it needs
 FORGOTTEN = 0.5  # of an optimizer's moments
 HIGHER = 16.0  # times the others' rate: muP and LoRA+ (Hayou et al. 2024, arXiv 2402.12354) have up to this on purpose
 MATCH, NO_MATCH = 0.99, 0.95  # of the labels with the batch's own tokens: always, and no longer
@@ -81,10 +85,22 @@ PASTS: Mapping[str, Past] = {
     "weight_norm": Past(falls=True),
     "experts_used": Past(rises=False, falls=True),
 }
+COURSES: Mapping[str, float] = {
+    **dict.fromkeys(("gain_mean", "gain_abs_max", "row_norm_mean", "row_norm_abs_max", "weight_norm"), 0.0),
+    "hidden_variance": 1.0,
+    "hidden_abs_max": 1.0,
+}
+"""Series of records that must not go on for long as they go, and the value below which they may rise."""
 _HANDS = {"written_ratio", "forgotten_share"}
-_KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", LOSS, *_HANDS}
+_KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *_HANDS}
 JUDGED = {*PASTS, *_KEPT}
-_UPDATES = ("update_norm", "update_ratio", "weight_norm")
+_UPDATES = ("update_norm", "update_ratio", "weight_norm", "unmoved_parameters")
+_IDLE = ("gradient_norm", "update_norm", "update_ratio")  # zero where a step does not call a layer
+_MOVES = ("gradient_norm", "update_norm", "first_moment", "second_moment")
+AVERAGED = (
+    "something else than the optimizer wrote to all weights, no further than they had moved: a mean or a way back "
+    "(look-ahead, DiLoCo, weight averages), or a checkpoint that was loaded; such writes are no alarm"
+)
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
 
 
@@ -134,20 +150,32 @@ class Rules:
         half: whether the model computes in float16, whose largest number is 65504.
         vocabulary: the number of tokens that the model chooses among; None if unknown.
         limits: the fitted limits by rule and metric.
+        worst: the highest score so far for each fitted limit; for a rising gradient, the number of consecutive steps.
+        notes: what was seen and is no alarm, a line each.
     """
 
     half: bool = False
     vocabulary: int | None = None
     limits: Mapping[str, float] = field(default_factory=limits)
+    worst: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     _recent: dict[Series, deque[float]] = field(default_factory=dict)
     _seen: dict[Series, tuple[int, int]] = field(default_factory=dict)  # the steps of a series' last two values
     _weights: dict[Place, tuple[int, float, float]] = field(default_factory=dict)  # step, norm, update of a record
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * WINDOW))
     _sums: dict[str, float] = field(default_factory=dict)  # of the loss' control charts
     _skipped: int = 0  # steps in a row that a loss scaler left out
+    _means: int = 0  # writes to all weights,
+    _total: float = 0.0  # and what was written by the last step, in all
+    _chance: bool = False  # whether layers are left out at times, so that the stream varies more
+    _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
         """Judge the rows of a step; ``rate`` is the learning rate that divides updates."""
+        self._restart({row[1:4] for row in rows if row[5] == "trained_changed"})
+        left_out = {row[1] for row in rows if row[5] == "not_called"}
+        self._chance |= bool(left_out)
+        rows = [row for row in rows if row[6] != 0.0 or row[1] not in left_out or row[5] not in _IDLE]
         rows = [*rows, *_experts_used(step, rows)]
         for row in rows:
             if row[5] not in JUDGED or row[5] == "expert_load":
@@ -160,6 +188,7 @@ class Rules:
             if (past := PASTS.get(row[5])) is not None:
                 yield from self._past(row, past, rate)
         yield from self._peers(rows)
+        yield from self._dead(rows)
         yield from self._written(step, rows)
         yield from self._batch(rows)
         yield from self._updates(step, rows)
@@ -167,6 +196,27 @@ class Rules:
             if row[5] == LOSS and math.isfinite(row[6]):
                 yield from self._loss(row)
         yield from self._scaler(rows)
+
+    def _restart(self, owners: Collection[Place]) -> None:
+        """Forget the course of owners whose set of trained parameters has changed, and the whole model's."""
+        if not owners:
+            return
+        several = len(set(owners)) > max(1, FEW * len(self._weights))
+        blocks = {(layer, "block") for layer, _, _ in owners if layer >= 0}
+        for series in [*self._recent]:
+            layer, sublayer, role, metric = series
+            mine = (layer, sublayer, role) in owners or (layer, sublayer) in blocks or sublayer == "model"
+            if mine and (metric == NORM or metric in _MOVES):
+                del self._recent[series]
+                self._seen.pop(series, None)
+        for owner in owners:
+            self._weights.pop(owner, None)
+            self._zeros.pop(owner, None)
+        if several:
+            self._sums, self._losses = {}, deque(maxlen=2 * WINDOW)
+
+    def _note(self, name: str, score: float) -> None:
+        self.worst[name] = max(self.worst.get(name, -math.inf), score)
 
     def _fitted(self, rule: str, row: Row, usual: float, score: float, part: str = "") -> Found:
         name = f"{rule}/{row[5]}{part}"
@@ -179,6 +229,8 @@ class Rules:
             yield self._fitted("logit", row, limit, math.log(max(row[6], 1e-30) / LOGIT))
         if row[5] == "hidden_abs_max" and self.half:
             yield Found("fp16", row, FP16_MAX, left=row[6] > FP16_MAX / 4)
+        if row[5] == "kept_gradient":
+            yield Found("kept", row, 0.0, left=row[6] > KEPT)
         if row[5] == "rate_ratio":
             yield Found("apart", row, 1.0, left=row[6] > HIGHER)
 
@@ -193,13 +245,30 @@ class Rules:
             if not (past.rises if rule == "rise" else past.falls) or len(recent) < past.fewest:
                 continue
             usual, score = _leaving(scaled, recent, sign, gaps if past.fewest == RECORDS else 0.0)
-            score /= max(1.0, (step - last) / INTERVAL)
+            score /= max(1.0, (step - last) / INTERVAL) * (2.0 if self._chance and metric.startswith("hidden") else 1.0)
             if score and rule == "rise" and value <= self._calm(sublayer, metric, past):
                 score = 0.0
             found = self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
+            if metric in COURSES and (course := self._course(rule, row, sign)) is not None:
+                self._note(course.name, course.score)
+                found = course if course.left and not found.left else found
             yield found._replace(left=score > STANDS_OUT) if metric in GRADIENTS and rule == "rise" else found
         recent.append(scaled)
         self._seen[series_of(row)] = last, step
+
+    def _course(self, rule: str, row: Row, sign: float) -> Found | None:
+        """Judge how far a record's series has gone in one direction over its last records; None while there are few."""
+        recent = [*self._recent[series_of(row)]][-RECENT:]
+        if len(recent) < SAME_WAY:
+            return None
+        begin = min(range(len(recent)), key=lambda at: sign * recent[at])
+        course, least = [*recent[begin:], row[6]], COURSES[row[5]] if rule == "rise" else 0.0
+        back = sum(sign * (later - earlier) <= 0 for earlier, later in pairwise(course))
+        back += SAME_WAY if len(course) < SAME_WAY else 0
+        usual = max(least, recent[begin])
+        _, last = self._seen.get(series_of(row), (row[0] - 2, row[0] - 1))
+        away = sign * math.log(max(row[6], 1e-30) / usual) if usual > 0 and back <= 1 else 0.0
+        return self._fitted(rule, row, usual, max(0.0, away) / max(1.0, (row[0] - last) / INTERVAL), "/course")
 
     def _calm(self, sublayer: str, metric: str, past: Past) -> float:
         """Return the value below which a rise does not count.
@@ -231,9 +300,6 @@ class Rules:
             yield from (one if few else one._replace(left=False, score=0.0) for one in found)
         groups = list(_groups(rows, "gradient_norm"))
         for members in groups:
-            usual, others = statistics.median(row[6] for row in members), max(row[6] for row in members) > 0.0
-            for row in members:
-                yield Found("dead", row, usual, left=row[6] == 0.0 and (others or len(members) == 1))
             if len(members) > 2 and len(self._recent.get(series_of(members[0]), ())) <= STAYS:
                 yield from self._low(members)
         ratios = list(_groups(rows, "update_ratio"))
@@ -243,6 +309,36 @@ class Rules:
             usual = statistics.median([row[6] for row in peers] or [0.0])
             for row in peers if len(peers) >= 3 and usual > 0 else ():  # who is above it leaves it no higher
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
+
+    def _dead(self, rows: Sequence[Row]) -> Iterator[Found]:
+        """Judge gradients that are zero in step after step, in one sub-layer or in most, while others are not.
+
+        How many steps it takes depends on how often this sub-layer and its peers had such steps before: stochastic
+        depth and switched-off samples give zeros on purpose.
+        """
+        if not any(row[5] == "gradient_norm" and row[6] > 0 for row in rows):
+            return  # a loss that is the same whatever the weights are: there is nothing to learn at this step
+        groups, dead = list(_groups(rows, "gradient_norm")), list[tuple[Row, float, bool]]()
+        for members in groups:
+            usual, counts = statistics.median(row[6] for row in members), dict[Row, list[int]]()
+            for row in members:
+                run, _, before, count = counts[row] = self._zeros.setdefault(row[1:4], [0, row[0], 0, 0])
+                if row[6] == 0.0:
+                    counts[row][:] = [run + 1, counts[row][1] if run else row[0], before, count]
+                else:
+                    counts[row][:] = [0, row[0], before + run, count + run + 1]
+            self._chance |= any(before for _, _, before, _ in counts.values())
+            zeros, seen = (sum(count[at] for count in counts.values()) for at in (2, 3))
+            chance = (zeros + 1) / (seen + 2)
+            for row, (run, begun, before, count) in counts.items():
+                own = max(chance, (before + 2 * chance) / (count + 2))
+                sure = run >= ZEROS and run * math.log(own) < math.log(CERTAIN)
+                dead.append(((begun, *row[1:]) if sure else row, usual, sure))
+        many = sum(sure for _, _, sure in dead) > len(dead) / 2 and len(dead) > 2
+        if dead:
+            first = min((row[0] for row, _, sure in dead if sure), default=rows[0][0])
+            yield Found("dead", (first, -1, "model", "all", 0, "gradient_norm", 0.0), 0.0, left=many)
+        yield from (Found("dead", row, usual, left=sure and not many) for row, usual, sure in dead)
 
     def _low(self, members: Sequence[Row]) -> Iterator[Found]:
         """Judge gradients by those of both neighboring layers; the last layer's by the two layers before it."""
@@ -270,9 +366,10 @@ class Rules:
                 limit = self.limits[f"rewritten/update_ratio{part}"]
                 yield self._fitted("rewritten", ratio, math.exp(limit), math.log(max(ratio[6], 1e-30)), part)
             if (update := of.get("update_norm")) is not None:
-                has_gradient = "gradient_norm" in of and of["gradient_norm"][6] > 0
-                meant = has_gradient or (before is not None and before[2] > 0)
-                yield Found("unmoved", update, 0.0, left=update[6] == 0.0 and meant and moving)
+                moved = update[6] > 0 or (
+                    before is not None and before[2] > 0
+                )  # else, in most parts, it is the loop's way
+                yield Found("unmoved", update, 0.0, left="unmoved_parameters" in of and (moved or moving))
             if (weights := of.get("weight_norm")) is not None:
                 self._weights[place] = (step, weights[6], 0.0 if update is None else update[6])
 
@@ -282,23 +379,39 @@ class Rules:
         A change that is present from the first record on belongs to the training loop. Averaging with other models may
         change many parts at once; the change must then exceed what their own updates could have done.
         """
-        of = {(row[1:4], row[5]): row for row in rows if row[5] in _HANDS and math.isfinite(row[6])}
+        hands = {*_HANDS, "moved_ratio"}
+        of = {(row[1:4], row[5]): row for row in rows if row[5] in hands and math.isfinite(row[6])}
         recorded = any(row[5] == "update_norm" for row in rows)
         several = max(1, FEW * len(self._weights))
+        trained = [place for place, (_, _, update) in self._weights.items() if update > 0]
+        touched = sum((place, "written_ratio") in of for place in trained)
+        whole_way = touched >= max(2, MEANS * len(trained))
         many = sum(row[5] == "written_ratio" and row[6] > WRITTEN for row in of.values()) > several
         lost = sorted(row[6] for row in of.values() if row[5] == "forgotten_share" and row[6] > FORGOTTEN)
         whole = (step, -1, "model", "all", 0, "forgotten_share", lost[-1] if lost else 0.0)
         if recorded or lost:
             yield Found("forgotten", whole, 0.0, left=len(lost) > several)
+        total = sum(row[6] for (_, metric), row in of.items() if metric == "written_ratio")
+        again, self._total = whole_way and total != self._total, total
+        self._means += again
+        reach = REACH if self._means <= STAYS else FAR  # momentum carries DiLoCo's steps further
+        averaged = False
         for place, (last, norm, update) in self._weights.items() if recorded or of else ():
             written, share = (of.get((place, x), (step, *place, 0, x, 0.0)) for x in ("written_ratio", whole[5]))
             yield Found("forgotten", share, 0.0, left=share[6] > FORGOTTEN and len(lost) <= several)
             recent = self._recent.setdefault(series_of(written), deque(maxlen=WINDOW))
             could = (step - last) * update / norm if many and norm else 0.0
-            usual = max(WRITTEN, OWN_WAY * statistics.median(recent or [math.inf]), could)
+            events = [value for value in recent if value > 0]
+            own = statistics.median(events if len(events) > 1 else recent or [math.inf])
+            usual = max(WRITTEN, OWN_WAY * own, could)
+            if whole_way and (back := of.get((place, "moved_ratio"))) is not None:
+                usual = max(usual, reach * back[6])
+                averaged |= written[6] > WRITTEN
             yield Found("written", written, usual, left=update > 0 and written[6] > usual)
             if recorded:
                 recent.append(written[6])
+        if averaged and not any(AVERAGED in note for note in self.notes):
+            self.notes.append(f"step {step}: {AVERAGED}")
 
     def _batch(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge how often a batch repeats, and whether labels have stopped being the batch's tokens."""
@@ -355,6 +468,8 @@ class Rules:
             "seen": [[*series, *steps] for series, steps in self._seen.items()],
             "weights": [[*place, list(values)] for place, values in self._weights.items()],
             "course": [list(self._losses), self._sums, self._skipped],
+            "ways": [self._chance, self._means, self._total],
+            "zeros": [[*place, *counts] for place, counts in self._zeros.items()],
         }
 
     def load_state_dict(self, state: Json) -> None:
@@ -370,6 +485,8 @@ class Rules:
             (layer, sublayer, role): (int(step), norm, update)
             for layer, sublayer, role, (step, norm, update) in state.get("weights", [])
         }
+        self._chance, self._means, self._total = state.get("ways", (False, 0, 0.0))
+        self._zeros = {(layer, sublayer, role): counts for layer, sublayer, role, *counts in state.get("zeros", [])}
         losses, sums, self._skipped = state.get("course", [[], {}, 0])
         self._losses, self._sums = deque(losses, maxlen=2 * WINDOW), dict(sums)
 

@@ -11,15 +11,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, wraps
-from typing import TypeAlias
+from functools import partial
 
 import torch
 from accelerate.state import GradientState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.nn.utils import clip_grad as torch_clipping
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
@@ -30,6 +27,8 @@ from lamina.probes.structure.hooks import Kwargs, Output, forward, undisturbed
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
 from lamina.training.checkpointing.sharding import local_part, reshard
+from lamina.training.monitor.listeners import listening
+from lamina.training.monitor.loop_signs import LoopSigns, StepSigns, kept_square, named
 from lamina.training.monitor.parameter_measures import (
     Gain,
     GradientNorms,
@@ -253,90 +252,6 @@ def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple
     return (args, {**kwargs, "closure": measured}) if len(args) < 2 else ((args[0], measured, *args[2:]), kwargs)
 
 
-# Every way to clip by norm (torch's, accelerate's, Trainer's) ends in the first; a caller may hold the others by name.
-_INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
-
-
-Telling: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
-"""Makes of a function of torch's one that tells the listeners first."""
-_LISTENERS: list[Instruments] = []
-_PATCHED = ExitStack()  # while there are listeners
-
-
-@contextmanager
-def listening(listener: Instruments) -> Iterator[None]:
-    """Notify ``listener`` before torch computes gradients and before it clips them, by patches of torch's functions.
-
-    Several listeners may come, and leave in any order; torch's functions are restored once the last has left.
-    """
-    if not _LISTENERS:
-        patches: list[tuple[object, str, Telling]] = [
-            *((holder, name, _telling_clip) for holder in (torch_clipping, torch.nn.utils) for name in _INNER),
-            *((scaler, "scale", _telling_scale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)),
-            (torch.amp.GradScaler, "step", _telling_try),  # ShardedGradScaler inherits it
-            (torch.autograd, "backward", _telling_loss),
-        ]
-        for holder, name, telling in patches:
-            if callable(inner := getattr(holder, name, None)):
-                _PATCHED.callback(setattr, holder, name, inner)
-                setattr(holder, name, telling(inner))
-    _LISTENERS.append(listener)
-    try:
-        yield
-    finally:
-        _LISTENERS.remove(listener)
-        if not _LISTENERS:
-            _PATCHED.close()
-
-
-def _telling_loss(inner: Callable[..., object]) -> Callable[..., object]:
-    @wraps(inner)
-    def backward(tensors: object, *args: object, **kwargs: object) -> object:
-        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:  # Tensor.backward comes here
-            for listener in tuple(_LISTENERS):
-                listener.differentiates(tensors)
-        return inner(tensors, *args, **kwargs)
-
-    return backward
-
-
-def _telling_scale(inner: Callable[..., object]) -> Callable[..., object]:
-    @wraps(inner)
-    def scale(scaler: object, outputs: object) -> object:
-        scaled = inner(scaler, outputs)
-        if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
-            for listener in tuple(_LISTENERS):
-                listener.scales(outputs, scaled)
-        return scaled
-
-    return scale
-
-
-def _telling_try(inner: Callable[..., object]) -> Callable[..., object]:
-    @wraps(inner)
-    def step(scaler: object, optimizer: object, *args: object, **kwargs: object) -> object:
-        result = inner(scaler, optimizer, *args, **kwargs)
-        for listener in tuple(_LISTENERS):
-            listener.tries(optimizer)
-        return result
-
-    return step
-
-
-def _telling_clip(inner: Callable[..., object]) -> Callable[..., object]:
-    signature = inspect.signature(inner)
-
-    def clip(*args: object, **kwargs: object) -> object:
-        named = signature.bind(*args, **kwargs).arguments
-        parameters, limit = named["parameters"], named.get("max_norm")
-        named["parameters"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for listener in tuple(_LISTENERS):
-            listener.clips(named["parameters"], limit if isinstance(limit, float | int) else None)
-        return inner(**named)
-
-    return clip
-
-
 GROWTH = 1.5  # of the learning rate since the last measured update: then this one is measured, too
 Judge = Callable[[torch.Tensor], bool]
 
@@ -373,7 +288,7 @@ class Instruments:
         self._updates: UpdateRatios | None = None
         self._meter: ForwardMeter | None = None
         self._gains: list[Gain] = []
-        self._squares: list[tuple[int, torch.Tensor, bool]] = []  # step, numbers, whether an optimizer took the step
+        self._squares: list[tuple[int, torch.Tensor, bool, StepSigns]] = []  # numbers; whether an optimizer took it
         self._current: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None  # squares of this step's, where they say what is not finite
         self._batch: torch.Tensor | None = None  # ``_numbers_of`` it
@@ -389,6 +304,11 @@ class Instruments:
         self._differentiated: list[torch.Tensor] = []  # the same, as the loop differentiated them
         self._scaled: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         self._passed = False  # whether the step had a forward pass
+        self._signs: LoopSigns | None = None
+        self._kept: torch.Tensor | None = None  # square of the gradient that no backward pass of this step found zeroed
+        self._scale: torch.Tensor | None = None  # of the step's gradients, until a GradScaler unscales them
+        self._told_still = False
+        self._stale = False  # whether the model has other parameters than those followed
         self._summed = False
         self.takes_shares = False  # a Trainer says what it trains; a model's outputs may hold another loss (TRL's DPO)
 
@@ -411,7 +331,11 @@ class Instruments:
             for optimizer in self.optimizers:
                 hooks.append(optimizer.register_step_pre_hook(self._before_step))
                 hooks.append(optimizer.register_step_post_hook(self._after_step))
-            yield
+            try:
+                yield
+            finally:
+                if self._signs is not None:
+                    self._signs.close()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: Kwargs) -> None:
         if torch.compiler.is_compiling() or self._inside is not None or self._looking:
@@ -422,7 +346,7 @@ class Instruments:
             self._untold()
         inner, inputs = called(module, args, kwargs)
         self.half |= in_half(self._device)
-        if self.followed is None:
+        if self.followed is None or self._stale:
             self._follow(inner, inputs)
         self._inside, self._passed = module, True
         numbers = _numbers_of(inputs)
@@ -443,22 +367,39 @@ class Instruments:
             self.losses.append(loss.detach())
 
     def _follow(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Look for the layers, once; totals are recorded from now on in any case."""
+        """Look for the layers, once and after parameters were replaced; totals are recorded in any case."""
         self._looking = True
-        self.followed = followed = follow(module, dict(inputs), layers=self.settings.layers)
-        self._looking = False
-        structure = followed.structure
+        before, self.followed = self.followed, follow(module, dict(inputs), layers=self.settings.layers)
+        self._looking = self._stale = False
+        followed, structure = self.followed, self.followed.structure
+        if before is not None:
+            followed.notes[:] = [*before.notes, *(note for note in followed.notes if note not in before.notes)]
+        known = set() if self._norms is None else {id(p) for p in self._norms.parameters}
         self._norms = GradientNorms(self.model, found_parameters(self.model, structure), exact=True)
         self._updates = UpdateRatios(self.model, self._norms)
         self._updates.samples.resumed = self.resumed
-        if self.compiled or is_compiled(self.model):
-            followed.notes.append("the stream is not recorded: hooks inside a compiled model are not called")
+        compiled = bool(self.compiled) or is_compiled(self.model)
+        if self._signs is not None:
+            self._signs.close()
+        self._signs = LoopSigns(self._norms, structure, hooks=not compiled, note=self.note)
+        if known:
+            new = [
+                (g, p) for g, p in zip(self._norms.groups, self._norms.parameters, strict=True) if id(p) not in known
+            ]
+            self._signs.replaced(self._norms.keys[group] for group, _ in new)
+        self._meter, unseen = None, "the stream is not recorded: hooks inside a compiled model are not called"
+        if compiled:
+            followed.notes += [unseen] * (unseen not in followed.notes)
         elif structure is not None:
             points = stream_points(structure) if followed.whole else {}
             self._meter = ForwardMeter(points, structure if self.settings.attention else None)
-        if structure is not None:
-            self._gains = gains_of(structure)
+        self._gains = [] if structure is None else gains_of(structure)
         self._found()
+
+    def note(self, text: str) -> None:
+        """Add a line for the user, once."""
+        if self.followed is not None and text not in self.followed.notes:
+            self.followed.notes.append(text)
 
     def differentiates(self, loss: torch.Tensor) -> None:
         """Keep the loss that a loop differentiates; it counts where neither model nor user gives one.
@@ -469,11 +410,22 @@ class Instruments:
         self._scaled = None, None
         stepped = self._began or self.ended
         if self._passed and not stepped and self._inside is None and not self._looking:
+            if not self._differentiated:
+                self._kept = kept_square(self.optimizers)
+            elif self._kept is not None:  # a later micro-batch, or a loss whose gradient is zeroed only now
+                kept = kept_square(self.optimizers)
+                self._kept = None if kept is None else torch.minimum(self._kept, kept)
             self._differentiated.append((whole if scaled is loss and whole is not None else loss).detach())
 
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Keep a loss and its scaled value until the loop differentiates the latter."""
         self._scaled = loss, scaled
+        if scaled is not loss:  # the scaler is enabled
+            self._scale = (scaled.detach().double() / loss.detach().double()).reshape(-1)[0]
+
+    def unscales(self) -> None:
+        """Note that a loss scaler has unscaled the gradients."""
+        self._scale = None
 
     def tries(self, optimizer: object) -> None:
         """Note that a loss scaler has taken or skipped an optimizer's step."""
@@ -483,9 +435,17 @@ class Instruments:
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Measure gradients before torch clips them, by norm or by value (``limit`` None), if any is this model's."""
         own = {id(parameter) for parameter in self.model.parameters()}
-        if any(id(parameter) in own for parameter in parameters):
-            self._clipped_at = limit
-            self._measure_gradients()
+        if not any(id(parameter) in own for parameter in parameters):
+            return
+        self._clipped_at = limit
+        self._measure_gradients()
+        if self._scale is not None and self._current is not None:
+            self._current = self._current / torch.where(self._scale > 0, self._scale, 1.0) ** 2
+            self.note(
+                "gradients are clipped before scaler.unscale_(optimizer), while they are those of the scaled loss, so "
+                "that the limit is far too low. Call scaler.unscale_(optimizer) before the clipping"
+            )
+            self._scale = None
 
     @torch.no_grad()
     def _measure_gradients(self) -> None:
@@ -561,14 +521,37 @@ class Instruments:
         stepped = bool(self._began)
         rate = self._rate if stepped else largest_rate(self.optimizers)
         taken = Taken(loss=self.step_loss(), norm=norm, stepped=stepped, measured=self._moved, rate=rate)
+        signs = StepSigns() if self._signs is None else self._signs.end_step(step, passed=self._passed)
+        if signs.changed and self._updates is not None:
+            self._updates.samples.choose()
+        if self.due:
+            self._compare_parameters(step)
+        kept, self._kept, self._scale = self._kept, None, None
         self._moved = self._measured = False
         self._began, self.ended, self.losses, self._differentiated, self._passed = set(), set(), [], [], False
         if squares is not None:
             weights = torch.zeros_like(squares) if self._weights is None or taken.measured else self._weights
             batch = torch.full((4,), math.nan) if self._batch is None else self._batch
-            self._squares.append((step, torch.cat([squares, weights, batch.to(squares)]), stepped))
+            share = squares.new_zeros(1) if kept is None else (kept.to(squares) / squares.sum()).sqrt().reshape(1)
+            self._squares.append((step, torch.cat([squares, weights, batch.to(squares), share]), stepped, signs))
         self._weights = self._batch = None
         return taken
+
+    def _compare_parameters(self, step: int) -> None:
+        """Look for the layers again at the next forward pass if the model has other parameters than those followed."""
+        if self._norms is None or self._norms.sharded:
+            return
+        known = {id(parameter) for parameter in self._norms.parameters}
+        now = {id(parameter): parameter for parameter in self.model.parameters() if parameter.is_floating_point()}
+        if now.keys() == known:
+            return
+        new = [parameter for identity, parameter in now.items() if identity not in known]
+        names = f": {named(self.model, new)}" if new else ""
+        self.note(
+            f"step {step}: the model has {len(new)} new parameters, and {len(known - now.keys())} are gone{names}; the "
+            "layers are looked for again. An optimizer made before does not have the new ones"
+        )
+        self._stale = True
 
     def gradient_rows(self) -> list[Row]:
         """Return the gradients of the steps since the last call as tidy rows, without frozen sub-layers.
@@ -578,18 +561,21 @@ class Instruments:
         if not self._squares:
             return []
         assert self._norms is not None
-        numbers = torch.stack([numbers for _, numbers, _ in self._squares]).cpu()
-        steps, self._squares = [(step, stepped) for step, _, stepped in self._squares], []
-        trained, count, rows = self._norms.trained(), len(self._norms.keys), list[Row]()
-        for (step, stepped), sums in zip(steps, numbers, strict=True):
+        numbers = torch.stack([numbers for _, numbers, _, _ in self._squares]).cpu()
+        steps, self._squares = [(step, stepped, signs) for step, _, stepped, signs in self._squares], []
+        count, rows = len(self._norms.keys), list[Row]()
+        for (step, stepped, signs), sums in zip(steps, numbers, strict=True):
+            rows += signs.rows(step)
             if math.isfinite(norm := float(sums[:count].sum().sqrt())) or (stepped and not self.scales_losses):
                 self.last_norm = norm
-                rows += [row for row in self._norms.rows(step, sums[:count]) if row[1:4] in trained]
-            weights = dict(zip(self._norms.keys, sums[count:-4].tolist(), strict=True))
+                rows += [row for row in self._norms.rows(step, sums[:count]) if row[1:4] in signs.trained]
+            weights = dict(zip(self._norms.keys, sums[count:-5].tolist(), strict=True))
             spoiled = [owner for owner, of in weights.items() if not math.isfinite(of)]
             if len(spoiled) < len(weights):  # else nothing says where it began
                 rows += [(step, *owner, 0, "weight_norm", math.nan) for owner in spoiled]
-            rows += self._batch_rows(step, *sums[-4:].tolist())
+            rows += self._batch_rows(step, *sums[-5:-1].tolist())
+            kept = float(sums[-1])
+            rows += [(step, -1, "model", "all", 0, "kept_gradient", kept)] if 0 < kept < math.inf else []
         return rows
 
     def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
@@ -617,7 +603,12 @@ class Instruments:
                 self._looked = True
             seen, self.half = self._meter.take(), self.half or self._meter.half
         rows = rows_of(step, processes.everyones(seen))
-        rows += self._updates.rows(step) if self._updates is not None else []
+        if self._updates is not None:
+            rows += self._updates.rows(step)
+            if (still := self._updates.still) and not self._told_still:
+                self._told_still = True
+                missing = " (no optimizer has them)" if self._updates.missing else ""
+                self.note(f"step {step}: these get a gradient and do not move{missing}: {named(self.model, still)}")
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
             rows += rows_of_gains(self._gains, step)
         return rows

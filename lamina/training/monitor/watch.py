@@ -169,6 +169,8 @@ class Monitor:
             self.alarms.vocabulary = max(map(len, tables_of(followed.structure).values()), default=None)
         if self.records is None:
             return
+        for note in self.alarms.notes:
+            self.instruments.note(note)
         notes = followed.notes
         for note in notes[len(self._about.get("notes", [])) :]:
             logger.warning("lamina.watch: %s", note)
@@ -229,10 +231,11 @@ class Monitor:
         gradients, series = self.instruments.gradient_rows(), self._series_rows()
         new = self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
         if due:
-            self._describe()
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
         self.alarms.half = self.instruments.half  # autocast may have been seen
         self._see([*series, *gradients, *new], rate)
+        if due:
+            self._describe()
         recorded = self.alarms.marked | ({self.step} if due else set())
         self._add([*series, *(row for row in (*gradients, *new) if row[0] in recorded)])
         self._losses += [row[6] for row in series if row[5] == LOSS]

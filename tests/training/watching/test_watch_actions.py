@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import lamina
 from lamina.errors import UserError
 from lamina.reports import report
-from lamina.training.monitor.training_hooks import listening
+from lamina.training.monitor.listeners import listening
 
 
 class Flat(nn.Module):

@@ -1,0 +1,122 @@
+"""Listens to torch's functions that compute, scale and clip gradients, while a training is watched."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Protocol, TypeAlias
+
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.utils import clip_grad as torch_clipping
+
+
+class Listener(Protocol):
+    """Hears of each call before it is made; of a scaler's step after it."""
+
+    def differentiates(self, loss: torch.Tensor) -> None: ...
+
+    def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None: ...
+
+    def unscales(self) -> None: ...
+
+    def tries(self, optimizer: object) -> None: ...
+
+    def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None: ...
+
+
+# Every way to clip by norm (torch's, accelerate's, Trainer's) ends in the first; a caller may hold the others by name.
+_INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
+
+
+Telling: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
+"""Makes of a function of torch's one that tells the listeners first."""
+_LISTENERS: list[Listener] = []
+_PATCHED = ExitStack()  # while there are listeners
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Notify ``listener`` before torch computes gradients and before it clips them, by patches of torch's functions.
+
+    Several listeners may come, and leave in any order; torch's functions are restored once the last has left.
+    """
+    if not _LISTENERS:
+        patches: list[tuple[object, str, Telling]] = [
+            *((holder, name, _telling_clip) for holder in (torch_clipping, torch.nn.utils) for name in _INNER),
+            *((scaler, "scale", _telling_scale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)),
+            (torch.amp.GradScaler, "step", _telling_try),  # ShardedGradScaler inherits it
+            *((scaler, "unscale_", _telling_unscale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)),
+            (torch.autograd, "backward", _telling_loss),
+        ]
+        for holder, name, telling in patches:
+            if callable(inner := getattr(holder, name, None)):
+                _PATCHED.callback(setattr, holder, name, inner)
+                setattr(holder, name, telling(inner))
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
+        if not _LISTENERS:
+            _PATCHED.close()
+
+
+def _telling_loss(inner: Callable[..., object]) -> Callable[..., object]:
+    @wraps(inner)
+    def backward(tensors: object, *args: object, **kwargs: object) -> object:
+        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:  # Tensor.backward comes here
+            for listener in tuple(_LISTENERS):
+                listener.differentiates(tensors)
+        return inner(tensors, *args, **kwargs)
+
+    return backward
+
+
+def _telling_scale(inner: Callable[..., object]) -> Callable[..., object]:
+    @wraps(inner)
+    def scale(scaler: object, outputs: object) -> object:
+        scaled = inner(scaler, outputs)
+        if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
+            for listener in tuple(_LISTENERS):
+                listener.scales(outputs, scaled)
+        return scaled
+
+    return scale
+
+
+def _telling_try(inner: Callable[..., object]) -> Callable[..., object]:
+    @wraps(inner)
+    def step(scaler: object, optimizer: object, *args: object, **kwargs: object) -> object:
+        result = inner(scaler, optimizer, *args, **kwargs)
+        for listener in tuple(_LISTENERS):
+            listener.tries(optimizer)
+        return result
+
+    return step
+
+
+def _telling_unscale(inner: Callable[..., object]) -> Callable[..., object]:
+    @wraps(inner)
+    def unscale_(scaler: object, *args: object, **kwargs: object) -> object:
+        for listener in tuple(_LISTENERS):
+            listener.unscales()
+        return inner(scaler, *args, **kwargs)
+
+    return unscale_
+
+
+def _telling_clip(inner: Callable[..., object]) -> Callable[..., object]:
+    signature = inspect.signature(inner)
+
+    def clip(*args: object, **kwargs: object) -> object:
+        named = signature.bind(*args, **kwargs).arguments
+        parameters, limit = named["parameters"], named.get("max_norm")
+        named["parameters"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for listener in tuple(_LISTENERS):
+            listener.clips(named["parameters"], limit if isinstance(limit, float | int) else None)
+        return inner(**named)
+
+    return clip

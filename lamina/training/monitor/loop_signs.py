@@ -1,0 +1,154 @@
+"""What a training loop does besides its optimizers' steps: what it leaves out, freezes or replaces, and what it keeps.
+
+Most of it is done on purpose: LayerDrop, gradual unfreezing, LISA. It is noted once, and the rules judge accordingly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lamina.probes.structure.sites import Structure
+from lamina.training.monitor.parameter_measures import GradientNorms, Owner
+from lamina.training.monitor.writers import Row
+
+CHANGES = 3  # of the trained parameters, each of which gets a note
+_SHOWN = 4  # names in a note
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSigns:
+    """What was seen of a step.
+
+    Attributes:
+        trained: the owners with a parameter that required a gradient.
+        left_out: the layers and sub-layers that the step did not call, though earlier ones did.
+        changed: how many parameters of each owner began or ceased to require a gradient, or were replaced.
+    """
+
+    trained: frozenset[Owner] = frozenset()
+    left_out: tuple[tuple[int, str], ...] = ()
+    changed: Mapping[Owner, int] = field(default_factory=dict)
+
+    def rows(self, step: int) -> list[Row]:
+        """Return tidy rows: ``not_called`` of a sub-layer, and ``trained_changed`` of an owner's parameters."""
+        rows: list[Row] = [(step, layer, sublayer, "all", 0, "not_called", 1.0) for layer, sublayer in self.left_out]
+        return rows + [(step, *owner, 0, "trained_changed", float(count)) for owner, count in self.changed.items()]
+
+
+class LoopSigns:
+    """Sees a loop's ways by forward hooks on the sub-layers, and by what requires a gradient at each step.
+
+    Args:
+        norms: the followed parameters.
+        structure: the model's structure; None if no layers were found.
+        hooks: whether hooks inside the model run (they do not in a compiled one).
+        note: gets a line for the user.
+    """
+
+    def __init__(self, norms: GradientNorms, structure: Structure | None, *, hooks: bool, note: Callable[[str], None]):
+        self.norms, self.note = norms, note
+        self._mask: tuple[bool, ...] = ()
+        self._trained: dict[tuple[bool, ...], frozenset[Owner]] = {}
+        self._called: set[tuple[int, str]] = set()
+        self._ever: set[tuple[int, str]] = set()
+        self._replaced: set[Owner] = set()
+        self._noted = False  # that layers were left out
+        self._changes = 0
+        self._handles: list[RemovableHandle] = []
+        for site in structure.layers if structure is not None and hooks else ():
+            for sublayer in site.sublayers:
+                for _, module in sublayer.modules:
+                    self._handles.append(module.register_forward_pre_hook(self._marking(site.index, sublayer.kind)))
+
+    def _marking(self, layer: int, kind: str) -> Callable[[nn.Module, tuple], None]:
+        place, called = (layer, kind), self._called
+
+        def mark(module: nn.Module, args: tuple) -> None:
+            called.add(place)
+
+        return mark
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def replaced(self, owners: Iterable[Owner]) -> None:
+        """Note that owners have other parameters than before the last search for the layers."""
+        self._replaced |= set(owners)
+
+    def end_step(self, step: int, *, passed: bool) -> StepSigns:
+        """Return what was seen of the step; ``passed``: whether it had a forward pass of the model."""
+        left_out = tuple(sorted(self._ever - self._called)) if passed else ()
+        self._ever |= self._called
+        self._called.clear()
+        if left_out and not self._noted:
+            self._noted = True
+            layers = ", ".join(map(str, sorted({layer for layer, _ in left_out})))
+            self.note(
+                f"step {step}: layer {layers} was not called in full (LayerDrop, stochastic depth, an early exit): "
+                "such steps do not count for a layer"
+            )
+        mask = tuple(parameter.requires_grad for parameter in self.norms.parameters)
+        changed = dict.fromkeys(self._replaced, 1)
+        self._replaced = set()
+        if self._mask and mask != self._mask:
+            places = [place for place, (now, was) in enumerate(zip(mask, self._mask, strict=True)) if now != was]
+            for place in places:
+                owner = self.norms.keys[self.norms.groups[place]]
+                changed[owner] = changed.get(owner, 0) + 1
+            self._tell(step, sum(mask[place] for place in places), sum(not mask[place] for place in places), changed)
+        self._mask = mask
+        return StepSigns(trained=self._owners(mask), left_out=left_out, changed=changed)
+
+    def _owners(self, mask: tuple[bool, ...]) -> frozenset[Owner]:
+        if mask not in self._trained:
+            self._trained = {mask: frozenset(self.norms.trained())}
+        return self._trained[mask]
+
+    def _tell(self, step: int, unfrozen: int, frozen: int, owners: Iterable[Owner]) -> None:
+        self._changes += 1
+        if self._changes > CHANGES:
+            return
+        what = [f"{frozen} more parameters are frozen"] * bool(frozen) + [f"{unfrozen} are trained"] * bool(unfrozen)
+        more = "; later changes get no note" if self._changes == CHANGES else ""
+        self.note(
+            f"step {step}: from here on {' and '.join(what)} ({places(owners)}; requires_grad), which is no alarm: "
+            f"their series start anew{more}"
+        )
+
+
+def places(owners: Iterable[Owner]) -> str:
+    """Name owners briefly: ``layers 0 to 3, embedding``."""
+    owners = list(owners)
+    layers = sorted({layer for layer, _, _ in owners if layer >= 0})
+    whole = layers == list(range(layers[0], layers[-1] + 1)) if layers else False
+    inside = f"{layers[0]} to {layers[-1]}" if whole and len(layers) > 2 else ", ".join(map(str, layers))
+    words = [f"layer{'s' * (len(layers) > 1)} {inside}"] if layers else []
+    return ", ".join([*words, *sorted({role for layer, _, role in owners if layer < 0})])
+
+
+def named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
+    """Name some of a model's parameters, by their paths."""
+    wanted = {id(parameter) for parameter in parameters}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in wanted]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def kept_square(optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
+    """Return the squared norm of the gradients that are there before a backward pass; None if none is there.
+
+    Only of what an optimizer has: nothing else needs to zero them.
+    """
+    parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [gradient for gradient in gradients if not gradient.is_sparse]
+    if not gradients or any(gradient.device != gradients[0].device for gradient in gradients):
+        return None
+    norms = torch._foreach_norm([getattr(g, "_local_tensor", g) for g in gradients])  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).double().square().sum()

@@ -1,0 +1,136 @@
+"""What a loop does besides its steps: what is done on purpose is noted, what does not learn is named."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from training.watching.loops import NanoGpt, Tokens, found, loop
+
+import lamina
+from lamina.training.monitor.alarms import NOTABLE
+
+STEPS = 30
+
+
+def watched(folder, model, every=5, **options):
+    """Train; returns (rule, layer, sub-layer) of what was told, and the notes."""
+    monitor = loop(model, folder, steps=STEPS, every=every, **options)
+    told = [(a.rule, a.layer, a.sublayer) for a in monitor.monitor.alarms.told if a.rule != NOTABLE]
+    return told, json.loads((folder / "watched.json").read_text())["notes"]
+
+
+def test_layers_that_a_step_does_not_call_are_a_note(tmp_path):
+    class Skipping(NanoGpt):
+        calls = 0
+
+        def forward(self, idx, targets=None):
+            layers, self.calls = self.h, self.calls + 1
+            self.h = nn.ModuleList(layer for at, layer in enumerate(layers) if at != self.calls % 5)
+            result = super().forward(idx, targets)
+            self.h = layers
+            return result
+
+    told, notes = watched(tmp_path / "run", Skipping(layers=3))
+    assert told == []
+    assert len([note for note in notes if "was not called in full" in note]) == 1
+
+
+def test_parameters_that_are_frozen_and_trained_again_are_a_note(tmp_path):
+    model = NanoGpt(layers=4)
+
+    def freeze(step):
+        for parameter in model.h[1].parameters():
+            parameter.requires_grad_(step < 12 or step >= 20)
+
+    told, notes = watched(tmp_path / "run", model, after=freeze)
+    assert told == []
+    assert [note.partition("(")[2].partition(";")[0] for note in notes if "requires_grad" in note] == ["layer 1"] * 2
+
+
+def test_a_look_ahead_is_a_note(tmp_path):
+    model = NanoGpt()
+    slow = [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def back(step):
+        for parameter, own in zip(model.parameters(), slow, strict=True) if step % 5 == 0 else ():
+            parameter.copy_(own.lerp_(parameter, 0.5))
+
+    told, notes = watched(tmp_path / "run", model, after=back, every=4)
+    assert told == []
+    assert any("look-ahead" in note for note in notes)
+
+
+@pytest.mark.parametrize("part", ["h.1.mlp.c_fc.weight", "lm_head.weight"])
+def test_a_parameter_that_no_optimizer_has_is_named(tmp_path, part):
+    model = NanoGpt(layers=3)
+    given = [p for name, p in model.named_parameters() if name != part]
+    told, notes = watched(tmp_path / "run", model, optimizer=torch.optim.AdamW(given, lr=1e-3))
+    place = (1, "feed_forward") if part.startswith("h") else (-1, "block")
+    assert told == [("unmoved", *place)]
+    assert [note for note in notes if "no optimizer has them" in note and part in note]
+
+
+def test_an_optimizer_that_rests_a_rate_of_zero_and_rounded_steps_are_no_alarm(tmp_path):
+    model = NanoGpt(layers=3)
+    rest = [p for p in model.parameters() if all(p is not own for own in model.h[1].parameters())]
+    groups = [{"params": rest, "lr": 1e-3}, {"params": list(model.h[1].parameters()), "lr": 0.0}]
+    assert watched(tmp_path / "zero", model, optimizer=torch.optim.AdamW(groups))[0] == []
+    model = NanoGpt(layers=3)
+    assert watched(tmp_path / "small", model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-9))[0] == []
+
+
+def test_a_layer_that_is_replaced_is_followed_and_does_not_learn(tmp_path):
+    model = NanoGpt(layers=3)
+
+    def replace(step):
+        if step == 12:
+            torch.manual_seed(1)
+            model.h[1] = type(model.h[1])(16, 2)
+
+    told, notes = watched(tmp_path / "run", model, after=replace)
+    assert {("unmoved", 1, "attention"), ("unmoved", 1, "feed_forward")} <= set(told)
+    assert {layer for rule, layer, _ in told if rule == "unmoved"} == {1}
+    assert any("12 new parameters, and 12 are gone: h.1.ln_1.weight" in note for note in notes)
+
+
+def test_gradients_that_nobody_zeroes_are_named_and_micro_batches_are_not(tmp_path):
+    model = NanoGpt()
+    kept = torch.optim.SGD(model.parameters(), lr=1e-3)
+    kept.zero_grad = lambda: None
+    told, _ = watched(tmp_path / "kept", model, optimizer=kept)
+    assert ("kept", -1, "model") in told
+
+    def twice(model, batch):
+        model(batch[:, :-1], batch[:, 1:])[1].backward()
+        return model(batch[:, :-1], batch[:, 1:])[1]
+
+    model = NanoGpt()
+    zeroed = torch.optim.SGD(model.parameters(), lr=1e-3)
+    assert watched(tmp_path / "twice", model, optimizer=zeroed, loss_of=twice)[0] == []
+
+
+@pytest.mark.parametrize("unscales", [True, False])
+def test_gradients_that_are_clipped_while_scaled_are_recorded_unscaled_with_a_note(tmp_path, unscales):
+    model, scaler = NanoGpt(), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    norms = []
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
+        for batch in Tokens(items=8).ids.split(2):
+            loss = model(batch[:, :-1], batch[:, 1:])[1]
+            norms.append(math.sqrt(sum(float(g.pow(2).sum()) for g in torch.autograd.grad(loss, model.parameters()))))
+            loss = model(batch[:, :-1], batch[:, 1:])[1]
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    for step, norm in enumerate(norms, 1):
+        assert found(tmp_path / "run", "step_gradient_norm", step)[-1, "model", "all"] == pytest.approx(norm, rel=1e-4)
+    notes = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"]
+    assert any("scaler.unscale_" in note for note in notes) == (not unscales)

@@ -1,0 +1,175 @@
+"""What trainings do on purpose and no alarm may be about: layers left out, parameters frozen, weights averaged.
+
+Each habit of ``HABITS`` changes a healthy run of `alarm_runs.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Run = Any
+"""A run of `alarm_runs.py`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habit:
+    """What a loop does: ``begin`` once, ``before`` each step's forward pass, ``after`` each optimizer's step."""
+
+    begin: Callable[[Run], None] | None = None
+    before: Callable[[Run, int], None] | None = None
+    after: Callable[[Run, int], None] | None = None
+
+
+def _layers(run: Run) -> list[nn.Module]:
+    return [run.parts.layer(run.model, index) for index in range(run.setup.layers)]
+
+
+def layer_drop(share: float) -> Habit:
+    """Leave out each layer with this probability (LayerDrop; early exits and Mixture-of-Depths look the same)."""
+
+    def begin(run: Run) -> None:
+        draw = torch.Generator().manual_seed(1)
+        for layer in _layers(run):
+            kind: type = type(layer)
+
+            def call(self: Any, x: torch.Tensor, *args: Any, kind: type = kind, **kwargs: Any) -> Any:
+                if torch.is_grad_enabled() and float(torch.rand((), generator=draw)) < share:
+                    return x
+                return kind.__call__(self, x, *args, **kwargs)
+
+            layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+    return Habit(begin=begin)
+
+
+def stochastic_depth(share: float, *, linear: bool = False) -> Habit:
+    """Multiply each sub-layer's output by 0 with this probability, which may grow with the depth."""
+
+    def begin(run: Run) -> None:
+        draw, layers = torch.Generator().manual_seed(2), _layers(run)
+
+        def dropping(chance: float) -> Callable[..., Any]:
+            def hook(module: nn.Module, args: Any, output: Any) -> Any:
+                if not torch.is_grad_enabled():
+                    return output
+                factor = 0.0 if float(torch.rand((), generator=draw)) < chance else 1.0 / (1.0 - chance)
+                return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+            return hook
+
+        for index, layer in enumerate(layers):
+            for module in layer.children():
+                if "norm" not in type(module).__name__.lower():
+                    module.register_forward_hook(dropping(share * (index + 1) / len(layers) if linear else share))
+
+    return Habit(begin=begin)
+
+
+def _copies(run: Run) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in run.model.parameters()]
+
+
+@torch.no_grad()
+def _write(run: Run, values: Iterable[torch.Tensor]) -> None:
+    for parameter, value in zip(run.model.parameters(), values, strict=True):
+        parameter.copy_(value)
+
+
+def outer_steps(every: int, rate: float, momentum: float = 0.0) -> Habit:
+    """Every so many steps, step from the weights before them (look-ahead, Reptile; with momentum DiLoCo's)."""
+
+    def after(run: Run, step: int) -> None:
+        if step == 1:
+            run.held["slow"], run.held["speed"] = _copies(run), [torch.zeros_like(p) for p in run.model.parameters()]
+        if step % every == 0:
+            for parameter, slow, speed in zip(run.model.parameters(), run.held["slow"], run.held["speed"], strict=True):
+                way = slow - parameter.detach()
+                speed.mul_(momentum).add_(way)
+                slow.sub_(rate * (way + momentum * speed))
+            _write(run, run.held["slow"])
+
+    return Habit(after=after)
+
+
+def average(at: int, decay: float | None = None) -> Habit:
+    """Go on from the mean of the weights so far (SWA), or from their moving average (EMA)."""
+
+    def after(run: Run, step: int) -> None:
+        if step == 1:
+            run.held["mean"] = _copies(run)
+        for mean, parameter in zip(run.held["mean"], run.model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 1.0 / step if decay is None else 1.0 - decay)
+        if step == at:
+            _write(run, run.held["mean"])
+
+    return Habit(after=after)
+
+
+def _train(parameters: Iterable[nn.Parameter], on: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(on)
+
+
+def unfreezing(every: int) -> Habit:
+    """Train the tables first, then one layer more every so many steps, the last one first."""
+
+    def before(run: Run, step: int) -> None:
+        layers = _layers(run)
+        if step == 1:
+            for layer in layers:
+                _train(layer.parameters(), False)
+        elif step % every == 0 and step // every <= len(layers):
+            _train(layers[-(step // every)].parameters(), True)
+
+    return Habit(before=before)
+
+
+def freezing(at: int, first: bool) -> Habit:
+    """Train only the last layer and the tables until a step, or freeze the second layer from it on."""
+
+    def before(run: Run, step: int) -> None:
+        layers = _layers(run)
+        if first and step in (1, at):
+            for layer in layers[:-1]:
+                _train(layer.parameters(), step == at)
+        elif not first and step == at:
+            _train(layers[1].parameters(), False)
+
+    return Habit(before=before)
+
+
+def lisa(every: int) -> Habit:
+    """Train the tables and one layer at a time, drawn every so many steps (Pan et al. 2024, arXiv 2403.17919)."""
+
+    def before(run: Run, step: int) -> None:
+        if step % every == 1:
+            layers = _layers(run)
+            for layer in layers:
+                _train(layer.parameters(), False)
+            _train(random.Random(step).choice(layers).parameters(), True)
+
+    return Habit(before=before)
+
+
+HABITS: Mapping[str, Habit] = {
+    "layerdrop": layer_drop(0.2),
+    "lookahead": outer_steps(5, 0.5),
+    "unfreezing": unfreezing(30),
+    "layerdrop-half": layer_drop(0.5),
+    "stochastic-depth": stochastic_depth(0.1),
+    "stochastic-linear": stochastic_depth(0.5, linear=True),
+    "reptile": outer_steps(10, 0.1),
+    "diloco": outer_steps(25, 0.7, 0.9),
+    "swa": average(120),
+    "ema": average(130, 0.98),
+    "head-first": freezing(70, first=True),
+    "freezing": freezing(90, first=False),
+    "lisa": lisa(10),
+}
+FITTED = ("layerdrop", "lookahead", "unfreezing")
