@@ -389,7 +389,7 @@ class Instruments:
             self._signs.replaced(self._norms.keys[group] for group, _ in new)
         self._meter, unseen = None, "the stream is not recorded: hooks inside a compiled model are not called"
         if compiled:
-            followed.notes += [unseen] * (unseen not in followed.notes)
+            self.note(unseen)
         elif structure is not None:
             points = stream_points(structure) if followed.whole else {}
             self._meter = ForwardMeter(points, structure if self.settings.attention else None)
