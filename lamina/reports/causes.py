@@ -86,6 +86,7 @@ CAUSES = {
     for cause in (
         Cause(
             name="number range",
+            proofs=("telling: skipped",),
             meaning="Values left the range of the number format before the loss showed it.",
             check="run 20 steps from the last checkpoint in float32 or bfloat16: the alarm stays away",
             changes=(
