@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lamina.probes.structure.sites import Structure
+from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.parameter_measures import GradientNorms, Owner
 from lamina.training.monitor.writers import Row
 
@@ -150,5 +151,4 @@ def kept_square(optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | N
     gradients = [gradient for gradient in gradients if not gradient.is_sparse]
     if not gradients or any(gradient.device != gradients[0].device for gradient in gradients):
         return None
-    norms = torch._foreach_norm([getattr(g, "_local_tensor", g) for g in gradients])  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack(norms).double().square().sum()
+    return torch.stack([local_part(gradient).norm().double() for gradient in gradients]).square().sum()

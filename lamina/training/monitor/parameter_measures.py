@@ -472,8 +472,9 @@ class UpdateRatios(TrainerCallback):
             there = [at for at, x in enumerate(tensors) if x is not None and not x.is_sparse and local_part(x).numel()]
             parts = [local_part(cast(torch.Tensor, tensors[at])) for at in there]
             if parts and all(part.device == device for part in parts):
-                norms = torch._foreach_norm(parts, math.inf)  # pyright: ignore[reportPrivateImportUsage]
-                largest[place, there] = torch.stack(norms).float()
+                largest[place, there] = torch.stack(
+                    [torch.linalg.vector_norm(part, math.inf).float() for part in parts]
+                )
         if self.groups.sharded:
             torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         return largest
