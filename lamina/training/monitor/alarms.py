@@ -213,12 +213,12 @@ class Alarms(Rules):
         waits = rule in ("rise", "apart", "low") and metric in GRADIENTS
         lasts = waits and rule == "rise"
         if lasts:
-            self._note(found.name, len(self._high.get(key, ())) + found.left)
+            self.note_score(found.name, len(self._high.get(key, ())) + found.left)
         elif found.name:
             scores = self._scores.setdefault(key, []) if waits else []
             scores.append(found.score)
             if len(scores) == STAYS or not waits:
-                self._note(found.name, min(scores))
+                self.note_score(found.name, min(scores))
             del scores[: len(scores) - STAYS + 1]
         if not found.left:
             self._out.discard(key)

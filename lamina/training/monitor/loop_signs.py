@@ -104,12 +104,9 @@ class LoopSigns:
                 changed[owner] = changed.get(owner, 0) + 1
             self._tell(step, sum(mask[place] for place in places), sum(not mask[place] for place in places), changed)
         self._mask = mask
-        return StepSigns(trained=self._owners(mask), left_out=left_out, changed=changed)
-
-    def _owners(self, mask: tuple[bool, ...]) -> frozenset[Owner]:
         if mask not in self._trained:
             self._trained = {mask: frozenset(self.norms.trained())}
-        return self._trained[mask]
+        return StepSigns(trained=self._trained[mask], left_out=left_out, changed=changed)
 
     def _tell(self, step: int, unfrozen: int, frozen: int, owners: Iterable[Owner]) -> None:
         self._changes += 1

@@ -215,7 +215,8 @@ class Rules:
         if several:
             self._sums, self._losses = {}, deque(maxlen=2 * WINDOW)
 
-    def _note(self, name: str, score: float) -> None:
+    def note_score(self, name: str, score: float) -> None:
+        """Keep the highest score of a fitted limit."""
         self.worst[name] = max(self.worst.get(name, -math.inf), score)
 
     def _fitted(self, rule: str, row: Row, usual: float, score: float, part: str = "") -> Found:
@@ -250,7 +251,7 @@ class Rules:
                 score = 0.0
             found = self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
             if metric in COURSES and (course := self._course(rule, row, sign)) is not None:
-                self._note(course.name, course.score)
+                self.note_score(course.name, course.score)
                 found = course if course.left and not found.left else found
             yield found._replace(left=score > STANDS_OUT) if metric in GRADIENTS and rule == "rise" else found
         recent.append(scaled)
