@@ -6,9 +6,13 @@ Transformers copies this file beside a checkpoint, so it imports nothing of the 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import AutoConfig, PreTrainedConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 # The entry of config.json that names the code beside a checkpoint; modeling_lamina adds its heads.
 AUTO_MAP = {"AutoConfig": "configuration_lamina.LaminaConfig", "AutoModel": "modeling_lamina.LaminaModel"}
@@ -25,6 +29,40 @@ _TWO_LABELS = {0: "LABEL_0", 1: "LABEL_1"}  # what transformers gives a configur
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")  # of the model, which may have others than its backbone
 
 
+class LogitsStyle(NamedTuple):
+    """A backbone's changes to its logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap; None where absent.
+
+    ``states`` is a divisor of the head's input (MiniCPM's).
+    """
+
+    factor: float | None
+    divisor: float | None
+    softcap: float | None
+    states: float | None = None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> LogitsStyle:
+        fields = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        factor, scaling, softcap = (getattr(config, name, None) or None for name in fields)
+        if config.model_type == "hyperclovax":  # the same field, and it multiplies
+            return cls(scaling, None, softcap)
+        return cls(factor, None, softcap, scaling) if config.model_type == "minicpm3" else cls(factor, scaling, softcap)
+
+    @property
+    def scale(self) -> float:
+        """The factor divided by both divisors."""
+        return float(self.factor or 1.0) / float(self.divisor or 1.0) / float(self.states or 1.0)
+
+    def apply(self, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
+        """Compute the backbone's logits from its states."""
+        logits = head(states / self.states if self.states else states)
+        if self.factor:
+            logits = logits * self.factor
+        if self.divisor:
+            logits = logits / self.divisor
+        return self.softcap * (logits / self.softcap).tanh() if self.softcap else logits
+
+
 class LaminaConfig(PreTrainedConfig):
     """A backbone's configuration and a plan.
 
@@ -35,8 +73,9 @@ class LaminaConfig(PreTrainedConfig):
 
     ``config.hidden_size`` and every other field that only the backbone has are read from it, and setting one sets it
     there. The fields in ``FLAT`` are also copied into ``to_dict`` and config.json; loading raises ValueError if such a
-    copy differs from the backbone's field. ``get_text_config`` returns the configuration itself, because serving
-    engines would take another text part for a multimodal model's. ``backbone_of`` gives the backbone's.
+    copy differs from the backbone's field. ``logit_scale`` is the factor on the head's output, in whatever form the
+    backbone has it: serving engines read that one alone. ``get_text_config`` returns the configuration itself, because
+    they would take another text part for a multimodal model's. ``backbone_of`` gives the backbone's.
     """
 
     model_type = "lamina"
@@ -63,6 +102,11 @@ class LaminaConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{name}: {value!r}, but backbone_config.{name} is {getattr(backbone, name)!r} (they must be equal)"
                 )
+        scale = LogitsStyle.of(backbone).scale
+        if (value := kwargs.pop("logit_scale", scale)) != scale:
+            raise ValueError(
+                f"logit_scale: {value!r}, but the logits of backbone_config have {scale!r} (they must be equal)"
+            )
         # The last hidden state is to be the stream before the final norm, as it is in every other layer.
         backbone.tie_last_hidden_states = False
         # The head looks at the outer configuration, the backbone at its own: one value for both.
@@ -91,8 +135,11 @@ class LaminaConfig(PreTrainedConfig):
     def __getattr__(self, name: str) -> Any:
         """Return the backbone's field; Python calls this only for fields that are missing here."""
         backbone = self.__dict__.get("backbone_config")
-        if not name.startswith("_") and isinstance(backbone, PreTrainedConfig) and hasattr(backbone, name):
-            return getattr(backbone, name)
+        if not name.startswith("_") and isinstance(backbone, PreTrainedConfig):
+            if name == "logit_scale" and (scale := LogitsStyle.of(backbone).scale) != 1.0:
+                return scale
+            if hasattr(backbone, name):
+                return getattr(backbone, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -117,7 +164,9 @@ class LaminaConfig(PreTrainedConfig):
 
     def _copies(self) -> dict[str, object]:
         backbone = backbone_of(self)
-        return {name: value for name in FLAT if (value := getattr(backbone, name, None)) is not None}
+        copies = {name: value for name in FLAT if (value := getattr(backbone, name, None)) is not None}
+        scale = LogitsStyle.of(backbone).scale
+        return copies if scale == 1.0 else {**copies, "logit_scale": scale}
 
 
 def backbone_of(config: PreTrainedConfig) -> PreTrainedConfig:

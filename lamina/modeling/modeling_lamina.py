@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from .configuration_lamina import AUTO_MAP, LaminaConfig, backbone_of
+from .configuration_lamina import AUTO_MAP, LaminaConfig, LogitsStyle, backbone_of
 from .streams_lamina import Collapse, StatePlan
 from .wiring_lamina import SCALES, Block, InitializesPlan, LaminaNorm, NormStyle, Residual, make_norm, norm_projections
 
@@ -246,15 +246,19 @@ def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: di
                 backbone.tp_plan[prefix + key.rpartition(".")[2]] = style
     for half in HALVES:  # a norm before the last projection reads all of its channels
         if any(layer[half].get("inner_norm") for layer in plan["layers"]):
-            whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+            whole = {"colwise": "colwise_rep", "rowwise": "rowwise_rep"}
             inside_half = f"{adapter.layers}.*.{half}.module."
             styles = {k: style for k, style in backbone.tp_plan.items() if k.startswith(inside_half)}
             backbone.tp_plan.update({key: whole.get(style, style) for key, style in styles.items()})
     for part, scope in {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}.items():
         if scope == "head" and f"{prefix}{part}_proj" in backbone.tp_plan:
             backbone.tp_plan[f"{prefix}{part}_norm"] = "replicated_with_grad_allreduce"
+    backbone.tp_plan.update({name: STYLES.get(style, style) for name, style in backbone.tp_plan.items()})
 
 
+# Of transformers' styles with two names, the one that serving engines know, too.
+STYLES = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep"}
+ENGINES = ("vllm", "vllm_mla", "sglang")  # as they call their attention
 NO_QKV = {"qk_norm": "off", "v_norm": "off"}
 PARALLEL = ("use_parallel_residual", "parallel_attn")  # fields that say so, in GPT-NeoX's and Falcon's relatives
 
@@ -362,6 +366,23 @@ class LaminaModel(LaminaPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.backbone.set_input_embeddings(value)
 
+    def _check_whole(self) -> None:
+        """Raise ValueError if an engine has cut the model where the plan needs all of it; it asks before it serves."""
+        if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
+            raise ValueError(
+                "plan: its embedding is scaled or normed, or its blocks pass on more than a stream, so it has no "
+                "pipeline stages (needed: a pipeline parallel size of 1)"
+            )
+        plan = self.config.plan or {}
+        inner = any(layer[half].get("inner_norm") for layer in plan["layers"] for half in HALVES)
+        if not (inner or "full" in (plan["qk_norm"], plan["v_norm"])):
+            return
+        if any((getattr(module, "tp_size", None) or 1) > 1 for module in self.modules()):
+            raise ValueError(
+                "plan: a norm over all heads, or before a last projection, needs channels that are on other devices "
+                "(needed: a tensor parallel size of 1)"
+            )
+
     def _scaled_and_normed(self, x: torch.Tensor) -> torch.Tensor:
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
@@ -382,6 +403,8 @@ class LaminaModel(LaminaPreTrainedModel):
         pixel_values: torch.Tensor | None = None,
         **kwargs: object,
     ) -> BaseModelOutputWithPast:
+        if self.config._attn_implementation in ENGINES:
+            self._check_whole()
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) is None and getattr(self.config, name, False):
                 kwargs[name] = True
@@ -449,40 +472,6 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
     return register
 
 
-class LogitsStyle(NamedTuple):
-    """A backbone's changes to its logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap; None where absent.
-
-    ``states`` is a divisor of the head's input (MiniCPM's).
-    """
-
-    factor: float | None
-    divisor: float | None
-    softcap: float | None
-    states: float | None = None
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> LogitsStyle:
-        fields = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-        factor, scaling, softcap = (getattr(config, name, None) or None for name in fields)
-        if config.model_type == "hyperclovax":  # the same field, and it multiplies
-            return cls(scaling, None, softcap)
-        return cls(factor, None, softcap, scaling) if config.model_type == "minicpm3" else cls(factor, scaling, softcap)
-
-    @property
-    def scale(self) -> float:
-        """The factor divided by both divisors."""
-        return float(self.factor or 1.0) / float(self.divisor or 1.0) / float(self.states or 1.0)
-
-    def apply(self, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
-        """Compute the backbone's logits from its states."""
-        logits = head(states / self.states if self.states else states)
-        if self.factor:
-            logits = logits * self.factor
-        if self.divisor:
-            logits = logits / self.divisor
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
-
-
 @head("causal_lm", "AutoModelForCausalLM")
 class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if labels are given.
@@ -504,7 +493,8 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
         self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=bias)
         self.post_init()
         peer = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)  # it says how to shard its head
-        self.tp_plan.update(getattr(peer, "_tp_plan", None) or {})
+        of_head = getattr(peer, "_tp_plan", None) or {}
+        self.tp_plan.update({name: STYLES.get(style, style) for name, style in of_head.items()})
 
     @can_return_tuple
     def forward(

@@ -43,8 +43,8 @@ from lamina.modeling.backbones import loading
 from lamina.modeling.backbones.loading import TOKENIZER_FILES, load_weights
 from lamina.modeling.backbones.presets import head_dim_of
 from lamina.modeling.backbones.stored import refuse_tensors, stored_tensors
-from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
-from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM, LogitsStyle, adapter_of
+from lamina.modeling.configuration_lamina import LaminaConfig, LogitsStyle, backbone_of
+from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM, adapter_of
 from lamina.modeling.wiring_lamina import LaminaNorm, Residual
 from lamina.placements import Norm, Plan, Sublayer, resolve
 from lamina.placements.resolution import map_norms
