@@ -31,6 +31,25 @@ _UNDECIDED = (
     ("Not decidable by these models", (Verdict.NEEDS_SCALE,)),
     ("Not tried yet", (Verdict.NOT_RUN,)),
 )
+_FRONT_PAGE = """## How much the initializer decides
+
+One comparison of five placements, with three initializers and on two texts. Each placement has its own best learning
+rate in each column. The first column was [registered](preregistration/front-page.md) before its trials.
+
+<!-- front-page -->
+<!-- /front-page -->
+
+- **Branches scaled by depth** (`small_scaled`): FuseNorm (SpanNorm) is below Pre-LN on both texts. Keel and Peri-LN are
+  above Pre-LN. The last matrix of each branch starts smaller by the root of twice the number of blocks.
+- **No branch scaled** (`normal(std=0.0924)`, [registered](preregistration/front-page-unscaled.md)): all four placements
+  are below Pre-LN. Peri-LN's norms on the branches' outputs undo such a scaling in the forward pass.
+- **A standard deviation of 0.02** (`scaled`), 4.5 times too small for this width: Keel is below Pre-LN, and Mix-LN and
+  Peri-LN are above. One of FuseNorm's runs got stuck.
+
+A comparison at one initializer therefore says as much about the initializer, so tune both. All of this is one shape and
+one length of training: it says how fast models of this shape start to learn. After 20 tokens per parameter, in
+shallower models, the order is another one ([the ladder](results/ladder.md)). There, parameters are counted without the
+embeddings."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 
@@ -40,7 +59,7 @@ def page(verdicts: list[Json], scale: str) -> str:
     questions: list[Question] = yaml.safe_load((HERE / "decisions.yaml").read_text(encoding="utf-8"))
     advised = [(question, _advice(question, known)) for question in questions]
     sections = [_section(*each, known) for each in sorted(advised, key=lambda each: not each[1])]
-    return "\n\n".join([_GENERATED, _introduction(scale), *sections]) + "\n"
+    return "\n\n".join([_GENERATED, _introduction(scale), *sections, _FRONT_PAGE]) + "\n"
 
 
 def _introduction(scale: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import decisions
 import ladder_page
+import tables
 from results_pages import write_drawing, write_results
 from verdict_words import findings
 
@@ -29,7 +30,7 @@ def write(folder: Path = PAGES, *, draw: bool = True, advice: Path = ADVICE, cit
     pages.append(_write_ladder(folder, draw=draw))
     lines = (folder / "index.md").read_text(encoding="utf-8").splitlines()
     scale = next((line for line in lines if line.startswith("At scale")), "")
-    advice.write_text(decisions.page(verdicts, scale), encoding="utf-8")
+    advice.write_text(tables.filled(decisions.page(verdicts, scale)), encoding="utf-8")
     names_cited = {claim for cause in CAUSES.values() for claim in cause.claims}
     sentences = {name: text for name, text in sorted(findings(verdicts).items()) if name in names_cited}
     cited.write_text(json.dumps(sentences, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

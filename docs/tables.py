@@ -1,4 +1,4 @@
-"""Fills the generated tables of README.md and the docs from the registry and the committed records."""
+"""Fills the generated tables of the docs from the registry and the committed records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_DOCS = (
     *("benchmarks", "convert", "placements", "probes", "reliability", "run-folder", "vision", "watch"),
     *("evaluate", "loss-spiked", "studies", "posttraining", "census"),
 )
-PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
+PAGES = tuple(f"docs/{name}.md" for name in _OF_DOCS)
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tools/reliability/NAME.py
 
 

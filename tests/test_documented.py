@@ -32,6 +32,8 @@ PYTHON_ELSEWHERE = {  # pages whose Python is run by the test of their own
 NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run here
     "pip install": "changes the environment; the extras are compared with pyproject.toml",
     "python -m tools.reliability.command_lines": "takes minutes; tools/reliability has its own tests",
+    "make demo": "makes a virtual environment; its only line is lamina compare's",
+    "make test": "these tests",
     "torchrun": "several processes: tests/training/test_distributed.py",
     "accelerate launch": "several processes: tests/training/test_distributed.py",
     "sbatch ": "needs Slurm: tests/training/test_distributed.py runs the script without it",

@@ -59,8 +59,10 @@ def test_every_block_says_its_language():
 def test_the_extras_and_make_targets_of_the_pages_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     makefile = (ROOT / "Makefile").read_text("utf-8")
+    named = {page: set(re.findall(r"pip\s+install\s+'\.\[([\w,]+)\]'", text)) for page, text in PAGES.items()}
+    assert named["README.md"] == {"train", "watch"}
     for page, text in PAGES.items():
-        assert set(re.findall(r"lamina\[(\w+)\]", text)) <= set(extras), page
+        assert {extra for names in named[page] for extra in names.split(",")} <= set(extras), page
         assert all(f"\n{name}:" in makefile for name in re.findall(r"`make ([\w-]+)", text)), page
         assert all(f"\n{name}:" in makefile for name in re.findall(r"^make ([\w-]+)", text, re.MULTILINE)), page
 
