@@ -13,6 +13,7 @@ from lamina.api import WRITTEN
 from lamina.core import peft_targets
 from lamina.core.extras import missing_extra
 from lamina.core.late_imports import when_imported
+from lamina.core.terminal import escape_logs
 from lamina.jobs.catalog import JOBS
 
 if TYPE_CHECKING:
@@ -75,3 +76,4 @@ def __dir__() -> list[str]:
 
 when_imported("transformers.models.auto.configuration_auto", auto_classes.install)
 when_imported("peft.utils.constants", peft_targets.put_rows)
+escape_logs("lamina")

@@ -10,7 +10,7 @@ import traceback
 
 from lamina.commands.catalog import COMMANDS, run
 from lamina.core.extras import missing_extra
-from lamina.core.terminal import show_error
+from lamina.core.terminal import escape_everything, show_error
 from lamina.errors import UserError, is_reported, nearest, out_of_memory, shortened
 from lamina.jobs.catalog import JOBS
 from lamina.jobs.signals import interruptible_imports
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             if argv is None:  # the process is ours
                 for stream in (sys.stdout, sys.stderr):  # a terminal without a character gets its number
                     stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+                escape_everything()
                 with interruptible_imports(lambda: _interrupted(*sys.argv[1:2])):
                     return _main(sys.argv[1:])
             return _main(argv)

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterable
 from typing import Any
+
+_JOINERS = "\u200c\u200d"  # formatting characters that scripts and emoji need
+
+
+def printable(text: str) -> str:
+    r"""Replace control, bidirectional and unpaired surrogate characters by ``\uXXXX``.
+
+    A terminal obeys some of these: colors, cleared lines, a window's title, text that reads backwards.
+    """
+    return text if text.isascii() and text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    unsafe = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    if not unsafe or character in "\n\t" or character in _JOINERS:
+        return character
+    units = character.encode("utf-16-be", "surrogatepass").hex()  # as JSON writes it, so that JSON stays JSON
+    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
 class UserError(ValueError):
     """An invalid input from the user. The message names the field, the value and what is allowed.
 
     The command line prints it as one line and exits with code 2; from Python it is a ValueError. A notebook shows the
-    line without the frames that led to it.
+    line without the frames that led to it. What a terminal would obey in the message is escaped.
     """
+
+    def __init__(self, message: object = ""):
+        super().__init__(printable(str(message)))
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows in place of a traceback."""

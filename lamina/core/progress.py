@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
+from lamina.errors import printable
+
 EVERY = 10.0
 """Seconds between two lines."""
 PACED = 1.0
@@ -40,7 +42,7 @@ class ProgressLines:
         parts += [f"{name} {value}".strip() for name, value in (numbers or {}).items()]
         if (left := self.seconds_left(done, now)) is not None:
             parts.append(f"{duration(left)} left")
-        sys.stderr.write("  ".join(parts) + "\n")
+        sys.stderr.write(printable("  ".join(parts)) + "\n")
         sys.stderr.flush()
 
     def seconds_left(self, done: int, now: float) -> float | None:

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-import unicodedata
+import traceback
+import warnings
+from types import TracebackType
 
-from lamina.errors import shortened
+from lamina.errors import printable, shortened
 
 LONGEST_LINE = 2000  # of an error: the field stands at its beginning, what is allowed at its end
-_JOINERS = "\u200c\u200d"  # formatting characters that scripts and emoji need
+_formatter = logging.Formatter()
 
 
-def printable(text: str) -> str:
-    r"""Replace control, bidirectional and unpaired surrogate characters by ``\uXXXX``.
+def escape_logs(prefix: str) -> None:
+    """Escape what a terminal obeys in each line that loggers named ``prefix...`` write from now on."""
+    make = logging.getLogRecordFactory()
 
-    A terminal obeys some of these: colors, cleared lines, a window's title, text that reads backwards.
-    """
-    return text if text.isascii() and text.isprintable() else "".join(map(_escaped, text))
+    def escaped(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if record.name.startswith(prefix):
+            try:
+                record.msg, record.args = printable(record.getMessage()).replace("\n", "\\n"), None
+            except (TypeError, ValueError):  # a message that does not fit its arguments: logging says so
+                return record
+            if record.exc_info and record.exc_info[0] is not None:
+                record.exc_text = printable(_formatter.formatException(record.exc_info))
+        return record
+
+    logging.setLogRecordFactory(escaped)
 
 
-def _escaped(character: str) -> str:
-    unsafe = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    if not unsafe or character in "\n\t" or character in _JOINERS:
-        return character
-    units = character.encode("utf-16-be", "surrogatepass").hex()  # as JSON writes it, so that JSON stays JSON
-    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+def escape_everything() -> None:
+    """Escape what a terminal obeys in all that this process logs, warns of, or dies of: the process is Lamina's."""
+    escape_logs("")
+    formatted = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: printable(formatted(*args, **kwargs))
+    sys.excepthook = show_traceback
+
+
+def show_traceback(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """Print an error with its traceback on standard error."""
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, frames))))
+
+
+def show_line(text: str) -> None:
+    """Print a line on standard error, above an open progress bar."""
+    from tqdm.auto import tqdm
+
+    tqdm.write(printable(text), file=sys.stderr)
 
 
 def show(text: object = "", end: str = "\n") -> None:

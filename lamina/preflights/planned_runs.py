@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.data.blocks import Blocks
+from lamina.errors import printable
 from lamina.jobs.files import write_parquet
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
@@ -104,7 +105,7 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
         with progress:
             preflights = []
             for number, run in enumerate(runs):
-                progress.set_description(run.placement, refresh=False)
+                progress.set_description(printable(run.placement), refresh=False)
                 burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=progress.update)
                 numbers, advice = features(burn_in), find(run.placement).advice
                 found = judge(numbers, burn_in)

@@ -2,12 +2,15 @@
 
 import contextlib
 import errno
+import io
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -18,6 +21,7 @@ from training.tiny_runs import SMALL, flags, start
 
 from lamina.cli import main
 from lamina.core.terminal import printable, show, show_error
+from lamina.errors import UserError
 from lamina.jobs.files import disk_full
 from lamina.training.monitor.writers import MetricsWriter
 
@@ -217,6 +221,46 @@ def test_a_mistake_is_one_line_in_a_process_too(tiny, command):
 )
 def test_what_a_terminal_obeys_is_shown_as_text(text, shown):
     assert printable(text) == shown
+
+
+OBEYED = "\x1b]0;title\x07"
+
+
+def test_a_log_line_cannot_steer_the_terminal_or_make_a_second_line():
+    stream = io.StringIO()
+    handler, logger = logging.StreamHandler(stream), logging.getLogger("lamina.any.room")
+    logger.addHandler(handler)
+    try:
+        logger.warning("%s: left out", f"{OBEYED}\nlamina: all is well")
+        try:
+            raise ValueError(OBEYED)
+        except ValueError:
+            logger.exception("a fault")
+    finally:
+        logger.removeHandler(handler)
+    assert stream.getvalue().startswith("\\u001b]0;title\\u0007\\nlamina: all is well: left out\na fault\nTraceback")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_message_to_python_cannot_steer_the_terminal():
+    assert str(UserError(f"corpus: {OBEYED}")) == "corpus: \\u001b]0;title\\u0007"
+
+
+def test_warnings_tracebacks_and_other_libraries_lines_cannot_steer_the_terminal():
+    code = """
+        import logging, sys, warnings
+        from lamina.core.terminal import escape_everything, show_line
+        escape_everything()
+        logging.getLogger("another.library").warning("log %s", sys.argv[1])
+        warnings.warn("warned " + sys.argv[1])
+        show_line("bar " + sys.argv[1])
+        raise ValueError("raised " + sys.argv[1])
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(code), OBEYED]
+    err = subprocess.run(argv, capture_output=True, text=True, timeout=60).stderr
+    assert "\x1b" not in err
+    for what in ("log", "warned", "bar", "raised"):
+        assert f"{what} \\u001b]0;title" in err
 
 
 def test_escaped_json_is_still_json(capsys):
