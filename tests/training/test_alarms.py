@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lamina
 from lamina.data.corpus import single_corpus
 from lamina.reports.diagnosis import gather, sentences
-from lamina.training.monitor.alarms import Alarms, describe, events, place_of
+from lamina.training.monitor.alarms import Alarms, describe, events, place_of, read_alarms
 from lamina.training.monitor.rules import PASTS, calibration, limits
 
 LASTS = math.floor(limits()["rise/gradient_norm"]) + 1  # steps in a row at which a gradient is told
@@ -350,6 +350,22 @@ def test_a_gradient_that_nothing_follows_is_a_notable_batch_and_no_alarm():
     assert followed({*range(31, 30 + LASTS)})[0] == []
     assert followed({*range(31, 31 + LASTS)})[0] == [(31, "attention"), (31, "block")]
     assert followed({31}, part=0.05) == ([], [])  # the model's gradient does not show it
+
+
+def test_notable_batches_have_a_file_of_their_own_and_alarms_have_one_if_there_are_any(tmp_path):
+    alarms = Alarms(folder=tmp_path)
+    for step in range(1, 60):
+        value = 10.0 if step == 31 else 1.0
+        alarms.see([row(step, value), row(step, math.hypot(1.0, value), sublayer="block")])
+    alarms.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["notable.jsonl"]
+    assert [(alarm.step, alarm.rule) for alarm in read_alarms(tmp_path)] == [(31, "notable")]
+    (tmp_path / "notable.jsonl").rename(tmp_path / "alarms.jsonl")  # as an older version wrote it
+    assert [(alarm.step, alarm.rule) for alarm in read_alarms(tmp_path)] == [(31, "notable")]
+    Alarms(folder=tmp_path).load_state_dict({"step": 31})
+    assert [path.name for path in tmp_path.iterdir()] == ["notable.jsonl"]
+    Alarms(folder=tmp_path).load_state_dict({"step": 30})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("part", "said"), [(0.02, []), (1.0, [41])])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import repeat
 from pathlib import Path
@@ -13,15 +13,16 @@ import numpy as np
 
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json, write_lines, write_yaml
+from lamina.jobs.files import write_json, write_sealed
 from lamina.jobs.folder import hold
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import ALARMS, CONFIG, ENVIRONMENT, RESULT
+from lamina.jobs.names import CONFIG, ENVIRONMENT
+from lamina.jobs.seals import write_result
 from lamina.reports.histories.names import RATE, best, is_side_loss, parameter_of, plain, whole
 from lamina.reports.histories.owners import Owner, Places, places_of
 from lamina.reports.histories.recordings import Recording, Series
 from lamina.reports.histories.sources import read_runs, recorded_in
-from lamina.training.monitor.alarms import Alarms, events
+from lamina.training.monitor.alarms import Alarms, events, write_alarms
 from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, LayersWriter, MetricsWriter, Row
 
 Key: TypeAlias = tuple[Owner, str]
@@ -269,7 +270,7 @@ def import_history(path: Path, folder: Path, run: str = "") -> History:
     )
     with hold(folder, resume=False, overwrite=True):
         write_json(folder / ENVIRONMENT, environment(0, Kind.WATCHED))
-        write_yaml(folder / CONFIG, {"output": str(folder), "imported": str(path)})
+        write_sealed(folder / CONFIG, {"output": str(folder), "imported": str(path)})
         count = 1 + max(history.layers, default=-1)
         about = {
             "record": VERSION,
@@ -287,8 +288,8 @@ def import_history(path: Path, folder: Path, run: str = "") -> History:
             record = {"loss": losses[step], "learning_rate": rates.get(step)} if step in losses else {}
             metrics.write({"step": step, "tokens": None, **record})
         told = judge(history).told
-        write_lines(folder / ALARMS, list(map(asdict, told)))
-        write_json(folder / RESULT, {"status": "imported", "steps": judged[-1], "alarms": len(events(told))})
+        write_alarms(folder, told)
+        write_result(folder, {"status": "imported", "steps": judged[-1], "alarms": len(events(told))})
     return history
 
 

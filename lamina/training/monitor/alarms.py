@@ -1,6 +1,6 @@
 """Early alarms: a layer's gradient, update, moment or stream leaves its usual range before the loss does.
 
-Each rule names one sub-layer and one step. Loads no transformers: the pages read alarms.jsonl here.
+Each rule names one sub-layer and one step. Loads no transformers: the pages read alarms.jsonl and notable.jsonl here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from lamina.core.json_types import Json, RunState
 from lamina.jobs.files import write_lines
-from lamina.jobs.names import ALARMS
+from lamina.jobs.names import ALARMS, NOTABLE_BATCHES
 from lamina.jobs.run_folder import parse_lines
 from lamina.training.monitor.rules import GRADIENTS, STAYS, Found, Rules, Series, series_of
 from lamina.training.monitor.writers import LOSS, NORM, Row
@@ -97,7 +97,7 @@ class Alarms(Rules):
     another series, such as the loss, follows it; otherwise the step is a notable batch.
 
     Args:
-        folder: the run's folder, whose alarms.jsonl gets a line for each alarm, oldest first; None writes no file.
+        folder: the run's folder, which gets a line for each alarm and notable batch, oldest first; None writes no file.
 
     Attributes:
         told: alarms and notable batches so far, oldest first.
@@ -153,8 +153,8 @@ class Alarms(Rules):
         return told
 
     def _write(self) -> None:
-        if self.folder is not None and (self.told or (self.folder / ALARMS).exists()):
-            write_lines(self.folder / ALARMS, list(map(asdict, self.told)))
+        if self.folder is not None:
+            write_alarms(self.folder, self.told)
 
     def state_dict(self) -> Json:
         state = {
@@ -331,12 +331,25 @@ def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
     return next(filter(says_where, within), first if first in within else within[0])
 
 
+def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
+    """Write alarms.jsonl and, apart, notable.jsonl; neither file is there for none."""
+    lines: dict[str, list[Json]] = {ALARMS: [], NOTABLE_BATCHES: []}
+    for alarm in told:
+        lines[NOTABLE_BATCHES if alarm.rule == NOTABLE else ALARMS].append(asdict(alarm))
+    for name, records in lines.items():
+        if records:
+            write_lines(folder / name, records)
+        else:
+            (folder / name).unlink(missing_ok=True)
+
+
 def read_alarms(folder: Path) -> list[Alarm]:
-    """Read a run's alarms and notable batches, oldest first; empty if the file is missing.
+    """Read a run's alarms and notable batches, oldest first; older versions wrote both into alarms.jsonl.
 
     Alarms of another version and damaged lines are left out with one warning.
     """
-    lines, names = parse_lines(folder / ALARMS)[0], {each.name for each in fields(Alarm)}
+    lines = [line for name in (ALARMS, NOTABLE_BATCHES) for line in parse_lines(folder / name)[0]]
+    lines, names = sorted(lines, key=lambda line: line["step"]), {each.name for each in fields(Alarm)}
     for line in lines:
         line |= {name: math.nan for name in ("value", "usual") if line.get(name, 0.0) is None}  # JSON has no NaN
     known = [line for line in lines if line.get("rule") in ORDER and line.keys() == names]

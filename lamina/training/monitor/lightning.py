@@ -69,6 +69,10 @@ class LightningMonitor(WatchCallback, _callback()):
         except Diverged:
             trainer.should_stop = True
 
+    def on_save_checkpoint(self, trainer: Lightning, pl_module: nn.Module, checkpoint: object) -> None:
+        if self.monitor is not None:
+            self.monitor.flush()
+
     def on_train_end(self, trainer: Lightning, pl_module: nn.Module) -> None:
         self._end(Status.FINISHED)
 

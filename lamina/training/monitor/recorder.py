@@ -23,6 +23,7 @@ from transformers import TrainingArguments as Arguments
 from lamina.core.json_types import Json
 from lamina.core.progress import ProgressLines, has_bars
 from lamina.data.blocks import PartShare
+from lamina.jobs.seals import grown_records
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled, orphaned
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.modeling.processes import Processes
@@ -170,7 +171,7 @@ def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
 
 @dataclass(kw_only=True, eq=False)
 class RunRecorder(TrainerCallback):
-    """Writes metrics.jsonl, layers/ and alarms.jsonl, shows progress, feeds the guard, and stops at Ctrl-C.
+    """Writes metrics.jsonl, layers/ and alarms, shows progress, feeds the guard, and stops at Ctrl-C.
 
     Attributes:
         realized: returns each corpus's contribution to a mix by a step; empty for a single corpus.
@@ -206,7 +207,6 @@ class RunRecorder(TrainerCallback):
         self._since: float | None = None
         self._begun_at = 0  # the step at which this process began
         self._logged_tokens, self._logged_seconds = 0, 0.0
-        self._flushed = time.monotonic()
 
     def on_train_begin(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
         off = not (self.show_bar and has_bars())
@@ -314,11 +314,19 @@ class RunRecorder(TrainerCallback):
         self._take_series()
         self.layers.flush()
         self.metrics.sync()
-        last = self.evaluation
+        last, sealed = self.evaluation, self.layers.parts()
+        if isinstance(self.metrics, MetricsWriter):
+            sealed["records"] = grown_records(self.metrics.path.parent)
         evaluations = [last.step, last.loss, self.best_eval]
         second = {} if last.second is None else {"eval_corpus_loss": last.second}
         scores = {"scores": dict(last.scores)} if last.scores else {}
-        return {"evaluations": evaluations, **second, **scores, **self.alarms.state_dict(), **self.layers.parts()}
+        return {
+            "evaluations": evaluations,
+            **second,
+            **scores,
+            **self.alarms.state_dict(),
+            **sealed,
+        }
 
     def load_state_dict(self, state: RunState) -> None:
         """Restore a checkpoint's evaluations, unless metrics.jsonl holds a later one."""
@@ -377,9 +385,6 @@ class RunRecorder(TrainerCallback):
         self.alarms.see(rows, self.updates.rate)
         self._log_news()
         self.layers.add(rows)
-        if time.monotonic() - self._flushed > 30:
-            self.layers.flush()
-            self._flushed = time.monotonic()
         if self.trackers is not None:
             self.trackers.log(step, rows)
 

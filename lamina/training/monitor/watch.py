@@ -26,11 +26,12 @@ from transformers import TrainingArguments as Arguments
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json, write_yaml
-from lamina.jobs.folder import Resume, hold, in_use
-from lamina.jobs.kinds import Kind
+from lamina.jobs.files import read_config, read_result, write_json, write_sealed
+from lamina.jobs.folder import Resume, hold, in_use, is_locked, old_content
+from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import CONFIG, ENVIRONMENT, RESULT
 from lamina.jobs.run_folder import RunFolder
+from lamina.jobs.seals import refuse_altered, write_result
 from lamina.jobs.status import Status
 from lamina.modeling.processes import Processes
 from lamina.training.monitor.alarms import Alarm, Alarms, events
@@ -58,7 +59,7 @@ OnAlarm: TypeAlias = Callable[[Alarm], object]
 
 
 class WatchedRecords:
-    """The records of a watched run: metrics.jsonl, layers/, alarms.jsonl, watched.json and result.json.
+    """The records of a watched run: metrics.jsonl, layers/, alarms, watched.json and result.json.
 
     Args:
         resume: whether to continue the folder's records after ``step``; "auto" continues them if there are any.
@@ -73,15 +74,23 @@ class WatchedRecords:
         if resume and in_use(self.folder):
             read_about(self.folder)  # refuses records of another version
             RunFolder(self.folder).require_records()
+            refuse_altered(self.folder)
         self.trackers = Trackers(settings.report_to, self.folder)  # refuses one that is not installed
         with ExitStack() as held:
-            held.enter_context(hold(self.folder, resume=resume, overwrite=overwrite))
+            continues = held.enter_context(hold(self.folder, resume=resume, overwrite=overwrite))
             write_json(self.folder / ENVIRONMENT, environment(0, Kind.WATCHED))
-            write_yaml(self.folder / CONFIG, settings.to_dict())
+            (self.folder / RESULT).unlink(missing_ok=True)
+            write_sealed(self.folder / CONFIG, settings.to_dict())
             self.metrics, self.layers = MetricsWriter(self.folder), LayersWriter(self.folder)
             self.alarms = Alarms(folder=self.folder)
             for part in (self.metrics, self.layers, self.alarms):
                 part.load_state_dict({"step": step})
+            if continues and (last := self.layers.last_step()) < step:
+                logger.warning(
+                    "lamina.watch: the records by layer of steps %d to %d are missing in %s: what recorded them was "
+                    "killed",
+                    *(last + 1, step, self.folder),
+                )
             self._held = held.pop_all()
         self.last_loss: float | None = None
 
@@ -97,7 +106,7 @@ class WatchedRecords:
             self.alarms.close()
             alarms = len(events(self.alarms.told))
             result = {**result, "loss": self.last_loss, "alarms": alarms, **spike_columns(self.folder)}
-            write_json(self.folder / RESULT, result)
+            write_result(self.folder, result)
             self.trackers.close()
         finally:
             self._held.close()
@@ -137,6 +146,7 @@ class Monitor:
         self._broken: set[str] = set()  # series of a noted divergence, until they are finite again
         self._micro: list[torch.Tensor] = []  # losses of the step's micro-batches
         self._losses: list[float] = []
+        self._flushed: list[Row] = []  # of the series: written before they were judged
         self._held = ExitStack()
         self._begun = self._since = time.monotonic()
         self._tokens_written = self.tokens
@@ -228,7 +238,8 @@ class Monitor:
 
         ``rate`` is the learning rate of the step that has ended.
         """
-        gradients, series = self.instruments.gradient_rows(), self._series_rows()
+        gradients, unwritten = self.instruments.gradient_rows(), self._series_rows()
+        series, self._flushed = [*self._flushed, *unwritten], []
         new = self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
         if due:
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
@@ -237,7 +248,7 @@ class Monitor:
         if due:
             self._describe()
         recorded = self.alarms.marked | ({self.step} if due else set())
-        self._add([*series, *(row for row in (*gradients, *new) if row[0] in recorded)])
+        self._add([*unwritten, *(row for row in (*gradients, *new) if row[0] in recorded)])
         self._losses += [row[6] for row in series if row[5] == LOSS]
         if due:
             self._write(rate)
@@ -267,6 +278,16 @@ class Monitor:
         """Return each new step's loss and gradient norm; a step that a loss scaler skipped has no norm."""
         scaled = self.instruments.scales_losses
         return [row for row in self.series.rows() if not scaled or row[5] != NORM or math.isfinite(row[6])]
+
+    def flush(self) -> None:
+        """Write all rows so far to disk, since a training may resume here; all processes call it."""
+        if self._open:
+            rows = self._series_rows()
+            self._flushed += rows
+            self._add(rows)
+            if self.records is not None:
+                self.records.layers.flush()
+                self.records.metrics.sync()
 
     def _write(self, rate: float | None) -> None:
         now, tokens = time.monotonic(), self.tokens
@@ -311,7 +332,7 @@ class Monitor:
             status, reason = Status.DIVERGED, self.diverged.reason
         if together:
             rows = self._series_rows()
-            self._see(rows)
+            self._see([*self._flushed, *rows])
             self._add(rows)
         if self.records is not None:
             seconds = time.monotonic() - self._begun
@@ -489,6 +510,24 @@ def open_monitor(
     return monitor
 
 
+def was_killed(settings: WatchSettings) -> bool:
+    """Return whether the output folder holds the records of a training with these settings that was killed."""
+    folder = Path(settings.output)
+    if kind_of(folder) != Kind.WATCHED or not in_use(folder) or is_locked(folder):
+        return False
+    try:
+        if read_result(folder) is not None or read_config(folder) != settings.to_dict():
+            return False
+    except UserError:
+        return False
+    logger.warning(
+        "lamina.watch: the training whose records are in %s was killed before its first checkpoint: they begin again "
+        "(the old ones are in %s until it ends)",
+        *(folder, old_content(folder)),
+    )
+    return True
+
+
 class WatchCallback:
     """The shared base of the callbacks for Trainer and Lightning: the arguments of ``lamina.watch``, and a monitor."""
 
@@ -504,9 +543,13 @@ class WatchCallback:
         return None if self.monitor is None else self.monitor.diverged
 
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
-        """Begin the monitor after ``step`` steps; after those of a checkpoint it continues the records."""
+        """Begin the monitor after ``step`` steps; after those of a checkpoint it continues the records.
+
+        A training that was killed before its first checkpoint begins again, and so do its records.
+        """
         resume: Resume = "auto" if step else False
-        modes: Json = {"resume": resume, "overwrite": self.overwrite and not step, "on_alarm": self.on_alarm}
+        overwrite = not step and (self.overwrite or was_killed(self.settings))
+        modes: Json = {"resume": resume, "overwrite": overwrite, "on_alarm": self.on_alarm}
         self.monitor = open_monitor(model, optimizers, self.settings, step=step, **modes)
 
     def _end(self, status: Status) -> None:
@@ -564,6 +607,12 @@ class LayerMonitor(WatchCallback, TrainerCallback):
             self.monitor.end_step()
         except Diverged:
             control.should_training_stop = True
+        if control.should_save:
+            self.monitor.flush()
+
+    def on_save(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
+        if self.monitor is not None:
+            self.monitor.flush()
 
     def on_evaluate(
         self, args: Arguments, state: State, control: Control, metrics: Json | None = None, **kwargs: object

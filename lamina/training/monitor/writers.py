@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -282,16 +283,24 @@ def _number(part: Path) -> int:
 class LayersWriter:
     """layers/part-*: rows are collected and written in parts, so that a kill loses at most the last part.
 
-    A part is a Parquet table or, without pyarrow, an .npz of NumPy's (an array per column, no pickle).
+    A part has at most the rows of 10 seconds, or of 0.2 % of the time so far: a long run has about a thousand parts. It
+    is a Parquet table or, without pyarrow, an .npz of NumPy's (an array per column, no pickle).
     """
 
     rows_per_part = 20_000
+    seconds_per_part, share_per_part = 10.0, 0.002
 
     def __init__(self, folder: Path):
         self.folder = folder / "layers"
         self.folder.mkdir(exist_ok=True)
         self.rows: list[Row] = []
         self.next = self._after_last()
+        self._begun = self._flushed = time.monotonic()
+
+    def last_step(self) -> int:
+        """Return the step of the last row on disk; 0 without rows."""
+        steps = (max(read_part(part)["step"], default=0) for part in reversed(layer_parts(self.folder.parent)))
+        return next(steps, 0)
 
     def _after_last(self) -> int:
         return 1 + max(map(_number, layer_parts(self.folder.parent)), default=-1)
@@ -320,13 +329,16 @@ class LayersWriter:
     def add(self, rows: Iterable[Row]) -> None:
         """Add rows of (step, layer, sublayer, role, index, metric, value)."""
         self.rows += rows
-        if len(self.rows) >= self.rows_per_part:
+        now = time.monotonic()
+        pause = max(self.seconds_per_part, self.share_per_part * (now - self._begun))
+        if len(self.rows) >= self.rows_per_part or now - self._flushed > pause:
             self.flush()
 
     def flush(self) -> None:
         """Write the collected rows as one part."""
         self._write(self.next, self.rows)
         self.rows, self.next = [], self.next + bool(self.rows)
+        self._flushed = time.monotonic()
 
     def _write(self, number: int, rows: Sequence[Row]) -> None:
         if not rows:

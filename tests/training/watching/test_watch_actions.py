@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import lamina
 from lamina.errors import UserError
 from lamina.reports import report
 from lamina.training.monitor.listeners import listening
+from lamina.training.monitor.writers import LayersWriter
 
 
 class Flat(nn.Module):
@@ -307,6 +310,79 @@ def test_a_failed_trainers_folder_is_free_for_the_next_in_the_same_process(tmp_p
     assert result(tmp_path / "run")["status"] == "interrupted"
     train(overwrite=True)
     assert result(tmp_path / "run")["status"] == "finished"
+
+
+def killed(model, folder, steps, **more):
+    """Watch a loop whose process is killed: what was not written is gone."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with lamina.watch(model, optimizer := torch.optim.SGD(model.parameters()), output=str(folder), **more) as w:
+                for _ in range(steps):
+                    model(Tokens().ids, Tokens().ids)[1].backward()
+                    optimizer.step()
+                    w.step()
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+
+def test_a_killed_loop_loses_seconds_and_its_resumption_names_the_steps(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(LayersWriter, "seconds_per_part", 0.0)
+    killed(NanoGpt(), tmp_path / "run", steps=4, every=1)
+    assert set(layers(tmp_path / "run")["step"]) == {1, 2, 3, 4}
+    loop(NanoGpt(), tmp_path / "run", steps=1, resume=True, step=4)
+    assert "missing" not in caplog.text
+    monkeypatch.setattr(LayersWriter, "seconds_per_part", 100.0)
+    killed(NanoGpt(), tmp_path / "run", steps=4, every=1, resume=True, step=5)
+    loop(NanoGpt(), tmp_path / "run", steps=1, resume="auto", step=8)
+    assert caplog.text.count("steps 6 to 8 are missing") == 1
+    assert set(layers(tmp_path / "run")["step"]) == {1, 2, 3, 4, 5, 9}
+
+
+def trainer_of(tmp_path, *callbacks, every=4, **options):
+    given = {"max_steps": 6, "use_cpu": True, "report_to": "none", "save_steps": 2, "disable_tqdm": True}
+    args = TrainingArguments(str(tmp_path / "trainer"), **given)
+    monitor = lamina.LayerMonitor(str(tmp_path / "run"), every=every, **options)
+    return Trainer(llama(), args, train_dataset=Tokens(), callbacks=[monitor, *callbacks])
+
+
+class Killed(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_trainer(tmp_path, step):
+    if (pid := os.fork()) == 0:
+        try:
+            trainer_of(tmp_path, Killed(step)).train()
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+
+def test_a_trainer_killed_before_its_first_checkpoint_begins_again_in_the_same_folder(tmp_path, caplog):
+    killed_trainer(tmp_path, 1)
+    with pytest.raises(UserError, match="is in use"):
+        trainer_of(tmp_path, every=3).train()  # another experiment
+    caplog.clear()
+    trainer_of(tmp_path).train()
+    assert "was killed before its first checkpoint: they begin again" in caplog.text
+    assert result(tmp_path / "run")["status"] == "finished"
+    assert not (tmp_path / "run.old").exists()
+
+
+def test_the_records_by_layer_of_a_killed_trainer_reach_to_its_checkpoint(tmp_path, caplog):
+    killed_trainer(tmp_path, 3)
+    assert set(layers(tmp_path / "run").query("metric == 'step_loss'")["step"]) == {1, 2}
+    trainer_of(tmp_path).train(resume_from_checkpoint=True)
+    assert "missing" not in caplog.text
+    assert set(layers(tmp_path / "run").query("metric == 'step_loss'")["step"]) == {1, 2, 3, 4, 5, 6}
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
