@@ -304,6 +304,7 @@ def _from_yaml(file: Path, record: type[Settings]) -> Json:
     data, names = read_mapping(file), record.names()
     if isinstance(data.get("settings"), Mapping):  # a study.yaml is also a configuration
         data = dict(data["settings"])
+    data.pop("digest", None)  # of a run's config.yaml: here it may have been edited
     passed: dict[str, Json] = {}
     data = in_our_words({str(key): value for key, value in data.items()}, names, f"{str(file)!r}: ")
     for name, value in data.items():

@@ -17,6 +17,7 @@ from lamina.evaluation.settings import EvalSettings
 from lamina.jobs.files import read_json, read_result
 from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import ENVIRONMENT, MANIFEST, RESULT
+from lamina.jobs.seals import refuse_altered
 from lamina.jobs.status import Status
 from lamina.modeling.checkpoint import config_of, load, tokenizer_of
 
@@ -96,6 +97,7 @@ def _single(path: str) -> Candidate:
     folder, seed, status = Path(path).expanduser(), None, str(Status.FINISHED)
     name = folder.resolve().parent.name if folder.name == "model" else folder.name or str(folder)
     if (folder / RESULT).is_file() and model_folder(folder) == folder:  # a run without a model
+        refuse_altered(folder)
         status = str((read_result(folder) or {}).get("status"))
     with suppress(OSError, ValueError, AttributeError):
         seed = read_json(folder / ENVIRONMENT).get("seed")

@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import logging
 import re
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -23,8 +22,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
+from lamina.core.terminal import show_line
 from lamina.core.values import comma_separated
-from lamina.core.yaml_files import read_mapping
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError, one_line, unknown
 from lamina.evaluation import generated
@@ -35,11 +34,12 @@ from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, item_table, n
 from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
-from lamina.jobs.files import disk_full, full_disk, read_json, write_json, write_parquet, write_text
+from lamina.jobs.files import disk_full, full_disk, read_config, read_json, write_json, write_parquet, write_text
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import CONFIG, RESULT, RESULTS
+from lamina.jobs.names import CONFIG, RESULTS
+from lamina.jobs.seals import write_result
 from lamina.jobs.status import Status
 from lamina.modeling.backbones.loading import refuse_scores
 from lamina.modeling.checkpoint import checked_device
@@ -85,7 +85,7 @@ def evaluate(
             overwrite=overwrite,
             policy=POLICY,
             # None if no evaluation has begun, as in the folder of a study's trial
-            stored=lambda folder: read_mapping(folder / CONFIG) if (folder / CONFIG).is_file() else None,
+            stored=lambda folder: read_config(folder) if (folder / CONFIG).is_file() else None,
         )
     )
     several = launched()[1] > 1
@@ -93,7 +93,7 @@ def evaluate(
         evaluation = processes.first_per_host(partial(Evaluation, job.settings, expand, processes, bar=bar))
         evaluation.check()  # before the folder is touched: the data may not be there
         with ExitStack() as held:
-            processes.by_first(lambda: held.enter_context(job).write_yaml(CONFIG, job.settings.to_dict()))
+            processes.by_first(lambda: held.enter_context(job).write_config(job.settings.to_dict()))
             return evaluation.run(job.folder)
 
 
@@ -195,7 +195,7 @@ class Evaluation:
         for unit in todo:
             state = self._state(candidate, unit)
             if self.bar:
-                tqdm.write(f"{candidate.name} ({position}): {unit}", file=sys.stderr)
+                show_line(f"{candidate.name} ({position}): {unit}")
             began = time.monotonic()
             scores, notes = self._score(model, tokenizer, candidate, self.units[unit])
             record = {
@@ -332,7 +332,7 @@ class Evaluation:
         write_text(self.folder / RESULTS, rows(finished, self.candidates).to_csv(index=False))
         for name, text in (("csv", printed.csv()), ("md", printed.markdown()), ("tex", printed.latex())):
             write_text(self.folder / f"table.{name}", text)
-        write_json(self.folder / RESULT, result)  # the last: a page reads it first
+        write_result(self.folder, result)  # the last: a page reads it first
         return result
 
 

@@ -22,9 +22,10 @@ from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs.manifest import sync
-from lamina.jobs.names import RESULT
+from lamina.jobs.names import CONFIG, RESULT
 
 DIGEST = "digest"
+SEAL = "seal"  # of result.json, see seals.py
 
 
 @contextlib.contextmanager
@@ -133,10 +134,67 @@ def finite(data: Any) -> Any:
     return [finite(v) for v in data] if isinstance(data, list | tuple) else data
 
 
+def as_json(data: Mapping[str, object]) -> Json:
+    """Return the data as a JSON file gives them back."""
+    return json.loads(json.dumps(finite(data)))
+
+
 def read_result(folder: Path) -> Json | None:
-    """Read a run's result.json; None if the run has not ended or the file is unreadable."""
+    """Read a run's result.json without its seal; None if the run has not ended or the file is unreadable.
+
+    Raises UserError for a result that was altered. One that an older version wrote has no seal.
+    """
     data = noted(folder / RESULT)
-    return data if "status" in data else None
+    if "status" not in data:
+        return None
+    read_seal(folder / RESULT, data)
+    return {name: value for name, value in data.items() if name != SEAL}
+
+
+def read_seal(path: Path, data: Json) -> Json | None:
+    """Return the seal in a file's data, without its digest; None of an older version's file, and of no data.
+
+    Raises UserError if the data are not as they were sealed.
+    """
+    seal = data.get(SEAL)
+    if not data or (seal is None and not _is_sealed(path.parent)):
+        return None
+    seal = dict(seal) if isinstance(seal, dict) else {}
+    known = seal.pop(DIGEST, None)
+    if known != digest_of_json({**data, SEAL: seal}):
+        raise UserError(
+            f"{str(path)!r}: altered (its digest does not match) (allowed: the file as it was written; without it, "
+            "--resume runs what is missing again)"
+        )
+    return seal
+
+
+def _is_sealed(folder: Path) -> bool:
+    """Return whether the folder's config.yaml has a digest: then a version that seals results wrote the folder."""
+    try:
+        with (folder / CONFIG).open("rb") as file:
+            return file.readline(20).startswith(f"{DIGEST}:".encode())
+    except OSError:
+        return False
+
+
+def digest_of_json(data: Json) -> str:
+    """Return the SHA-256 of an object as JSON says it."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def read_config(folder: Path) -> Json:
+    """Read a job's config.yaml without its digest. Raises UserError for one that is missing, cut short or altered.
+
+    One that an older version wrote has no digest.
+    """
+    path = folder / CONFIG
+    data = read_mapping(path)
+    if DIGEST in data and data.pop(DIGEST) != digest_of(data):
+        raise UserError(
+            f"{str(path)!r}: cut short or altered (its digest does not match) (allowed: the file as it was)"
+        )
+    return data
 
 
 def disk_full(error: BaseException | None) -> bool:

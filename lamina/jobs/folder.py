@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from lamina.core.values import writable_folder
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full, noted, read_json, read_sealed
-from lamina.jobs.names import COORDINATES, ENVIRONMENT, MANIFEST, RESULT, STUDY
+from lamina.jobs.names import CONFIG, COORDINATES, ENVIRONMENT, MANIFEST, RESULT, STUDY
 from lamina.jobs.status import ENDED
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,23 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether the folder holds more than a lock and the temporary first file of a killed run."""
-    return folder.is_dir() and any(
-        child.name not in _APART and not child.name.startswith(f".{ENVIRONMENT}.") for child in folder.iterdir()
-    )
+    """Return whether the folder holds more than a job leaves that was killed before its first record."""
+    return folder.is_dir() and not all(map(_is_beginning, folder.iterdir()))
+
+
+def _is_beginning(child: Path) -> bool:
+    """Return whether a job writes this before its first record: a lock, its environment, a half-written file."""
+    if child.name in _APART or any(child.name.startswith(f".{name}.") for name in (ENVIRONMENT, CONFIG, STUDY)):
+        return True
+    return child.name == ENVIRONMENT and _is_environment(child)
+
+
+def _is_environment(path: Path) -> bool:
+    """Return whether Lamina wrote an environment.json."""
+    try:
+        return "lamina" in read_json(path)["versions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True) -> None:
@@ -178,11 +191,8 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    try:
-        return "lamina" in read_json(folder / ENVIRONMENT)["versions"]
-    except (OSError, ValueError, KeyError, TypeError):  # environment.json itself may be damaged
-        if any(folder.glob(f"checkpoints/checkpoint-*/{MANIFEST}")):
-            return True
+    if _is_environment(folder / ENVIRONMENT) or any(folder.glob(f"checkpoints/checkpoint-*/{MANIFEST}")):
+        return True  # environment.json itself may be damaged
     try:
         return bool(read_sealed(folder / STUDY))
     except UserError:

@@ -13,9 +13,9 @@ from typing import Any, Generic, Self, TypeVar
 from lamina.core.values import text
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json, write_text, write_yaml
+from lamina.jobs.files import write_json, write_sealed, write_text
 from lamina.jobs.folder import Resume, hold, in_use, nothing_to_resume, refuse
-from lamina.jobs.names import ENVIRONMENT
+from lamina.jobs.names import CONFIG, ENVIRONMENT
 from lamina.jobs.settings import Settings
 
 S = TypeVar("S", bound=Settings)
@@ -97,8 +97,9 @@ class Job(Generic[S]):
     def write_text(self, name: str, text: str) -> None:
         write_text(self.folder / name, text)
 
-    def write_yaml(self, name: str, data: Mapping[str, Any]) -> None:
-        write_yaml(self.folder / name, data)
+    def write_config(self, data: Mapping[str, Any]) -> None:
+        """Write the job's settings, sealed."""
+        write_sealed(self.folder / CONFIG, data)
 
 
 def open_job(

@@ -112,7 +112,8 @@ def refuse_damaged(folder: Path) -> None:
     if not (folder / MANIFEST).exists() and not (folder.name == "model" and (folder.parent / RESULT).is_file()):
         return
     about = ((file, file.stat() if file.exists() else file.lstat()) for file in sorted(folder.rglob("*")))
-    broken = _damage(folder, tuple((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in about))
+    state = tuple((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in about)
+    broken = _damage(folder, state) or _of_another_run(folder)
     if broken is not None:
         raise UserError(f"checkpoint {str(folder)!r}: {broken} (allowed: the files as they were written)")
 
@@ -125,6 +126,17 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str |
         foreign = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
         broken = f"{foreign[0]} is not one of its files" if foreign else None
     return broken
+
+
+def _of_another_run(folder: Path) -> str | None:
+    """Return a clause if the result beside a run's model was written with another model."""
+    try:
+        sealed = json.loads((folder.parent / RESULT).read_text(encoding="utf-8"))["seal"]["files"]
+    except (OSError, *NOT_A_MANIFEST):  # no run's, or an older version's
+        return None
+    known = sealed.get(f"{folder.name}/{MANIFEST}")
+    another = known is not None and known != sha256(folder / MANIFEST)
+    return f"another model than the run's, as {RESULT} beside it says" if another else None
 
 
 def model_folder(path: str | Path) -> Path:

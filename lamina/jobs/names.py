@@ -12,11 +12,14 @@ MANIFEST = "manifest.json"  # of a checkpoint, a model, an entry of the data cac
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 ALARMS = "alarms.jsonl"
+NOTABLE_BATCHES = "notable.jsonl"  # batches that stood out, and that nothing followed
 NOTES = "notes.jsonl"  # of a scheduled probe
 ABOUT = "about.json"  # of a scheduled probe
 
 # A study and the other jobs.
 STUDY = "study.yaml"
+MEASURES = "measures.json"  # of a trial in a store
+TRIAL = "trial.json"  # what decides the numbers of a trial in a store
 RESULTS = "results.csv"
 CLAIMS = "claims.json"
 TRANSFER = "transfer.json"

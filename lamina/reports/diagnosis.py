@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lamina.core.json_types import Json
-from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
-from lamina.jobs.files import read_json, read_result
-from lamina.jobs.names import CONFIG
+from lamina.jobs.files import read_config, read_json, read_result
 from lamina.jobs.run_folder import RunFolder
+from lamina.jobs.seals import refuse_page
 from lamina.jobs.status import Status
 from lamina.reports.causes import CAUSES, NOT_KNOWN, Signs, causes_of, open_changes, rate_jump
 from lamina.training.monitor.alarms import NOTABLE, Alarm, describe, read_alarms, says_where
@@ -74,6 +73,7 @@ def gather(folder: Path) -> Evidence:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"run: {str(folder)!r} is not a folder (allowed: a run of Lamina's, or one that was watched)")
+    refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)
     history = about.get("history") or {}
     every = rows([LOSS, NORM, RATE, EPOCH]) if history else rows([LOSS, NORM, RATE, "gradient_norm", "hidden_variance"])
@@ -84,7 +84,7 @@ def gather(folder: Path) -> Evidence:
         )
     result = read_result(folder) or {}
     try:
-        settings = read_mapping(folder / CONFIG)
+        settings = read_config(folder)
     except UserError:
         settings = {}
     told, logged = sorted(read_alarms(folder), key=lambda alarm: alarm.order), RunFolder(folder).metrics

@@ -20,7 +20,7 @@ from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
 from lamina.jobs.columns import NUMBERS, TEXTS
-from lamina.jobs.files import disk_full
+from lamina.jobs.files import DIGEST, SEAL, disk_full
 from lamina.jobs.names import CONFIG, ENVIRONMENT, PLAN, RESULT, RESULTS
 from lamina.jobs.run_folder import RunFolder
 from lamina.placements import Plan
@@ -257,7 +257,7 @@ def lenient_mapping(path: Path) -> Json:
     except (ValueError, yaml.YAMLError):
         logger.warning("%s: not readable, left out of the report", path.name)
         return {}
-    return data if isinstance(data, dict) else {}
+    return {key: value for key, value in data.items() if key not in (DIGEST, SEAL)} if isinstance(data, dict) else {}
 
 
 @contextmanager

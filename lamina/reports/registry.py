@@ -14,6 +14,7 @@ from lamina.errors import UserError
 from lamina.jobs.folder import is_locked
 from lamina.jobs.kinds import kind_of
 from lamina.jobs.names import ALARMS, CLAIMS, METRICS, RESULT, RESULTS
+from lamina.jobs.seals import refuse_page
 from lamina.reports.records import whole
 
 Page = Callable[[Path], Path]
@@ -62,6 +63,8 @@ def report(folder: Path) -> Path:
             f"folder: {str(folder)!r} holds {'no job' if kind is None else f'a {kind}'}, so there is no page to write "
             f"(allowed: a folder of: {', '.join(pages)})"
         )
+    for run in (folder, *sorted(folder.glob("trials/*/"))):
+        refuse_page(run)
     return pages[kind](folder)
 
 

@@ -32,7 +32,8 @@ from lamina.jobs.files import write_parquet
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import COORDINATES, RESULT, SLOPES
+from lamina.jobs.names import COORDINATES, SLOPES
+from lamina.jobs.seals import write_result
 from lamina.modeling.building import build
 from lamina.modeling.parts import temporary_hooks
 from lamina.studies.record import has_study, stored_study, write_study
@@ -111,7 +112,7 @@ def coord_check(
         wanted = [pair in runs for pair in zip(table[checked.axis], table["seed"], strict=True)]
         result = slopes(table[wanted], checked.tolerance)
         job.write_text(SLOPES, result.to_csv(index=False))
-        job.write_json(RESULT, verdict(result, checked))
+        write_result(folder, verdict(result, checked))
     return result
 
 

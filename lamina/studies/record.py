@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lamina.core.json_types import Json
-from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
-from lamina.jobs.files import read_json, read_result, read_sealed, write_sealed
+from lamina.jobs.files import read_config, read_json, read_result, read_sealed, write_sealed
 from lamina.jobs.names import CONFIG, PLAN, RESULT, STUDY
+from lamina.jobs.seals import refuse_altered
 from lamina.jobs.status import ENDED
 from lamina.placements import Plan
 from lamina.training.settings import PretrainSettings
@@ -65,7 +65,8 @@ def refuse_another_trial(trial: PretrainSettings, plan: Plan) -> None:
     if result is None or result["status"] not in ENDED:
         return
     path = folder / CONFIG
-    stored = read_mapping(path)
+    stored = read_config(folder)
+    refuse_altered(folder)
     if not {"steps", "placement", "learning_rate", "seed"} <= set(stored):
         raise UserError(
             f"{str(path)!r}: cut short, so the settings of the trial are unknown (allowed: the file as it was; "

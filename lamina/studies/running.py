@@ -13,10 +13,11 @@ from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.progress import ProgressLines, has_bars
+from lamina.errors import printable
 from lamina.jobs.environment import cores, gpu_names
-from lamina.jobs.files import full_disk, read_result, write_json
-from lamina.jobs.names import RESULT
+from lamina.jobs.files import full_disk, read_result
 from lamina.jobs.run_folder import RunFolder
+from lamina.jobs.seals import write_result
 from lamina.jobs.signals import STOP_SIGNALS, handled
 from lamina.studies import processes
 from lamina.studies.processes import Process
@@ -49,7 +50,7 @@ class Progress:
         if self.show:
             loss = result.get("eval_loss")
             text = f"eval loss {loss:.3f}" if loss is not None else result.get("reason", "")
-            self.bar.write(f"{result['status']:>11}  {trial}  {text}")
+            self.bar.write(printable(f"{result['status']:>11}  {trial}  {text}"))
         self._write_line()
 
     def close(self) -> None:
@@ -156,7 +157,7 @@ def _reap(running: dict[str, Process], trials: Mapping[str, Task], ended: Ended,
         if result is None:
             result = {"status": missing, "reason": f"the worker process ended with exit code {code}"}
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / RESULT, result)
+            write_result(folder, result)
         ended(trial, result)
     return busy
 

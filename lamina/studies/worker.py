@@ -13,17 +13,18 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
 from lamina.core.json_types import Json
+from lamina.core.terminal import escape_everything, show_traceback
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
 from lamina.jobs.files import disk_full, read_result, write_json
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import ENVIRONMENT, RESULT
+from lamina.jobs.names import ENVIRONMENT
+from lamina.jobs.seals import write_result
 from lamina.jobs.signals import STOP_SIGNALS, watch_parent
 from lamina.jobs.status import ENDED
 from lamina.studies.task import Busy, task_of
@@ -100,6 +101,7 @@ def run(request: Json) -> int:
                 sys.stdout.flush()
                 for stream in (1, 2):
                     os.dup2(log.fileno(), stream)
+                escape_everything()
                 task.run()
     except Busy:
         return BUSY
@@ -109,7 +111,7 @@ def run(request: Json) -> int:
         if disk_full(error):
             return DISK_FULL
         _note(folder, "failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
-        traceback.print_exc()
+        show_traceback(type(error), error, error.__traceback__)
         return 1
     return 0
 
@@ -117,7 +119,7 @@ def run(request: Json) -> int:
 def _note(folder: Path, status: str, reason: str) -> None:
     """Record how a trial ended, unless it had ended before and only a repeatable measurement failed."""
     if (read_result(folder) or {}).get("status") not in ENDED:
-        write_json(folder / RESULT, {"status": status, "reason": reason})
+        write_result(folder, {"status": status, "reason": reason})
 
 
 def _end_with(request: Json) -> NoReturn:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -20,19 +19,20 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 import transformers
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer_callback import PrinterCallback
 
 from lamina.core.json_types import Json
+from lamina.core.terminal import show_line
 from lamina.data.blocks import ItemSource, PartShare
 from lamina.errors import UserError, mark_reported
-from lamina.jobs.files import disk_full, full_disk, write_json
+from lamina.jobs.files import disk_full, full_disk
 from lamina.jobs.folder import Resume, clear
 from lamina.jobs.job import Job, ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.manifest import MODEL
-from lamina.jobs.names import CONFIG, METRICS, PLAN, RESULT
+from lamina.jobs.names import METRICS, PLAN, RESULT
+from lamina.jobs.seals import write_result
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status
 from lamina.modeling.processes import GONE, Processes, join, lost_another, reported_once
@@ -213,7 +213,7 @@ def train(
             complete: Options = stage.settings
             if bar and (options.precision == "auto" or options.compile != complete.compile):  # say what auto stands for
                 compiled = "compiled" if complete.compile == "on" else "eager"
-                tqdm.write(f"{complete.precision}, {compiled} (--precision, --compile)", file=sys.stderr)
+                show_line(f"{complete.precision}, {compiled} (--precision, --compile)")
             return _recorded(
                 lambda: _run(stage, processes, resume=resumes, bar=bar),
                 job.folder,
@@ -232,7 +232,7 @@ def _open(stage: TrainingStage[S], settings: S | Mapping[str, Any], *, resume: R
         resume=resume,
         overwrite=overwrite,
         policy=policy,
-        stored=lambda folder: stored_settings(folder, policy.free | policy.compared, stage.record),
+        stored=lambda folder: stored_settings(folder, policy.free | policy.compared),
         wait=GRACE_SECONDS if resume else 0.0,
     )
 
@@ -243,7 +243,7 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
         stage.identity.refuse_changes(job.folder)
     held.enter_context(job)
     (job.folder / RESULT).unlink(missing_ok=True)
-    job.write_yaml(CONFIG, stage.settings.to_dict())
+    job.write_config(stage.settings.to_dict())
     if stage.plan is not None:
         job.write_json(PLAN, stage.plan.to_dict())
     job.write_json(DATA, stage.identity.text)
@@ -261,7 +261,7 @@ def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, re
     def write(result: Json) -> Json:
         result["seconds"] = round(seconds + time.monotonic() - began, 2)
         if processes.first:
-            write_json(folder / RESULT, result)
+            write_result(folder, result)
         return result
 
     try:

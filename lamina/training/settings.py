@@ -163,7 +163,7 @@ class PretrainSettings(
     StreamSettings,
     BranchSettings,
     EndSettings,
-    RollbackSettings,  # stays the last: a run's config.yaml that does not end with it counts as cut short
+    RollbackSettings,
 ):
     """The settings of a pretraining run."""
 

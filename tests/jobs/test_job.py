@@ -10,7 +10,7 @@ import pytest
 from lamina.errors import UserError
 from lamina.jobs import environment
 from lamina.jobs.files import write_json, write_text, write_yaml, writing
-from lamina.jobs.folder import LOCK, REPLACES, hold, lock
+from lamina.jobs.folder import LOCK, REPLACES, hold, in_use, lock
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.settings import Settings, at_least, setting
@@ -195,8 +195,22 @@ def test_a_checkout_that_is_not_installed_knows_its_own_folders(tmp_path, monkey
 
     monkeypatch.setattr(environment.metadata, "version", missing)
     write_json(tmp_path / "environment.json", environment.environment(0))
+    (tmp_path / "config.yaml").write_text("steps: 4\n")
     with hold(tmp_path, resume=True) as resumes:
         assert resumes
+
+
+def test_a_folder_whose_job_was_killed_before_its_first_record_is_free(tmp_path):
+    write_json(tmp_path / "environment.json", environment.environment(0))
+    (tmp_path / ".study.yaml.4711").write_text("kind")
+    assert not in_use(tmp_path)
+    for resume in ("auto", False):
+        with hold(tmp_path, resume=resume) as resumes:
+            assert not resumes
+    write_json(tmp_path / "environment.json", {"versions": {"python": "3"}})  # another program's
+    with pytest.raises(UserError, match="holds something that Lamina did not write"), hold(tmp_path, resume="auto"):
+        pass
+    assert (tmp_path / "environment.json").is_file()
 
 
 def test_the_machines_gpus_are_named(tmp_path, monkeypatch):

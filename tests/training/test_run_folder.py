@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from lamina import build
 from lamina.errors import UserError
 from lamina.jobs import folder as run_folder
+from lamina.jobs.files import read_config
 from lamina.modeling.building import make_plan
 from lamina.modeling.modeling_lamina import HEADS
 from lamina.reports import report
@@ -81,7 +82,7 @@ def test_the_saved_model_has_the_reported_eval_loss(run, tiny):
 
 
 def test_the_configuration_runs_again_and_gives_the_same(run, trained, tmp_path):
-    stored = PretrainSettings.from_dict(yaml.safe_load((run / "config.yaml").read_text()))
+    stored = PretrainSettings.from_dict(read_config(run))
     again = stored.to_dict()
     del again["output"], again["corpus"]
     assert trained("again", **again)["eval_loss"] == result(run)["eval_loss"]

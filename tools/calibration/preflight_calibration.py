@@ -32,7 +32,7 @@ from typing import Any
 
 from lamina.errors import UserError
 from lamina.jobs.aliases import in_our_words
-from lamina.jobs.files import read_result
+from lamina.jobs.files import read_config, read_result
 from lamina.jobs.status import ENDED
 from lamina.preflights.settings import PreflightSettings
 from lamina.training.settings import PretrainSettings
@@ -337,14 +337,12 @@ def trial_runs(store: Path) -> Iterator[dict[str, Any]]:
 
 def case_of(folder: Path) -> dict[str, Any] | None:
     """The settings of a trial that ended, as far as they are no defaults; None where `preflight` can't have them."""
-    import yaml
-
     if json.loads((folder / "trial.json").read_text())["job"] != "pretrain":
         return None
     result = read_result(folder)
     if result is None or result["status"] not in ENDED or not (folder / "metrics.jsonl").is_file():
         return None
-    given = yaml.safe_load((folder / "config.yaml").read_text())
+    given = read_config(folder)
     defaults = PretrainSettings().to_dict()
     changed = {name: value for name, value in given.items() if value != defaults.get(name) and name not in IGNORED}
     named = {name: given[name] for name in NAMED}

@@ -6,7 +6,6 @@ import datetime
 import inspect
 import logging
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,13 +20,22 @@ from tqdm.auto import tqdm
 from lamina.core.json_types import Json
 from lamina.core.progress import duration, has_bars
 from lamina.core.specs import split
-from lamina.core.yaml_files import read_mapping
+from lamina.core.terminal import show_line
 from lamina.errors import UserError, one_line
-from lamina.jobs.files import disk_full, full_disk, read_json, read_result, write_json, write_parquet, write_text
+from lamina.jobs.files import (
+    disk_full,
+    full_disk,
+    read_config,
+    read_json,
+    read_result,
+    write_parquet,
+    write_text,
+)
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import CONFIG, RESULT
+from lamina.jobs.names import RESULT
+from lamina.jobs.seals import write_result
 from lamina.probes.engine import registry
 from lamina.probes.engine.measure import make_context, run, tolerance_of
 from lamina.probes.engine.probe_settings import ProbeSettings
@@ -70,7 +78,7 @@ def probe_folder(
         resume=resume,
         overwrite=overwrite,
         policy=POLICY,
-        stored=lambda folder: read_mapping(folder / CONFIG),
+        stored=lambda folder: read_config(folder),
     )
     complete = job.settings
     if not complete.checkpoint:
@@ -82,7 +90,7 @@ def probe_folder(
         return read_json(job.folder / RESULT)
     measuring = Measuring(complete, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
     with job:
-        job.write_yaml(CONFIG, complete.to_dict())
+        job.write_config(complete.to_dict())
         return measuring.run(job.folder)
 
 
@@ -229,7 +237,7 @@ class Measuring:
             "probes": {name: self.results[name] for name in names if name in self.results},
             "seconds": round(time.monotonic() - self.began, 2),
         }
-        write_json(self.folder / RESULT, result)
+        write_result(self.folder, result)
         return result
 
     def _inputs(self) -> Json:
@@ -261,7 +269,7 @@ class Bars:
         if self.show and self._plan:
             longest = sorted(self._plan, key=lambda name: -self._plan[name])[:3]
             parts = ", ".join(f"{name} {duration(self._plan[name])}" for name in longest)
-            tqdm.write(f"about {duration(sum(self._plan.values()))} ({parts})", file=sys.stderr)
+            show_line(f"about {duration(sum(self._plan.values()))} ({parts})")
 
     def start(self, name: str) -> None:
         """Begin a probe or the forward passes; whatever ran before is finished."""

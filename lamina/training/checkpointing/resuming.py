@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
@@ -14,11 +15,11 @@ from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
-from lamina.jobs.files import noted, read_json, read_result, write_json
+from lamina.jobs.files import noted, read_config, read_json, read_result, write_json
 from lamina.jobs.manifest import MODEL, refuse_damaged
 from lamina.jobs.names import CONFIG, PLAN
 from lamina.jobs.run_folder import RunFolder
-from lamina.jobs.settings import Settings
+from lamina.jobs.seals import refuse_altered, refuse_regrown
 from lamina.jobs.status import ENDED, Status
 from lamina.placements import Plan
 from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, listed_state, run_state, what_is_broken
@@ -84,7 +85,8 @@ def known_of(folder: Path) -> Json:
     for path in reversed(Checkpoints(folder / "checkpoints").paths()):
         state = listed_state(path)
         if state is not None and "settings" in state:
-            return {"checkpoint": path.name, **{name: state[name] for name in ("settings", "plan", "text")}}
+            kept = {"settings", "plan", "text", "records"}
+            return {"checkpoint": path.name, **{name: state[name] for name in kept & state.keys()}}
     return {}
 
 
@@ -198,41 +200,48 @@ class Rollbacks:
         return [asdict(entry) for entry in self.done]
 
 
-def stored_settings(
-    folder: Path, free: Collection[str], settings_type: type[Settings] = PretrainSettings
-) -> Json | None:
+def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
     """Return a run's settings: those in config.yaml over those in its newest checkpoint; None without either.
 
-    Raises UserError if the file is cut short and no checkpoint holds the settings. Also raises it if both exist and
-    differ in a setting outside ``free``, since then somebody has edited the file.
+    A file that is cut short or altered counts as missing, with a line in the log. Raises UserError for it without a
+    checkpoint, and if both exist and differ in a setting outside ``free``.
     """
     path, known = folder / CONFIG, known_of(folder)
     settings = known.get("settings", {})
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    last = settings_type.names()[-1]  # settings are written in order, so a cut loses the last ones
-    if not (text.endswith("\n") and f"\n{last}:" in text):
-        if path.is_file() and not settings:
-            raise UserError(f"{str(path)!r}: cut short, it should end with {last!r} (allowed: the file as it was)")
+    if not path.is_file():
         return settings or None
-    stored = read_mapping(path)
+    stored, whole = {}, True
+    try:
+        stored = read_config(folder)
+    except UserError as error:
+        if not settings:
+            raise
+        whole = False
+        logger.warning("%s: the settings are those of %s", str(error).partition(" (allowed")[0], known["checkpoint"])
+        with suppress(UserError):
+            stored = read_mapping(path)
     for name, value in settings.items():
         if name not in free and name in stored and stored[name] != value:
             raise UserError(
                 f"{name}: {stored[name]!r} in {str(path)!r}, but {known['checkpoint']} was trained with {value!r} "
                 "(allowed with --resume: that; was the file edited?)"
             )
-    return {**settings, **stored}
+    return {**settings, **stored} if whole else settings
 
 
 def result_to_keep(folder: Path) -> Json | None:
     """Return the result of the run in a folder; None, or one that has not ended, if there is something to resume.
 
-    Raises UserError if the run can be resumed, but its records are damaged.
+    Raises UserError if the records of the run were damaged, altered or exchanged.
     """
     result = read_result(folder)
     if result is None or result["status"] not in ENDED:
         RunFolder(folder).require_records()
-    elif result["status"] != Status.DIVERGED and is_model_damaged(folder, missing=True):
+        known = known_of(folder)
+        refuse_regrown(folder, known.get("records", {}), known.get("checkpoint", ""))
+        return result
+    refuse_altered(folder)
+    if result["status"] != Status.DIVERGED and is_model_damaged(folder, missing=True):
         return {**result, "status": "interrupted"}
     return result
 

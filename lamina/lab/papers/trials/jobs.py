@@ -13,7 +13,8 @@ from lamina.jobs.catalog import load
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import CONFIG, PLAN, RESULT
+from lamina.jobs.names import PLAN
+from lamina.jobs.seals import write_result
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import Status
 from lamina.training.settings import PretrainSettings
@@ -60,9 +61,9 @@ def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool 
     resolved = resolve_run(settings)
     result: Json = {"status": str(Status.FINISHED), "steps": 0, "init": settings.init, "seconds": 0.0, "reason": ""}
     with open_job(Kind.RUN, PretrainSettings, settings, resume=resume) as job:
-        job.write_yaml(CONFIG, settings.to_dict())
+        job.write_config(settings.to_dict())
         job.write_json(PLAN, resolved.plan.to_dict())
-        job.write_json(RESULT, result)
+        write_result(job.folder, result)
     return result
 
 

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lamina.errors import UserError, one_line
-from lamina.jobs.files import noted, write_json, write_parquet
+from lamina.jobs.files import noted, write_parquet
+from lamina.jobs.names import MEASURES
 from lamina.jobs.run_folder import RunFolder, parse_lines
+from lamina.jobs.seals import write_with_seal
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FOLDER, STATE = "measures", "measures.json"
+FOLDER = "measures"
 MEASURED = "measured"
 SEQUENCES = 16
 """The number of held-out blocks that a probe reads."""
@@ -37,7 +39,7 @@ def file_name(measure: str) -> str:
 
 def missing(folder: Path, measures: Iterable[str]) -> list[str]:
     """Return the measures that a trial's folder does not have yet."""
-    state = noted(folder / STATE)
+    state = noted(folder / MEASURES)
     return [
         measure
         for measure in measures
@@ -82,7 +84,7 @@ def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -
             rows, note = None, str(error)
         if rows is not None:
             write_parquet(folder / FOLDER / file_name(name), rows, compression="zstd")
-        write_json(folder / STATE, {**noted(folder / STATE), name: note})
+        write_with_seal(folder, MEASURES, {**noted(folder / MEASURES), name: note}, [f"{FOLDER}/*.parquet"])
 
 
 def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFrame:

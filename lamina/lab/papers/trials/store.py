@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lamina.core.json_types import Json
-from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.catalog import load
-from lamina.jobs.files import noted, read_result, write_json, write_parquet, write_text
+from lamina.jobs.files import noted, read_config, read_result, write_json, write_parquet, write_text
 from lamina.jobs.folder import lock
 from lamina.jobs.manifest import MODEL, what_is_broken
-from lamina.jobs.names import CONFIG, ENVIRONMENT, MANIFEST, RESULTS
+from lamina.jobs.names import CONFIG, ENVIRONMENT, MANIFEST, MEASURES, RESULTS, TRIAL
+from lamina.jobs.seals import refuse_altered
 from lamina.jobs.status import ENDED, Status
 from lamina.lab.papers.trials import measures
 from lamina.lab.papers.trials.jobs import TRIAL_JOBS
@@ -120,7 +120,6 @@ def write_table(folder: Path, measure: str, rows: pd.DataFrame) -> None:
     write_parquet(folder / TABLES / file_name(measure), rows, compression="zstd")
 
 
-IDENTITY = "trial.json"
 _CLAIMS = ".claims"
 
 
@@ -161,9 +160,9 @@ class StoredTask(Task):
         # In the words of the trial's folder: its name is the hash of what they mean, so these only differ in how they
         # say it, such as a depth that is the backbone's own or given, or another path of the same text.
         path = self.folder / CONFIG
-        stored, ours = read_mapping(path) if path.is_file() else {}, self.settings.to_dict()
+        stored, ours = read_config(self.folder) if path.is_file() else {}, self.settings.to_dict()
         settings = replace(self.settings, **{name: stored[name] for name in SPELLED if name in stored and name in ours})
-        write_json(self.folder / IDENTITY, self.identity)
+        write_json(self.folder / TRIAL, self.identity)
         result = load(self.job)(settings, resume="auto", bar=False)
         if self.measures and result["status"] in ENDED:
             measure(self.folder, cast(PretrainSettings, settings), self.measures)
@@ -172,7 +171,7 @@ class StoredTask(Task):
 
 def refuse_another(folder: Path) -> None:
     """Raise UserError if a folder of the store does not hold the trial of its name; it may be a copy."""
-    path = folder / IDENTITY
+    path = folder / TRIAL
     status = (read_result(folder) or {}).get("status")
     if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
         return  # it has not begun, or was stopped before it began
@@ -185,7 +184,7 @@ def refuse_another(folder: Path) -> None:
         ) from None
     if own != folder.name:
         raise UserError(
-            f"store: the folder {str(folder)!r} holds the trial {own}, as its {IDENTITY} says (allowed: each trial in "
+            f"store: the folder {str(folder)!r} holds the trial {own}, as its {TRIAL} says (allowed: each trial in "
             "the folder of its name; without the folder, the trial is run again)"
         )
 
@@ -214,6 +213,8 @@ class Store:
         folder = self.folder / key
         if key not in self._verified and folder.is_dir():
             refuse_another(folder)
+            refuse_altered(folder)
+            refuse_altered(folder, MEASURES, missing=False)
             self._verified.add(key)
         return folder
 

@@ -1,0 +1,152 @@
+"""The seal of a folder's records: result.json has its own digest, its trial's key and the hash of every record.
+
+An edited digit, or a file of another trial, is found by whoever reads the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from lamina.errors import UserError
+from lamina.jobs.files import DIGEST, SEAL, as_json, digest_of_json, noted, read_result, read_seal, write_json
+from lamina.jobs.manifest import MODEL, sha256
+from lamina.jobs.names import CONFIG, ENVIRONMENT, MANIFEST, MEASURES, METRICS, RESULT, TRIAL
+from lamina.jobs.status import ENDED
+
+logger = logging.getLogger(__name__)
+
+GROWING = (METRICS, "layers/part-*", "probes/*/part-*")
+"""The records that a run adds to, and that a checkpoint seals as far as they are."""
+_FIRST = f"first line of {METRICS}"
+_RECORDS = (
+    *(*GROWING, "*.yaml", "*.json", "*.jsonl", "*.parquet", f"{MODEL}/{MANIFEST}"),
+    *("figures/*.json", "scores/*/*.json", "items/*/*.parquet"),  # of probes and evaluations
+)
+_APART = (RESULT, ENVIRONMENT, TRIAL, MEASURES)  # written again, or known by the key
+
+
+def write_result(folder: Path, result: Mapping[str, object]) -> None:
+    """Write result.json with the seal of what the folder holds. Raises OSError."""
+    write_with_seal(folder, RESULT, result, _RECORDS)
+
+
+def write_with_seal(folder: Path, name: str, data: Mapping[str, object], patterns: Iterable[str]) -> None:
+    """Write a JSON file that seals itself and the files of the folder that match ``patterns``. Raises OSError."""
+    data = {key: value for key, value in as_json(data).items() if key != SEAL}
+    seal = {"trial": _trial(folder), "files": hashes(folder, patterns)}
+    write_json(folder / name, {**data, SEAL: {DIGEST: digest_of_json({**data, SEAL: seal}), **seal}})
+
+
+def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of each file that matches, by its path in the folder."""
+    found = sorted(
+        {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.name not in _APART}
+    )
+    return {
+        path.relative_to(folder).as_posix(): hash_of(
+            path.absolute(), (stat := path.stat()).st_size, stat.st_mtime_ns, stat.st_ino
+        )
+        for path in found
+    }
+
+
+def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str, str]:
+    """Return what is wrong with each record that the file ``by`` seals, by its path; nothing without a seal.
+
+    The model is left out, which its own manifest seals. Without ``missing``, a file may be gone.
+
+    Raises UserError if the file itself was altered.
+    """
+    seal = read_seal(folder / by, noted(folder / by)) or {}
+    faults = {}
+    if seal and seal["trial"] != _trial(folder):
+        faults[by] = f"of another trial than {TRIAL} says"
+    for name, digest in seal.get("files", {}).items():
+        if name == f"{MODEL}/{MANIFEST}":
+            continue
+        path = folder / name
+        if not path.is_file():
+            faults |= {name: "missing"} if missing else {}
+        elif sha256(path) != digest and name == CONFIG:  # which has a digest of its own
+            faults[by] = f"not of the run whose {CONFIG} is beside it, or one of the two is altered"
+        elif sha256(path) != digest:
+            faults[name] = f"altered since {by} was written, or of another run"
+    return faults
+
+
+def refuse_altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> None:
+    """Raise UserError for the first record that is not as it was sealed, see ``altered``."""
+    for name, fault in altered(folder, by, missing=missing).items():
+        raise UserError(
+            f"{str(folder / name)!r}: {fault} (allowed: the file as it was written; or delete the folder "
+            f"{str(folder)!r} to run it again)"
+        )
+
+
+def refuse_page(folder: Path) -> None:
+    """Raise UserError for an altered record of a job that ended, before a page is drawn from it; log one of any other.
+
+    A page leaves out what is missing.
+    """
+    if (read_result(folder) or {}).get("status") in (*ENDED, "imported"):
+        refuse_altered(folder, missing=False)
+    for name, fault in altered(folder, missing=False).items():
+        logger.warning("%s: %s", folder / name, fault)
+
+
+def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return the size and the SHA-256 of each record that grows, and of the first line of metrics.jsonl."""
+    known = {name: ((folder / name).stat().st_size, digest) for name, digest in hashes(folder, GROWING).items()}
+    if METRICS in known:
+        line = first_line(folder / METRICS)
+        known[_FIRST] = (len(line), hashlib.sha256(line).hexdigest())
+    return known
+
+
+def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:
+    """Raise UserError for a record whose beginning is not what it was at a checkpoint.
+
+    One that is missing passes, and metrics.jsonl without its last lines: the resumed run says what is gone.
+    """
+    for entry, (size, digest) in known.items():
+        name = METRICS if entry == _FIRST else entry
+        path = folder / name
+        if not path.is_file() or (name == METRICS and path.stat().st_size < size):
+            continue
+        if _beginning(path, size) != digest:
+            raise UserError(
+                f"resume: {name} in {str(folder)!r} is not what it was when {checkpoint} was saved (allowed: the file "
+                "as it was, or without it; or --overwrite)"
+            )
+
+
+def first_line(path: Path) -> bytes:
+    """Return a file's first line with its end."""
+    with path.open("rb") as file:
+        return file.readline()
+
+
+def _beginning(path: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while size > 0 and (block := file.read(min(size, 2**20))):
+            digest.update(block)
+            size -= len(block)
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=2**16)
+def hash_of(path: Path, *state: int) -> str:
+    """Hash a file that has this size, time and inode: a job's records are hashed again at each of its results."""
+    return sha256(path)
+
+
+def _trial(folder: Path) -> str | None:
+    """Return the key of a trial of a store; None for any other folder."""
+    identity = noted(folder / TRIAL)
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16] if identity else None
