@@ -14,7 +14,7 @@ from typing import Literal, NoReturn, Union, get_args, get_origin
 
 from lamina.core.json_types import Json
 from lamina.core.specs import read_value
-from lamina.core.values import comma_separated, factors, path
+from lamina.core.values import comma_separated, factors, path, refuse_special
 from lamina.errors import UserError, did_you_mean, shortened
 from lamina.jobs.aliases import in_our_words, is_text, meaning, passed_on, suggestion
 from lamina.jobs.settings import Settings
@@ -163,6 +163,9 @@ class Parser(ArgumentParser):
             near = suggestion(option.strip("-").replace("-", "_"), self._dests())
             hint = did_you_mean(near and self._flag(near))
             raise UserError(f"unknown option {shortened(option, 80)}{hint} (see `{self.prog} --help{full}`)")
+        for option, value in vars(options).items():
+            if isinstance(value, str) and value.isprintable():
+                refuse_special(option, value)
         return options
 
     def error(self, message: str) -> NoReturn:

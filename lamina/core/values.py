@@ -124,6 +124,26 @@ def is_finite(value: object) -> TypeGuard[int | float]:
         return False
 
 
+_LEVELS, _ENTRIES = 3, 20_000  # of a folder that is given as an input
+
+
+def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entries: int = _ENTRIES) -> None:
+    """Raise UserError for a pipe, a socket or a device, in whose place a reader would wait for ever.
+
+    Looks into a folder, as deep as ``levels``, at up to ``entries`` files. What is missing passes.
+    """
+    waiting = [(os.fspath(value), 0)]
+    for seen, (place, level) in enumerate(waiting):
+        try:
+            mode = os.stat(place).st_mode
+            if stat.S_ISDIR(mode) and level < levels and seen < entries and (level == 0 or not os.path.islink(place)):
+                waiting += [(entry.path, level + 1) for entry in os.scandir(place)]
+        except (OSError, ValueError):
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise UserError(f"{name}: {place!r} is a pipe, a socket or a device (allowed: a file or a folder)")
+
+
 @takes(PathLike)
 def path(name: str, value: object) -> str:
     """Return a path as text if a file or folder can have that name."""
@@ -143,6 +163,7 @@ def path(name: str, value: object) -> str:
             f"{name}: {_shown(written)} is too long (allowed: names of at most {LONGEST_NAME} bytes, "
             f"{LONGEST_PATH} in all)"
         )
+    refuse_special(name, written, levels=0)
     return written
 
 
@@ -204,6 +225,8 @@ def place(name: str, value: object) -> str:
         raise UserError(f"{name}: {_shown(place)} is too long (allowed: names of at most {LONGEST_NAME} bytes)")
     for folder in re.findall(r"(?:^|,)\s*(~[^/,:]*)", place):
         home(name, folder)
+    for part in entries(place):
+        refuse_special(name, part, levels=0)
     return place
 
 

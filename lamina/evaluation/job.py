@@ -39,7 +39,7 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CONFIG, RESULTS
-from lamina.jobs.seals import write_result
+from lamina.jobs.seals import altered, write_result
 from lamina.jobs.status import Status
 from lamina.modeling.backbones.loading import refuse_scores
 from lamina.modeling.checkpoint import checked_device
@@ -271,7 +271,7 @@ class Evaluation:
 
     def _finished(self) -> dict[tuple[str, str], Json]:
         """Read the folder's scores that are still valid for these models and tasks."""
-        finished = {}
+        finished, faults = {}, altered(self.folder)
         for candidate in self.candidates:
             for unit in self.units:
                 path = self._file("scores", candidate.name, unit, ".json")
@@ -279,6 +279,9 @@ class Evaluation:
                 if not path.is_file():
                     continue
                 try:
+                    for file in (path, items):
+                        if fault := faults.get(file.relative_to(self.folder).as_posix()):
+                            raise ValueError(f"{file.name}: {fault}")
                     record = read_json(path)
                     if unit != PERPLEXITY:
                         path = items

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lamina.core.values import writable_folder
+from lamina.core.values import refuse_special, writable_folder
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full, noted, read_json, read_sealed
 from lamina.jobs.names import CONFIG, COORDINATES, ENVIRONMENT, MANIFEST, RESULT, STUDY
@@ -67,6 +67,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
     if resume and overwrite:
         raise UserError("resume and overwrite contradict each other (allowed: one of them)")
     writable_folder("output", folder)
+    refuse_special("output", folder, levels=99, entries=2**31)
     if not in_use(folder):
         if resume is True:
             raise nothing_to_resume(folder)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from lamina.core.values import refuse_special
 from lamina.errors import UserError
 from lamina.jobs.files import DIGEST, SEAL, as_json, digest_of_json, noted, read_result, read_seal, write_json
 from lamina.jobs.manifest import MODEL, sha256
@@ -93,6 +94,7 @@ def refuse_page(folder: Path) -> None:
 
     A page leaves out what is missing.
     """
+    refuse_special("folder", folder)
     if (read_result(folder) or {}).get("status") in (*ENDED, "imported"):
         refuse_altered(folder, missing=False)
     for name, fault in altered(folder, missing=False).items():

@@ -14,7 +14,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
-from lamina.core.values import DTYPES, one_of
+from lamina.core.values import DTYPES, one_of, refuse_special
 from lamina.errors import UserError
 from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import CONFIG, RESULT
@@ -98,6 +98,7 @@ def _located(path: str | Path) -> tuple[str, Path | None, Json]:
     """Return the path for transformers, the run's folder if any, and further arguments for transformers."""
     name, run = str(path), None
     place = Path(path).expanduser()
+    refuse_special("checkpoint", place)
     if (place / RESULT).is_file() or (place / CONFIG).is_file():
         place, run = model_folder(place), place
         if place == run:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from lamina.core.values import refuse_special
 from lamina.errors import UserError
 from lamina.jobs.folder import is_locked
 from lamina.jobs.kinds import kind_of
@@ -57,6 +58,7 @@ def report(folder: Path) -> Path:
     Raises UserError if no job wrote it, or its records are damaged.
     """
     folder = Path(folder)
+    refuse_special("folder", folder)
     pages, kind = {known: _pages[known] for known in kinds()}, kind_of(folder)
     if kind is None or kind not in pages:
         raise UserError(

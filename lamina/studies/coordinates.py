@@ -32,8 +32,8 @@ from lamina.jobs.files import write_parquet
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import COORDINATES, SLOPES
-from lamina.jobs.seals import write_result
+from lamina.jobs.names import COORDINATES, RESULT, SLOPES
+from lamina.jobs.seals import altered, write_result
 from lamina.modeling.building import build
 from lamina.modeling.parts import temporary_hooks
 from lamina.studies.record import has_study, stored_study, write_study
@@ -94,9 +94,10 @@ def coord_check(
         write_study(folder, {**header, "settings": checked.to_dict()})
         table = pd.DataFrame(columns=columns)
         with suppress(OSError, ValueError, KeyError):
-            if job.resumes:  # what was measured, unless a bit of it has flipped
+            if job.resumes and COORDINATES not in altered(folder):  # what was measured, unless a bit of it has flipped
                 path = (folder / COORDINATES).absolute()
                 table = pd.read_parquet(path, page_checksum_verification=True)[columns]
+        (folder / RESULT).unlink(missing_ok=True)  # it seals fewer coordinates than there will be
         done = set(zip(table[checked.axis], table["seed"], strict=True))
         todo = {pair: run for pair, run in runs.items() if pair not in done}
         with tqdm(

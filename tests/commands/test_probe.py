@@ -132,6 +132,15 @@ def test_resume_adds_a_probe_and_runs_again_one_whose_options_changed(probe, own
     assert set(result(folder)["probes"]) == {"mean_square", "weight_norm"}
 
 
+def test_a_table_that_was_edited_is_measured_again(probe, own, caplog):
+    _, folder = probe(own[0])
+    before = pd.read_parquet(folder / "mean_square.parquet")
+    before.assign(value=before["value"] + 1).to_parquet(folder / "mean_square.parquet")
+    assert probe(own[0], "--resume")[0] == 0
+    assert pd.read_parquet(folder / "mean_square.parquet").equals(before)
+    assert "mean_square.parquet: altered since result.json was written" in caplog.text
+
+
 def test_resume_refuses_other_settings(probe, own, capsys):
     _, folder = probe(own[0])
     before = (folder / "result.json").read_bytes()

@@ -218,7 +218,7 @@ def test_a_score_is_computed_again_once_what_it_rests_on_has_changed(data_dir, t
     assert [unit["scores"] for unit in after] == [unit["scores"] for unit in fresh]
 
 
-@pytest.mark.parametrize("damage", ["zeroed", "cut", "deleted"])
+@pytest.mark.parametrize("damage", ["zeroed", "cut", "deleted", "edited"])
 def test_damaged_items_are_made_again(model, data_dir, tmp_path, damage):
     out = tmp_path / "out"
     given = {"models": str(model), "tasks": "quiz", "data_dir": str(data_dir), "output": str(out), "bar": False}
@@ -227,6 +227,11 @@ def test_damaged_items_are_made_again(model, data_dir, tmp_path, damage):
     whole = file.read_bytes()
     if damage == "deleted":
         file.unlink()
+    elif damage == "edited":
+        (scores,) = out.glob("scores/*/quiz.json")
+        record = json.loads(scores.read_text())
+        record["scores"][0]["value"] = 0.123
+        scores.write_text(json.dumps(record))
     else:
         file.write_bytes(bytes(len(whole)) if damage == "zeroed" else whole[:100])
     assert lamina.evaluate(output=str(out), resume=True, bar=False)["units"][0]["scores"] == before

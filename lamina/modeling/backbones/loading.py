@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from lamina.core.architectures import ROLES
 from lamina.core.registry import Registry
-from lamina.core.values import whole_number
+from lamina.core.values import refuse_special, whole_number
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.manifest import refuse_damaged
 from lamina.modeling.backbones.stored import (
@@ -100,6 +100,7 @@ def read_config(
     """
     name, place = str(path), Path(path)
     source = f"{field} {name!r}: config.json"
+    refuse_special(field, name)
     if not name.strip():
         raise UserError(f"{field}: '' is not a path (allowed: a folder with config.json)")
     if place.is_file():

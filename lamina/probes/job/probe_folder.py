@@ -26,7 +26,6 @@ from lamina.jobs.files import (
     disk_full,
     full_disk,
     read_config,
-    read_json,
     read_result,
     write_parquet,
     write_text,
@@ -34,8 +33,7 @@ from lamina.jobs.files import (
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import RESULT
-from lamina.jobs.seals import write_result
+from lamina.jobs.seals import altered, write_result
 from lamina.probes.engine import registry
 from lamina.probes.engine.measure import make_context, run, tolerance_of
 from lamina.probes.engine.probe_settings import ProbeSettings
@@ -87,7 +85,7 @@ def probe_folder(
     specs = spec_by_name(complete.probes)
     done = finished(job.folder, specs) if job.resumes else {}
     if done and all(name in done for name in specs):
-        return read_json(job.folder / RESULT)
+        return read_result(job.folder) or {}
     measuring = Measuring(complete, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
     with job:
         job.write_config(complete.to_dict())
@@ -107,14 +105,17 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
     """Return the results of the finished probes in a folder to resume, by name."""
     results = (read_result(folder) or {}).get("probes") or {}
     whole: dict[str, Json] = {}
+    faults = altered(folder)
     for name, result in results.items():
         files = [f"{name}.parquet", *(str(figure["file"]) for figure in result.get("figures") or ())]
         if (
             result.get("status") == "finished"
-            and all((folder / file).is_file() for file in files)
+            and all((folder / file).is_file() and file not in faults for file in files)
             and result.get("spec") == specs.get(name, result.get("spec"))
         ):
             whole[name] = result
+        elif named := [f"{file}: {faults[file]}" for file in files if file in faults]:
+            logger.warning("%s; it is measured again", "; ".join(named))
     return whole
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lamina.core.json_types import Json
+from lamina.core.values import refuse_special
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.catalog import load
@@ -212,6 +213,7 @@ class Store:
         """Return a trial's folder. Raises UserError if it holds another trial, or an unknown one."""
         folder = self.folder / key
         if key not in self._verified and folder.is_dir():
+            refuse_special("store", folder)
             refuse_another(folder)
             refuse_altered(folder)
             refuse_altered(folder, MEASURES, missing=False)
