@@ -29,7 +29,7 @@ A point is a mean over seeds, at the rate that each arm's sweep at S1 chose. A r
 three branches that decay earlier. [The registration](../preregistration/ladder.md) has the design, the primary
 comparison, and what was changed. **Nothing is drawn beyond the sizes that ran, and nothing is known there**: at 100M
 parameters and above, the error of a slope is as large as most gaps. A slope's interval takes seeds of one size for
-independent pairs; it knows nothing of other texts and shapes."""
+independent pairs; it knows nothing of other texts and shapes. Parameters are counted without the embeddings."""
 
 
 def losses(records: Path) -> Frame:

@@ -59,7 +59,10 @@ WORDS = {
         *("has a part that failed", "have a part that failed", "Failed in a part"),
         "our trials show that a part of it is false; each link has its own verdict",
     ),
-    Verdict.FAILS: ("fails", "fail", "Contradicted", "a count of runs or a formula contradicts it, at this scale"),
+    Verdict.FAILS: (
+        *("fails", "fail", "Contradicted"),
+        "a count of runs or a formula contradicts it, or a difference where it claims none, at this scale",
+    ),
     Verdict.INCONCLUSIVE: (
         *("is inconclusive", "are inconclusive", "Not decided by these trials"),
         "the difference is inside the spread over seeds",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from lamina.core.frames import Frame
-from lamina.lab.papers.judging import Finding, Trials, all_of, below, claim, compare_values
+from lamina.lab.papers.judging import Finding, Trials, Verdict, all_of, below, claim, compare_values, trains
 from lamina.lab.papers.judging.curves import numbers, rows, split
 
 TWICE = 2.0
@@ -56,8 +56,12 @@ def peri_growth__exponential(trials: Trials) -> Finding:
     paper="Figure 6: constant",
 )
 def peri_growth__post_constant(trials: Trials) -> Finding:
+    """Of Post-LN that trains alone: in a stuck run nothing changes, whatever it keeps."""
     found = []
     for part in split(trials.tuned(), "size"):
+        if (learned := trains(part, "post_ln")).verdict != Verdict.HOLDS:
+            found.append(learned.undecided("a run that does not train keeps its variance for that reason alone"))
+            continue
         measured = (part.arm("post_ln").measure("hidden_states", at=at).groupby("seed") for at in ("init", "end"))
         begin, end = ({int(str(seed)): last_variance(table) for seed, table in tables} for tables in measured)
         change = {seed: abs(end[seed] - begin[seed]) for seed in sorted(begin.keys() & end.keys())}

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ LAYERS = 3
 TINY = f"--num-layers {LAYERS} --hidden-size 16 --num-heads 2 --sequence-length 16 --batch-size 2 --threads 1".split()
 # No axis of layers, or the page of a run.
 WITHOUT = {"claims", "coord-check", "dpo", "evaluation", "max-lr", "reward", "rlhf", "sft", "transfer"}
+FIGURES = Path(__file__).parents[2] / "docs" / "results" / "figures"
 
 
 def compared(folder):
@@ -103,6 +105,17 @@ def test_the_layers_of_a_pages_figures_are_those_of_the_model(kind, tmp_path, mo
     assert {min(values) for values in layers} <= {0, -1}
     states = [values for title, values in along if title.startswith("state")]
     assert not states or (min(map(min, states)), max(map(max, states))) == (0, LAYERS)
+
+
+def test_the_figures_of_the_studies_count_layers_and_states_from_0():
+    shown = 0
+    for path in sorted(FIGURES.glob("*.json")):
+        for title, values in axes_of(json.loads(path.read_text("utf-8"))):
+            if title in ("layer", "first layer", "state (0: the embedding)"):
+                assert min(values) == 0, path.name
+                assert max(values) % 2 == (not title.startswith("state")), path.name  # all the depths are even
+                shown += 1
+    assert shown > 20
 
 
 def test_the_blocks_of_a_drawing_are_counted_from_0():

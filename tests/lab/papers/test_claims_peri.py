@@ -347,6 +347,14 @@ def test_a_claim_fails_where_they_show_the_opposite(claims, name):
     assert finding.verdict.failed, finding
 
 
+def test_a_variance_that_stuck_runs_keep_decides_nothing(claims):
+    table = growth()
+    table.rows.loc[table.rows["placement"] == "post_ln", "status"] = "stuck"
+    finding = claims["peri-growth/post-constant"].check(table)
+    assert finding.verdict == Verdict.INCONCLUSIVE
+    assert "does not train" in finding.note
+
+
 def test_a_scale_without_the_event_says_which_one_may_have_it(claims):
     calm = {
         "peri-instability": spiking(0, 0),

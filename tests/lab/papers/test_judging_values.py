@@ -345,3 +345,17 @@ def test_a_policy_that_diverged_has_no_frontier():
     trials.table.loc[trials.table["placement"] == "b", "status"] = "diverged"
     assert frontiers(trials, "b") == {}
     assert at_equal_kl({"a": frontiers(trials, "a"), "b": {}}) == ({"a": {}, "b": {}}, {})
+
+
+def test_the_smallest_difference_may_be_a_share_of_the_quantity():
+    base = {seed: 0.04 + 0.0002 * seed for seed in range(8)}
+    wider = {seed: 1.2 * value for seed, value in base.items()}
+    assert compare_values(wider, base, by=0.01, lower=False).verdict == "excluded"  # a quarter of the quantity
+    assert compare_values(wider, base, share=0.1, lower=False).verdict == "holds"
+    assert compare_values(wider, base, share=0.3, lower=False).verdict == "excluded"
+
+
+def test_levelness_has_no_opposite():
+    base = {seed: 1.0 + 0.01 * seed for seed in range(6)}
+    apart = {seed: value + 0.5 + 0.001 * seed for seed, value in base.items()}
+    assert equivalent_values(apart, base, within=0.1).verdict == "fails"

@@ -274,7 +274,8 @@ def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | Non
     sides = [bound for bound in (region.below, -region.above) if math.isfinite(bound)]
     lowest = a if (a.lost_share < b.lost_share) == (worst > 0) else b
     inside = len(sides) == 1 and lowest is (a if region.below < math.inf else b)
-    verdict = (Verdict.HOLDS if inside else Verdict.REVERSED) if p < ALPHA else Verdict.INCONCLUSIVE
+    outside = Verdict.REVERSED if len(sides) == 1 else Verdict.FAILS
+    verdict = (Verdict.HOLDS if inside else outside) if p < ALPHA else Verdict.INCONCLUSIVE
     finding = Finding(
         verdict=verdict,
         ours=f"{ours} (Fisher's exact test of the shares: p {p:.2g})",

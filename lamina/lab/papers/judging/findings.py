@@ -24,7 +24,7 @@ class Verdict(StrEnum):
         REVERSED: they show the opposite.
         EXCLUDED: they exclude a difference as large as the smallest that counts.
         PART_FAILED: they show that a part of it is false.
-        FAILS: a count or a formula contradicts it.
+        FAILS: a count or a formula contradicts it, or a difference where it claims none.
         INCONCLUSIVE: inside the seeds' spread.
         NEEDS_SCALE: this scale cannot decide it; the note says why.
         NOT_RUN: its trials have not been trained, or not all of them.
@@ -220,9 +220,10 @@ class Region:
         """Judge the mean of at least three values, one per seed; an infinite value is a failed run's.
 
         Holds if a one-sided test at 2.5 % shows the mean inside each bound, and it lies inside by ``least``. Fails by
-        tests at the same level: `reversed` if the mean is shown to lie outside in the same way, `excluded` if it is
-        shown not to lie inside by ``least``. All p values are doubled. With an infinite value, Wilcoxon's signed ranks
-        and the median take the place of the t test and the mean.
+        tests at the same level: `reversed` if the mean is shown to lie outside in the same way (`fails` with two
+        bounds, which have no opposite), `excluded` if it is shown not to lie inside by ``least``. All p values are
+        doubled. With an infinite value, Wilcoxon's signed ranks and the median take the place of the t test and the
+        mean.
         """
         known, slack = all(map(math.isfinite, values)), 1e-9
         low, high = statistics.median_low(values), statistics.median_high(values)
@@ -240,7 +241,7 @@ class Region:
         if p < ALPHA and max(centers) <= slack - self.least:
             verdict = Verdict.HOLDS
         elif reverse < ALPHA and max(centers) >= self.least - slack:
-            verdict, p_not = Verdict.REVERSED, reverse
+            verdict, p_not = Verdict.REVERSED if len(sides) == 1 else Verdict.FAILS, reverse
         elif exclude < ALPHA:
             verdict = Verdict.EXCLUDED
         interval = t_interval(values) if known else None

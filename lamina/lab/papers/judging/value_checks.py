@@ -25,18 +25,32 @@ _RANKED = 5  # arms below which a ranking says little
 
 
 def compare_values(
-    a: BySeed, b: BySeed, *, by: float, lower: bool = True, names: tuple[str, str] = ("a", "b")
+    a: BySeed,
+    b: BySeed,
+    *,
+    by: float | None = None,
+    share: float | None = None,
+    lower: bool = True,
+    names: tuple[str, str] = ("a", "b"),
 ) -> Finding:
     """Judge whether a lies below b (``lower=False``: above it), paired over the seeds of both.
 
-    ``by``: the smallest difference that counts, in the values' unit.
+    The smallest difference that counts is ``by`` in the values' unit, or ``share`` of the mean of b: one of them. A
+    quantity without a scale of its own, such as an angle per layer, wants the share.
     """
+    assert (by is None) != (share is None)
+    if share is not None:
+        by = share * abs(mean([value for value in b.values() if math.isfinite(value)] or [0.0]))
+    assert by is not None
     region = Region(below=0.0, least=by) if lower else Region(above=0.0, least=by)
     return pairs_in(region, a, b, names=names)
 
 
 def equivalent_values(a: BySeed, b: BySeed, *, within: float, names: tuple[str, str] = ("a", "b")) -> Finding:
-    """Judge whether a and b, paired over the seeds, differ by less than ``within`` (two one-sided tests)."""
+    """Judge whether a and b, paired over the seeds, differ by less than ``within`` (two one-sided tests).
+
+    ``within`` is in the values' unit. Fails if a larger difference is shown: levelness has no opposite.
+    """
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return pairs_in(region, a, b, names=names)
 

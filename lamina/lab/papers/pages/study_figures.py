@@ -28,6 +28,7 @@ _SPREAD = "Mean and standard deviation over the seeds that trained."
 _RANGE = "Mean over the seeds; the band is their range."
 _TIMES = {"init": "before training", "end": "after training"}
 _AXES = {"start": "first layer", "size": "layers apart"}  # of a probe's table; a study's axis may have the name
+_STATES = "state (0: the embedding)"  # one more than layers, which are counted from 0, too
 _MOST_MAPS = 9
 _PARTS, _MOST_PARTS, _MOST_OF_ONE_KIND = ("sublayer", "role", "index"), 6, 3
 
@@ -216,14 +217,16 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
                 drawn += _over(study, piece, request, x, ", ".join(filter(None, [name, time])))
     if not drawn:
         return None
+    of_states = metric == known.metric and known.rows == _STATE
+    along = _STATES if of_states else _axis(wanted)
     role = str(request.more["role"]) if isinstance(request.more.get("role"), str) else ""
     table = request.measure if request.measure in study.measures else probe
     log = bool(request.more.get("log", known.log and not metric.startswith("log10")))
     return Drawing(
         name=_name(study, table, metric, role),
-        title=f"{sentence(title_of(metric))} by {_axis(wanted)}",
+        title=f"{sentence(title_of(metric))} by {'state' if of_states else along}",
         caption=_RANGE,
-        x=Axis(title=_axis(wanted)),
+        x=Axis(title=along),
         y=Axis(title=title_of(metric), log=log and all(y > 0 for p in drawn for s in p.series for y in s.y)),
         panels=tuple(drawn),
         spread="band",
