@@ -10,8 +10,8 @@ from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
 import lamina.api
+from lamina.catalog import JOBS
 from lamina.core import values
-from lamina.jobs.catalog import JOBS
 
 STUB = Path(lamina.api.__file__).with_suffix(".pyi")
 TYPES = ("Examples", "Names", "Numbers", "PathLike", "Text")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from lamina import auto_classes
 from lamina.api import WRITTEN
+from lamina.catalog import JOBS
 from lamina.core import peft_targets
 from lamina.core.extras import missing_extra
 from lamina.core.late_imports import when_imported
 from lamina.core.terminal import escape_logs
-from lamina.jobs.catalog import JOBS
 
 if TYPE_CHECKING:
     from lamina import (  # noqa: F401

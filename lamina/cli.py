@@ -8,11 +8,11 @@ import os
 import sys
 import traceback
 
-from lamina.commands.catalog import COMMANDS, run
+from lamina.catalog import JOBS
+from lamina.commands.catalog import COMMANDS, GROUPS, run
 from lamina.core.extras import missing_extra
 from lamina.core.terminal import escape_everything, show_error
 from lamina.errors import UserError, is_reported, nearest, out_of_memory, shortened
-from lamina.jobs.catalog import JOBS
 from lamina.jobs.signals import interruptible_imports
 
 # Errors of the user's paths and disk; any other is our fault and keeps its traceback.
@@ -26,7 +26,6 @@ USAGE = """lamina: choose, train and diagnose where the norms sit in a Transform
 
 usage: lamina COMMAND [OPTIONS]        lamina COMMAND --help for a command's options
 
-commands:
 {commands}
 
 examples:
@@ -57,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(USAGE.format(commands="\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())))
+        listed = [[f"{group}:", *(f"  {name:<12} {text}" for name, text in GROUPS[group].items())] for group in GROUPS]
+        print(USAGE.format(commands="\n\n".join("\n".join(lines) for lines in listed)))
         return 0
     if argv[0] in ("-V", "--version"):
         from lamina import __version__

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from lamina.jobs.catalog import JOBS
+from lamina.catalog import JOBS
 
 WRITTEN = (
     "backbones",

@@ -22,10 +22,10 @@ from lamina.core.extras import require
 from lamina.core.values import PathLike, Rows, path, taken
 from lamina.errors import UserError, did_you_mean
 from lamina.jobs.aliases import in_our_words, suggestion
-from lamina.jobs.catalog import JobRow, load, refuse_other_kind
 from lamina.jobs.folder import in_use, refuse
 from lamina.jobs.manifest import refuse_as_output
 from lamina.jobs.names import RESULT, RESULTS, TRANSFER
+from lamina.jobs.row import JobRow, refuse_other_kind
 from lamina.jobs.settings import Settings
 
 _PLACE = re.compile(r"hf:\S+|\S*/\S*|\S+\.(txt|jsonl?|parquet|gz|xz|zst)")  # what is meant as a path, not as a text
@@ -42,7 +42,7 @@ def function_of(row: JobRow) -> Callable[..., Any]:
     record, modes = row.record, _modes(row)
 
     def act(**given: Any) -> Any:
-        require(row.name, "posttrain" if row.run.startswith("lamina.lab.posttraining.") else "train")
+        require(row.name, row.extra)
         chosen = {mode.name: given.pop(mode.name, mode.default) for mode in modes}
         settings = as_settings(in_our_words(given, record.names()))
         for name in settings:
@@ -54,11 +54,13 @@ def function_of(row: JobRow) -> Callable[..., Any]:
         folder = row.folder_of(settings)
         if os.environ.get("WORLD_SIZE", "1") in ("", "1"):  # of several processes the first one speaks, in the job
             _refuse(row, record, settings, folder, chosen)
-        after = [switch.after for switch in row.switches if switch.after and chosen.pop(switch.name)]
+        draws = [switch.name for switch in row.switches if switch.draws and chosen.pop(switch.name)]
         with _page_of(folder):
-            result = load(row.run)(settings, **chosen)
-        for action in after:
-            load(action)(folder)
+            result = row.run(settings, **chosen)
+        if draws and folder is not None:
+            from lamina.reports.registry import draw
+
+            draw(folder)
         kind = getattr(results, row.outcome, None)
         return result if kind is None else kind.of(result, folder)
 
@@ -70,7 +72,7 @@ def function_of(row: JobRow) -> Callable[..., Any]:
 
 
 def _modes(row: JobRow) -> list[inspect.Parameter]:
-    of_row = [(switch.name, False, "bool") for switch in row.switches if switch.after or switch.passed]
+    of_row = [(switch.name, False, "bool") for switch in row.switches if switch.draws or switch.passed]
     resume = [("resume", False, "Resume")] if row.resumes else []
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)

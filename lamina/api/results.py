@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.core.json_types import Json
 from lamina.errors import TrialsFailed, UserError
+from lamina.jobs.files import read_claims
 from lamina.jobs.names import PAGE
 
 if TYPE_CHECKING:
@@ -104,8 +105,6 @@ class StudyOutcome(_HasPage):
     @classmethod
     def of(cls, results: pd.DataFrame, folder: Path) -> StudyOutcome:
         """Wrap a study's results, with the verdicts in its folder."""
-        from lamina.lab.papers.engine.verdicts import read_claims
-
         return cls(results=results, claims=read_claims(folder) or [], folder=folder)
 
     def __repr__(self) -> str:

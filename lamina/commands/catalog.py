@@ -1,27 +1,40 @@
-"""All commands: the jobs of ``lamina.jobs.catalog``, and those with their own modules."""
+"""All commands: the jobs of ``lamina.catalog``, and those with their own modules."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
 
-from lamina.jobs.catalog import JOBS
+from lamina.catalog import JOBS
 
 if TYPE_CHECKING:
     from lamina.commands.arguments import Parser
 
-COMMANDS = {row.name: row.summary for row in JOBS.values()} | {
-    "placements": "list the placements, or show one: equation, diagram, options, source",
-    "backbones": "list the backbones that a placement can be put on",
-    "diagnose": "say what went wrong first in a run: in which layer, at which step, and what to change",
-    "report": "rewrite the page of a folder, whichever command wrote the folder",
-    "generate": "continue a text with a trained model",
-    "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
-    "emit": "write a placement as one file for the trainer that you use",
-    "prune": "take layers out of a trained model: those you name, or those a probe finds least needed",
-    "graft": "put another placement on a trained model, its norms fitted so that the loss changes little",
+GROUPS: dict[str, dict[str, str]] = {
+    "watch and diagnose": {
+        "diagnose": "say what went wrong first in a run: in which layer, at which step, and what to change",
+        "report": "rewrite the page of a folder, whichever command wrote the folder",
+    },
+    "look inside": {
+        "probe": JOBS["probe"].summary,
+        "placements": "list the placements, or show one: equation, diagram, options, source",
+        "eval": JOBS["eval"].summary,
+        "generate": "continue a text with a trained model",
+        "prune": "take layers out of a trained model: those you name, or those a probe finds least needed",
+        "graft": "put another placement on a trained model, its norms fitted so that the loss changes little",
+        "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
+    },
+    "compare and train": {
+        **{name: JOBS[name].summary for name in ("compare", "preflight", "pretrain")},
+        **{name: JOBS[name].summary for name in ("coord-check", "transfer", "max-lr")},
+        "emit": "write a placement as one file for the trainer that you use",
+        "backbones": "list the backbones that a placement can be put on",
+    },
+    "after pretraining": {name: JOBS[name].summary for name in ("sft", "reward", "dpo", "rlhf")},
+    "the papers": {"study": JOBS["study"].summary},
 }
-"""Each with what it does: `lamina --help` lists them."""
+"""What each command does, by what a person wants to do: `lamina --help` lists them so."""
+COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}
 
 
 def run(name: str, argv: list[str]) -> int:

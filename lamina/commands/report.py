@@ -26,7 +26,7 @@ def parser() -> Parser:
     about = "rewrite the page whenever its records have grown, until the run or study has ended"
     flags.add_flag("--follow", about, False)
     flags.add_flag("--every", "with --follow, seconds between two looks at the folder", 10.0, "X")
-    about = "also write the figures of a study with claims as SVG and PDF (needs matplotlib: the extra figures)"
+    about = "also save the figures: of a study with claims as SVG and PDF (needs matplotlib), of `lamina probe` as PNG"
     flags.add_flag("--figures", about, False)
     return flags
 
@@ -53,9 +53,9 @@ def run(argv: list[str]) -> int:
         screenshot(page, Path(options.screenshot), height=options.height)
         show(f"the picture: {options.screenshot}")
     if options.figures:
-        from lamina.lab.papers.pages.matplotlib_figures import write_all
+        from lamina.reports.registry import draw
 
-        for written in write_all(Path(options.folder)):
+        for written in draw(Path(options.folder)):
             show(f"a figure: {written}")
     return 0
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from lamina.commands.arguments import Parser
 from lamina.core.terminal import show, show_error
 from lamina.errors import TrialsFailed
-from lamina.jobs.catalog import JobRow, load
+from lamina.jobs.row import JobRow
 
 CODES = {"interrupted": 130, "failed": 1}  # by the status of a result
 
 
 def parser_of(row: JobRow) -> Parser:
-    about = row.about + (f"\n{load(row.listing)()}" if row.listing else "")
+    about = row.about + (f"\n{row.listing()}" if row.listing else "")
     words = "".join(f"{name.removesuffix('s...') + '...' * name.endswith('...')} " for name in row.positional).upper()
     parser = Parser(row.name, about, row.examples, words)
     parser.add_settings(row.record, row.positional)
@@ -31,12 +31,12 @@ def parser_of(row: JobRow) -> Parser:
 def run(row: JobRow, argv: Sequence[str]) -> int:
     settings, options = parser_of(row).settings_from(argv)
     if row.listing and options.list:
-        show(load(row.listing)(full=True))
+        show(row.listing(full=True))
         return 0
     from lamina.api.job_functions import function_of
 
     switches = [switch for switch in row.switches if getattr(options, switch.name)]
-    modes = {switch.name: True for switch in switches if switch.after or switch.passed}
+    modes = {switch.name: True for switch in switches if switch.draws or switch.passed}
     modes |= {"resume": options.resume} if row.resumes else {}
     failure = None
     try:
@@ -50,16 +50,17 @@ def run(row: JobRow, argv: Sequence[str]) -> int:
         return CODES["interrupted"]
     code = CODES.get(str(result.get("status")), 0) if isinstance(result, Mapping) else 0
     from lamina.modeling.processes import launched
+    from lamina.reports.registry import ending
 
     if launched()[0] > 0:  # of several processes the first one prints
         return code
     folder = row.folder_of(settings)
     rows = getattr(result, "results", result)
-    show(load(next((switch.prints for switch in switches if switch.prints), row.prints))(folder, rows))
+    show(ending(row.kind, next((switch.name for switch in switches if switch.prints), ""))(folder, rows))
     if code == CODES["interrupted"]:
         show(f"to resume: lamina {row.name} --output {folder} --resume")
     if failure is not None:
         show_error(str(failure))
         return 1
     fails = [row.fails, *(switch.fails for switch in switches)]
-    return max(code, *(int(load(name)(result)) for name in fails if name), 0)
+    return max(code, *(int(decides(result)) for decides in fails if decides), 0)

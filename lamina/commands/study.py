@@ -7,12 +7,12 @@ import json
 from collections.abc import Callable
 
 from lamina.api import study
+from lamina.catalog import JOBS
 from lamina.commands.arguments import Parser
 from lamina.core.json_types import Json
 from lamina.core.terminal import show, show_error
 from lamina.core.values import entries
 from lamina.errors import UserError, one_line, unknown
-from lamina.jobs.catalog import JOBS
 from lamina.jobs.names import PAGE
 from lamina.lab.papers.engine.settings import StudySettings
 

@@ -22,7 +22,7 @@ from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs.manifest import sync
-from lamina.jobs.names import CONFIG, RESULT
+from lamina.jobs.names import CLAIMS, CONFIG, RESULT
 
 DIGEST = "digest"
 SEAL = "seal"  # of result.json, see seals.py
@@ -214,3 +214,17 @@ def disk_full(error: BaseException | None) -> bool:
 def full_disk(path: Path) -> OSError:
     """Make the error for a full disk, with the folder's name."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def read_claims(folder: Path) -> list[Json] | None:
+    """Read the verdicts in a study's folder; None without a file. Raises UserError for a file that can't be read."""
+    path = folder / CLAIMS
+    if not path.is_file():
+        return None
+    try:
+        claims = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(path)!r}: not readable ({error})") from None
+    if not isinstance(claims, list) or not all(isinstance(one, dict) for one in claims):
+        raise UserError(f"{str(path)!r}: no list of verdicts (allowed: the file as it was written)")
+    return claims

@@ -6,7 +6,7 @@ import importlib
 import os
 import pkgutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,16 +15,24 @@ from lamina.errors import UserError
 from lamina.jobs.folder import is_locked
 from lamina.jobs.kinds import kind_of
 from lamina.jobs.names import ALARMS, CLAIMS, METRICS, RESULT, RESULTS
+from lamina.jobs.row import JOBS
 from lamina.jobs.seals import refuse_page
 from lamina.reports.records import whole
 
 Page = Callable[[Path], Path]
 """Writes the page of a folder and returns its path."""
+Ending = Callable[..., str]
+"""Returns the text that a job prints at its end, from its folder and its result."""
+Drawing = Callable[[Path], Sequence[Path]]
+"""Saves the figures of a folder's page as pictures and returns their paths."""
 P = TypeVar("P", bound=Page)
+E = TypeVar("E", bound=Ending)
+D = TypeVar("D", bound=Drawing)
 
 _RECORDS = (METRICS, RESULTS, RESULT, ALARMS, CLAIMS)
-_CLAIMS_PAGE = "lamina.lab.papers.pages.page"  # by name: a floor above this one
 _pages: dict[str, Page] = {}
+_endings: dict[tuple[str, str], Ending] = {}
+_drawings: dict[str, Drawing] = {}
 
 
 def report_of(kind: str, *, needs: str = "") -> Callable[[P], P]:
@@ -44,11 +52,50 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[P], P]:
     return register
 
 
+def ending_of(*kinds: str, switch: str = "") -> Callable[[E], E]:
+    """Register a function that returns what jobs of these kinds print at their end; ``switch``: with this switch."""
+
+    def register(ending: E) -> E:
+        _endings.update({(kind, switch): ending for kind in kinds})
+        return ending
+
+    return register
+
+
+def drawing_of(kind: str) -> Callable[[D], D]:
+    """Register a function that saves the figures of a ``kind`` of folder as pictures."""
+
+    def register(drawing: D) -> D:
+        _drawings[kind] = drawing
+        return drawing
+
+    return register
+
+
+def ending(kind: str, switch: str = "") -> Ending:
+    """Return the function that makes a job's last lines."""
+    kinds()
+    return _endings[kind, switch]
+
+
+def draw(folder: Path) -> Sequence[Path]:
+    """Save the figures of a folder's page as pictures; return their paths. Raises UserError for a folder without."""
+    kinds()
+    kind = kind_of(folder)
+    if kind not in _drawings:
+        allowed = ", ".join(sorted(_drawings))
+        raise UserError(f"folder: {str(folder)!r} has no figures to save (allowed: a folder of: {allowed})")
+    return _drawings[kind](folder)
+
+
 def kinds() -> list[str]:
     """Return the kinds of folders that have a page."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent / "pages")]):
         importlib.import_module(f"lamina.reports.pages.{module.name}")
-    importlib.import_module(_CLAIMS_PAGE)
+    importlib.import_module("lamina.reports.terminal")
+    for row in JOBS.values():
+        if row.pages is not None:
+            row.pages()
     return sorted(_pages)
 
 

@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from lamina.core.json_types import Json
-from lamina.errors import UserError
 from lamina.jobs.files import finite, read_json
+from lamina.jobs.kinds import Kind
 from lamina.jobs.names import COORDINATES, PAGE, RESULT, RESULTS, SLOPES, TRANSFER
 from lamina.reports.pages import max_rate
 from lamina.reports.pages.transfer import sentences
 from lamina.reports.ranking import is_above_bigram, notices, summarize
 from lamina.reports.records import Frame, is_number, rows_of
+from lamina.reports.registry import ending_of
 from lamina.reports.tables import in_form
 from lamina.studies.record import read_record
 
@@ -31,16 +32,10 @@ _PRETRAINED = {
     "bits_per_byte": "{:.3f} bits per byte",
 }
 _SPEED = {"tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}"}
-_TUNED = {
-    "eval_loss": "held-out loss {:.4f}",
-    "eval_accuracy": "accuracy {:.3f}",
-    "eval_reward": "held-out reward {:.4f}",
-    "eval_kl": "KL {:.3f} nats",
-}
 _ABOUT_ONE = 2.0  # the share of a feed-forward's variance that counts as 1
 
 
-def _run(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
+def run_ended(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
     """Say how a run ended, and where its page and its model are."""
     ended = result["status"] != "interrupted"
     forms = {**forms, **(_SPEED if ended else {})}
@@ -54,10 +49,10 @@ def _run(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
     return text + (f"\nthe model: {folder / 'model'}" if (folder / "model").is_dir() else "")
 
 
-pretrained = partial(_run, forms=_PRETRAINED)
-tuned = partial(_run, forms=_TUNED)
+ending_of(Kind.RUN)(partial(run_ended, forms=_PRETRAINED))
 
 
+@ending_of(Kind.COMPARE)
 def compare(folder: Path, results: Frame) -> str:
     """Return the ranking, its warnings, and where the page and the numbers are."""
     return f"{ranking(results, read_record(folder)['settings'])}\n\n{_files(folder, RESULTS)}"
@@ -82,6 +77,7 @@ def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str
     return "\n".join([*lines, "", *(f"note: {notice}" for notice in texts)])
 
 
+@ending_of(Kind.MAX_LR)
 def max_lr(folder: Path, results: Frame) -> str:
     """Return the placements, the highest rate first, and where the page and the numbers are."""
     rows = max_rate.summarize(results)
@@ -94,6 +90,7 @@ def max_lr(folder: Path, results: Frame) -> str:
     return "\n".join([*lines, "", _files(folder, RESULTS)])
 
 
+@ending_of(Kind.TRANSFER)
 def transfer(folder: Path, results: Frame) -> str:
     """Return a transfer's rates, sentences and roles, and where the page and the numbers are."""
     del results
@@ -116,6 +113,7 @@ def transferred(summary: Json) -> str:
     return "\n".join(lines)
 
 
+@ending_of(Kind.COORD_CHECK)
 def coord_check(folder: Path, slopes: Frame) -> str:
     """Return the exponent of each module's outputs, the verdict, and where the page and the numbers are."""
     sizes = slopes[slopes["metric"] == "size"]
@@ -131,6 +129,7 @@ def coord_check(folder: Path, slopes: Frame) -> str:
     return "\n".join([*lines, _files(folder, SLOPES, COORDINATES)])
 
 
+@ending_of(Kind.PREFLIGHT)
 def preflight(folder: Path | None, rows: Frame) -> str:
     """Return a table with a line per planned run, each run's reason and what to change, and where the page is."""
     records = rows_of(rows)
@@ -152,14 +151,11 @@ def preflight(folder: Path | None, rows: Frame) -> str:
     return "\n".join([*lines, *(["", f"the page:    {folder / PAGE}"] if folder else [])])
 
 
+@ending_of(Kind.PREFLIGHT, switch="json")
 def preflight_json(folder: Path | None, rows: Frame) -> str:
     """Return the table as a JSON list of objects; NaN and infinities are null."""
     del folder
     return json.dumps(finite(rows_of(rows)), indent=2, ensure_ascii=False)
-
-
-def will_not_train(rows: Frame) -> bool:
-    return bool((rows["verdict"] == "will not train").any())
 
 
 def _layers(row: Json) -> str:
@@ -172,6 +168,7 @@ def _layers(row: Json) -> str:
     )
 
 
+@ending_of(Kind.EVALUATION)
 def evaluation(folder: Path, result: Json) -> str:
     """Return the table of scores, the notes, and where the page and the numbers are."""
     lines = [(folder / "table.md").read_text(encoding="utf-8").rstrip()]
@@ -180,6 +177,7 @@ def evaluation(folder: Path, result: Json) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in notes), "", _files(folder, RESULTS)])
 
 
+@ending_of(Kind.PROBING)
 def probing(folder: Path, result: Json) -> str:
     """Return each probe's sentences, or why it has none, and where the page and the tables are."""
     model = result["model"]
@@ -198,16 +196,6 @@ def probing(folder: Path, result: Json) -> str:
             lines += textwrap.wrap(str(text), 110, initial_indent="  ", subsequent_indent="  ")
     lines += [f"\nnote: {note}" for note in result["notes"]]
     return "\n".join([*lines, f"\nthe page:   {folder / PAGE}\nthe tables: {folder}/NAME.parquet"])
-
-
-def refused_probe(result: Json) -> bool:
-    """Raise UserError for a probe that was named and could not measure this model; the rest is written."""
-    if "all" not in str(result["settings"]["probes"]).split(","):
-        for name, record in result["probes"].items():
-            if record["status"] == "skipped":
-                reason = record["reason"]
-                raise UserError(reason if name in reason else f"{name}: {reason}")
-    return False
 
 
 def _files(folder: Path, *numbers: str) -> str:

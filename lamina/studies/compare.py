@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -71,8 +71,7 @@ def max_lr(
     """
     job, complete, trials = open_study(Kind.MAX_LR, MaxRateStudySettings, settings, resume, overwrite, bar)
     with job:
-        of_trial = "lamina.studies.compare:run_max_rate"
-        return run_missing(job, complete, trials, bar=bar, keys=("placement", "seed"), of_trial=of_trial)
+        return run_missing(job, complete, trials, bar=bar, keys=("placement", "seed"), of_trial=run_max_rate)
 
 
 def open_study(
@@ -115,12 +114,12 @@ def run_missing(
     *,
     bar: bool,
     keys: Sequence[str] = ("placement", "learning_rate", "seed"),
-    of_trial: str = "lamina.training.pretrain:pretrain",
+    of_trial: Callable[..., Json] = pretrain,
 ) -> pd.DataFrame:
     """Run the trials that have not ended yet in the job's folder; returns the rows of results.csv.
 
     ``complete`` are the values for study.yaml, ``keys`` the trial's settings that are columns of results.csv,
-    ``of_trial`` is what a trial does, "module:function".
+    ``of_trial`` runs a trial.
     """
     settings, folder = job.settings, job.folder
     workers = min(settings.workers or usual_workers(), len(trials))

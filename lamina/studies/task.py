@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.catalog import load
 from lamina.jobs.settings import Settings
+from lamina.training.pretrain_row import pretrain
 
 
 class Busy(UserError):
@@ -23,12 +26,13 @@ class Task:
 
     Attributes:
         settings: of the job; their ``output`` is the trial's folder.
-        job: "module:function" that runs a trial; it takes the settings, ``resume`` and ``bar``, and returns the result.
+        job: runs a trial: takes the settings, ``resume`` and ``bar``, and returns the result. It is the function of a
+            module, since the trial's process gets its name.
         trains: whether the steps of the settings are trained.
     """
 
     settings: Settings
-    job: str = "lamina.training.pretrain:pretrain"
+    job: Callable[..., Json] = pretrain
     trains: bool = True
 
     @property
@@ -42,15 +46,15 @@ class Task:
         return max(1, int(getattr(self.settings, "steps", 1))) if self.trains else 1
 
     def to_request(self) -> Json:
-        classes = {"task": type(self), "record": type(self.settings)}
-        named = {name: f"{each.__module__}:{each.__qualname__}" for name, each in classes.items()}
-        return {**named, "settings": self.settings.to_dict(), "job": self.job, "trains": self.trains}
+        named = {"task": type(self), "record": type(self.settings), "job": self.job}
+        names = {key: f"{each.__module__}:{each.__qualname__}" for key, each in named.items()}
+        return {**names, "settings": self.settings.to_dict(), "trains": self.trains}
 
     @classmethod
     def from_request(cls, request: Json) -> Self:
         return cls(
-            settings=load(request["record"]).from_dict(request["settings"]),
-            job=request["job"],
+            settings=_named(request["record"]).from_dict(request["settings"]),
+            job=_named(request["job"]),
             trains=request["trains"],
         )
 
@@ -60,9 +64,15 @@ class Task:
 
     def run(self) -> Json:
         """Run or resume the trial; returns its result."""
-        return load(self.job)(self.settings, resume="auto", bar=False)
+        return self.job(self.settings, resume="auto", bar=False)
+
+
+def _named(name: str) -> Any:
+    """Return the object that "module:name" names, where a request crosses to another process."""
+    module, _, qualname = name.partition(":")
+    return reduce(getattr, qualname.split("."), import_module(module))
 
 
 def task_of(request: Json) -> Task:
     """Rebuild a task from a request, with the class that wrote it."""
-    return load(request["task"]).from_request(request)
+    return _named(request["task"]).from_request(request)

@@ -16,9 +16,9 @@ from scripts import loaded
 import lamina
 from lamina.api.job_functions import as_settings
 from lamina.api.results import Comparison, Diagnosis, RunResult, StudyOutcome
+from lamina.catalog import JOBS
 from lamina.core.progress import ProgressLines
 from lamina.errors import TrialsFailed, UserError
-from lamina.jobs.catalog import JOBS
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind

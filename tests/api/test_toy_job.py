@@ -1,16 +1,15 @@
-"""A job is four places: settings, a function, a page and a row; its flags, help, Python function and page are made."""
+"""A job is settings, a function, a page, its last lines and a row; its flags, help and Python function are made."""
 
 import pytest
 
 import lamina
+from lamina.catalog import JOBS
 from lamina.cli import main
-from lamina.jobs.catalog import JOBS, JobRow, load
 from lamina.jobs.job import ResumePolicy, open_job
+from lamina.jobs.row import JobRow
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings
 from lamina.jobs.settings import Settings, at_least, changed, setting
 from lamina.reports import registry
-
-HERE = __name__
 
 
 class ToySettings(SeedSettings, OutputSettings, Settings):
@@ -46,10 +45,9 @@ ROW = JobRow(
     summary="write words",
     about="Write words.",
     examples="\n  lamina toy --count 3\n",
-    settings=f"{HERE}:ToySettings",
-    run=f"{HERE}:toy",
+    settings=lambda: ToySettings,
+    run=toy,
     returns="Returns what result.json holds.",
-    prints=f"{HERE}:printed",
 )
 
 
@@ -62,6 +60,7 @@ def added(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(JOBS, "toy", ROW)
     monkeypatch.setitem(registry._pages, "toy", page)  # as @report_of("toy") does
+    monkeypatch.setitem(registry._endings, ("toy", ""), printed)  # as @ending_of("toy") does
     monkeypatch.setattr("lamina.commands.catalog.JOBS", JOBS)
     monkeypatch.setitem(__import__("lamina.commands.catalog", fromlist=["x"]).COMMANDS, "toy", ROW.summary)
 
@@ -102,8 +101,10 @@ def test_where_a_job_writes_decides_no_number():
         assert "output" in row.record.free(), row.name
 
 
-def test_what_the_rows_name_exists():
+def test_every_job_has_a_page_and_says_how_it_ended():
+    known = registry.kinds()
     for row in JOBS.values():
-        named = [row.settings, row.run, row.prints, row.listing, row.folder, row.fails]
-        named += [text for switch in row.switches for text in (switch.prints, switch.after, switch.fails)]
-        assert all(callable(load(name)) for name in named if name), row.name
+        assert row.kind in known, row.name
+        assert row.own_command or callable(registry.ending(row.kind)), row.name
+        assert all(callable(registry.ending(row.kind, switch.name)) for switch in row.switches if switch.prints)
+        assert row.kind in registry._drawings or not any(switch.draws for switch in row.switches)

@@ -6,11 +6,11 @@ import sys
 import pytest
 
 import lamina
-from lamina.cli import COMMANDS, main
+from lamina.catalog import JOBS
+from lamina.cli import COMMANDS, GROUPS, main
 from lamina.commands.arguments import Parser
 from lamina.errors import UserError
 from lamina.jobs.aliases import NEAR, TAKEN, in_our_words
-from lamina.jobs.catalog import JOBS
 
 SETTINGS = {name: row.record for name, row in JOBS.items()}
 EXPORTED = {"__version__", "build", "evaluate", "placements", "probe", "probe_folder", "LayerMonitor", "watch", "wire"}
@@ -28,7 +28,9 @@ _WRITTEN = "placements backbones diagnose report generate convert emit prune gra
 
 def test_the_command_line_has_these_commands():
     jobs = "compare preflight pretrain sft reward rlhf dpo coord-check transfer max-lr study probe eval"
-    assert list(COMMANDS) == [*jobs.split(), *_WRITTEN.split()]
+    assert list(JOBS) == jobs.split()
+    assert set(COMMANDS) == {*jobs.split(), *_WRITTEN.split()}
+    assert next(iter(GROUPS["compare and train"])) == "compare"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lamina.jobs.catalog import JOBS, load
+from lamina.catalog import JOBS
 from tests.lab.posttraining.tiny import preferences, sorting, write_model, write_rows
 
 TUNED = {
@@ -62,7 +62,7 @@ def places_of(root: Path, *, tuned: bool) -> dict[str, str]:
 
 def job_named(job: str) -> Callable[..., dict[str, Any]]:
     """The function of a job after pretraining."""
-    return load(JOBS[job].run)
+    return JOBS[job].run
 
 
 def held_out_of(folder: Path) -> list[Any]:

@@ -22,7 +22,7 @@ from lamina.probes.job.compact import compact
 from lamina.reports import sections, tables
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, sentence, write_page
 from lamina.reports.records import Frame, groups, lenient_mapping, read_parquet, rows_of
-from lamina.reports.registry import report_of
+from lamina.reports.registry import drawing_of, report_of
 from lamina.reports.screenshot import screenshot
 from lamina.reports.style import FONT, polish_own
 from lamina.reports.tables import Field, Row, in_form, table
@@ -54,6 +54,7 @@ def probing_report(folder: Path) -> Path:
     )
 
 
+@drawing_of(Kind.PROBING)
 def draw(folder: Path) -> list[Path]:
     """Write FOLDER/figures/NAME.png beside each figure's .json. Raises UserError without a working browser."""
     result = read_json(folder / RESULT)

@@ -13,8 +13,8 @@ from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
-from lamina.jobs.files import read_json, read_sealed
-from lamina.jobs.names import CLAIMS, STUDY
+from lamina.jobs.files import read_claims, read_sealed
+from lamina.jobs.names import STUDY
 from lamina.lab.papers.judging.claims import Claim, judge, judgeable, load_claims
 from lamina.lab.papers.judging.findings import Verdict
 from lamina.lab.papers.judging.trials import Reader, Trials
@@ -120,20 +120,6 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
                 )
             verdicts.append(one)
     return verdicts
-
-
-def read_claims(folder: Path) -> list[Json] | None:
-    """Read the verdicts in a study's folder; None without a file. Raises UserError for a file that can't be read."""
-    path = folder / CLAIMS
-    if not path.is_file():
-        return None
-    try:
-        claims = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{str(path)!r}: not readable ({error})") from None
-    if not isinstance(claims, list) or not all(isinstance(one, dict) for one in claims):
-        raise UserError(f"{str(path)!r}: no list of verdicts (allowed: the file as it was written)")
-    return claims
 
 
 def _load(study: StudyDefinition) -> list[Claim]:

@@ -12,8 +12,8 @@ import pandas as pd
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import columns
+from lamina.jobs.files import read_claims
 from lamina.jobs.names import CLAIMS, RESULTS
-from lamina.lab.papers.engine.verdicts import read_claims
 from lamina.lab.papers.judging.checks import TRAINED
 from lamina.lab.papers.judging.trials import NO_ARM
 from lamina.lab.papers.study_catalog import STAGE

@@ -17,12 +17,20 @@ from lamina.reports import charts, tables
 from lamina.reports.charts import Grid
 from lamina.reports.page import Section, details, figure, moment, write_page
 from lamina.reports.records import rows_of
-from lamina.reports.registry import report_of
+from lamina.reports.registry import drawing_of, report_of
 from lamina.reports.sections import scale_note
 from lamina.reports.style import colors, polish, rgba
 from lamina.reports.tables import NONE, Field, Row, in_form, number, status, swatch, table, text
 
 _HEIGHT, _MAP = 330, 250  # of a row of panels, in pixels
+
+
+@drawing_of(Kind.CLAIMS)
+def write_figures(folder: Path) -> list[Path]:
+    """Write a study's figures as SVG and PDF. Raises UserError without matplotlib."""
+    from lamina.lab.papers.pages.matplotlib_figures import write_all
+
+    return write_all(folder)
 
 
 def plot(drawing: Drawing) -> go.Figure:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Unpack
 
 from lamina.core.json_types import Json
-from lamina.jobs import catalog
-from lamina.jobs.catalog import load
+from lamina.evaluation.settings import EvalSettings
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import PLAN
+from lamina.jobs.row import Modes
 from lamina.jobs.seals import write_result
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import Status
+from lamina.lab.posttraining import tuning_rows as rows
+from lamina.studies.settings import MaxRateSettings
+from lamina.training import pretrain_row
 from lamina.training.settings import PretrainSettings
 
 SCORE = "score"
@@ -67,14 +70,26 @@ def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool 
     return result
 
 
+def max_rate(settings: MaxRateSettings, *, resume: Resume = False, bar: bool = True) -> Json:
+    from lamina.studies.compare import run_max_rate
+
+    return run_max_rate(settings, resume=resume, bar=bar)
+
+
+def evaluate(settings: EvalSettings, **modes: Unpack[Modes]) -> Json:
+    from lamina.evaluation.job import evaluate as run
+
+    return run(settings, **modes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrialJob:
     """A kind of trial.
 
     Attributes:
         name: as the YAML of a study says it.
-        settings: "module:class" of its settings, which have ``output`` and ``seed``.
-        run: "module:function"; it takes the settings, ``resume`` and ``bar``, and writes a run's folder.
+        settings: returns the class of its settings, which have ``output`` and ``seed``.
+        run: takes the settings, ``resume`` and ``bar``, and writes a run's folder.
         trains: whether it leaves a trained model.
         inputs: the settings that take the folder of an earlier trial, the main one first; empty for a job that starts
             a chain, whose settings have ``placement``.
@@ -84,8 +99,8 @@ class TrialJob:
     """
 
     name: str
-    settings: str
-    run: str
+    settings: Callable[[], type[Settings]]
+    run: Callable[..., Json]
     trains: bool = True
     inputs: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
@@ -93,7 +108,7 @@ class TrialJob:
     numbers: Callable[[Json], Json] = lambda result: result
 
     def settings_class(self) -> type[Settings]:
-        return cast(type[Settings], load(self.settings))
+        return self.settings()
 
 
 TRIAL_JOBS = {
@@ -101,29 +116,28 @@ TRIAL_JOBS = {
     for job in (
         TrialJob(
             name="pretrain",
-            settings="lamina.training.settings:PretrainSettings",
-            run="lamina.training.pretrain:pretrain",
+            settings=lambda: PretrainSettings,
+            run=pretrain_row.pretrain,
         ),
         TrialJob(
             name="init",
-            settings="lamina.training.settings:PretrainSettings",
-            run="lamina.lab.papers.trials.jobs:initialize",
+            settings=lambda: PretrainSettings,
+            run=initialize,
             trains=False,
         ),
         TrialJob(
             name="max-lr",
-            settings="lamina.studies.settings:MaxRateSettings",
-            run="lamina.studies.compare:run_max_rate",
+            settings=lambda: MaxRateSettings,
+            run=max_rate,
         ),
         *(
             TrialJob(name=row.name, settings=row.settings, run=row.run, inputs=row.inputs, files=row.files)
-            for row in catalog.JOBS.values()
-            if row.inputs[:1] == ("from_model",) and row.files
+            for row in (rows.SFT, rows.REWARD, rows.RLHF, rows.DPO)
         ),
         TrialJob(
             name="eval",
-            settings="lamina.evaluation.settings:EvalSettings",
-            run="lamina.evaluation.job:evaluate",
+            settings=lambda: EvalSettings,
+            run=evaluate,
             trains=False,
             inputs=("models",),
             files=("tasks",),

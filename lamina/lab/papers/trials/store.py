@@ -15,7 +15,6 @@ from lamina.core.json_types import Json
 from lamina.core.values import refuse_special
 from lamina.errors import UserError
 from lamina.jobs import columns
-from lamina.jobs.catalog import load
 from lamina.jobs.files import noted, read_config, read_result, write_json, write_parquet, write_text
 from lamina.jobs.folder import lock
 from lamina.jobs.manifest import MODEL, what_is_broken
@@ -164,7 +163,7 @@ class StoredTask(Task):
         stored, ours = read_config(self.folder) if path.is_file() else {}, self.settings.to_dict()
         settings = replace(self.settings, **{name: stored[name] for name in SPELLED if name in stored and name in ours})
         write_json(self.folder / TRIAL, self.identity)
-        result = load(self.job)(settings, resume="auto", bar=False)
+        result = self.job(settings, resume="auto", bar=False)
         if self.measures and result["status"] in ENDED:
             measure(self.folder, cast(PretrainSettings, settings), self.measures)
         return result

@@ -16,10 +16,18 @@ from lamina.reports import charts, layers, sections
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, callouts, details, figure, write_page
 from lamina.reports.records import is_number, read_run
-from lamina.reports.registry import report_of
+from lamina.reports.registry import ending_of, report_of
 from lamina.reports.style import PALETTE, polish
 from lamina.reports.tables import chip, table, text
+from lamina.reports.terminal import run_ended
 
+_TUNED = {
+    "eval_loss": "held-out loss {:.4f}",
+    "eval_accuracy": "accuracy {:.3f}",
+    "eval_reward": "held-out reward {:.4f}",
+    "eval_kl": "KL {:.3f} nats",
+}
+ending_of(Kind.SFT, Kind.REWARD, Kind.RLHF, Kind.DPO)(partial(run_ended, forms=_TUNED))
 # The title of each curve, its names in metrics.jsonl in training and held out, its quantity, and how to read it.
 CURVES = (
     ("Loss", "loss", "eval_loss", "loss", (

@@ -1,0 +1,142 @@
+"""What a job is: a row from which its command and its Python function are made.
+
+To add a job, add its settings, its function, its page (``lamina.reports.registry.report_of``), the text that it prints
+(``ending_of``) and its row, in the room of the job. A row's functions import what is heavy when they are called. The
+rows are listed in ``lamina.catalog``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from lamina.core.frames import Frame
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.kinds import Kind, kind_of
+
+if TYPE_CHECKING:
+    from lamina.jobs.folder import Resume
+    from lamina.jobs.settings import Settings
+
+
+Given = Mapping[str, object]
+"""A job's settings by name, as the user gives them."""
+
+
+class Modes(TypedDict, total=False):
+    """How a job runs, beside its settings."""
+
+    resume: Resume
+    overwrite: bool
+    bar: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A flag of a job that is not a setting.
+
+    Attributes:
+        prints: whether the text at the end is another one, registered by ``ending_of(kind, switch=name)``.
+        draws: whether the page's figures are saved as pictures, too; the Python function has the switch as well.
+        passed: whether the job's function takes it; the Python function then has it as well.
+        fails: decides from the result whether the exit code is 1.
+    """
+
+    name: str
+    help: str
+    prints: bool = False
+    draws: bool = False
+    passed: bool = False
+    fails: Callable[..., bool] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRow:
+    """A job: its command, its Python function and its page.
+
+    Attributes:
+        name: the command's name.
+        function: the Python function's name, if not the command's with underscores.
+        kind: the kind of the job's folder.
+        summary: a line for ``lamina --help``.
+        about: what the job does, for the command's help; the first paragraph is also the Python function's.
+        settings: returns the class of its settings.
+        run: does the work, from the settings by name, resume, overwrite, bar and the passed switches.
+        returns: what the Python function returns, in a sentence or two.
+        outcome: the type of the result, a class of ``lamina.api.results``, or "pd.DataFrame".
+        raises: the errors, for the Python function's documentation.
+        resumes: what --resume does, for the help; empty for a job that does not resume.
+        positional: the settings without a flag; one that ends in "..." takes any number of words.
+        listing: returns the list that the help and --list print.
+        inputs: the settings that name models to start from, the main one first.
+        files: the settings that name data or code.
+        fails: decides from the result whether the exit code is 1.
+        folder: returns the output folder for the settings, if its default is no constant.
+        pages: imports the page and the printed text, if they are not among those of ``lamina.reports``.
+        extra: what has to be installed.
+        own_command: whether a module of ``lamina.commands`` holds the command.
+    """
+
+    name: str
+    function: str = ""
+    kind: str
+    summary: str
+    about: str
+    examples: str = ""
+    settings: Callable[[], type[Settings]]
+    run: Callable[..., Json | Frame]
+    returns: str
+    outcome: str = "RunResult"
+    raises: str = "a corpus that can't be read"
+    resumes: str = "continue what is in the output folder"
+    positional: tuple[str, ...] = ()
+    switches: tuple[Switch, ...] = ()
+    listing: Callable[..., str] | None = None
+    inputs: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    fails: Callable[..., bool] | None = None
+    folder: Callable[[Given], Path | None] | None = None
+    pages: Callable[[], object] | None = None
+    extra: str = "train"
+    own_command: bool = False
+
+    @property
+    def function_name(self) -> str:
+        return self.function or self.name.replace("-", "_")
+
+    @property
+    def record(self) -> type[Settings]:
+        return self.settings()
+
+    def folder_of(self, settings: Given) -> Path | None:
+        """Return the output folder for the user's settings; None for a job that writes none."""
+        if self.folder:
+            return self.folder(settings)
+        output = settings.get("output", self.record.default("output"))
+        return None if output is None else Path(str(output))
+
+
+MODEL = "OUTPUT/model is the model, OUTPUT/report.html the page."
+CHECKPOINT = "resume from the last checkpoint in the output folder"
+
+JOBS: dict[str, JobRow] = {}
+"""All rows by the commands' names; ``lamina.catalog`` puts them here."""
+
+
+def refuse_other_kind(folder: Path, row: JobRow) -> None:
+    """Raise UserError if the folder to resume was written by another kind of job.
+
+    If environment.json is damaged, the job's files decide, and it is written again.
+    """
+    kind = kind_of(folder)
+    if kind in (row.kind, None):
+        return
+    owner = next((other.name for other in JOBS.values() if other.kind == kind), None)
+    wrote = f"lamina {owner}" if owner else "lamina convert" if kind == Kind.MODEL else "lamina.watch"
+    raise UserError(
+        f"output: {str(folder)!r} was written by {wrote}, so lamina {row.name} can't resume it (allowed: the folder of "
+        f"a lamina {row.name}, or a new one)"
+    )

@@ -1,0 +1,59 @@
+"""The row of `lamina study`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from lamina.core.frames import Frame
+from lamina.jobs.kinds import Kind
+from lamina.jobs.row import Given, JobRow, Modes, Switch
+
+if TYPE_CHECKING:
+    from lamina.lab.papers.engine.settings import StudySettings
+
+
+def study_settings() -> type[StudySettings]:
+    from lamina.lab.papers.engine.settings import StudySettings
+
+    return StudySettings
+
+
+def run_study(settings: Given, *, record: bool = False, **modes: Unpack[Modes]) -> Frame:
+    from lamina.lab.papers.engine.study_run import run_study
+
+    return run_study(settings, record=record, **modes)
+
+
+def study_folder(settings: Mapping[str, object]) -> Path | None:
+    from lamina.lab.papers.engine.study_run import output_of
+
+    return output_of(settings)
+
+
+def study_pages() -> object:
+    from lamina.lab.papers.pages import page
+
+    return page
+
+
+STUDY = JobRow(
+    name="study",
+    kind=Kind.CLAIMS,
+    summary="run, list or show studies: each table and figure of the papers, with a verdict on its claim",
+    about="Run a study and judge its claims, as `lamina study run` does.",
+    settings=study_settings,
+    run=run_study,
+    returns="``study`` is a name of the catalog or the YAML file of your own; OUTPUT/report.html is the page.",
+    outcome="StudyOutcome",
+    raises="a study that can't be read or has changed since it ran",
+    switches=(
+        Switch(name="record", help="also write tables and verdicts to the records", passed=True),
+        Switch(name="dry_run", help="train nothing: parameters, tokens, FLOPs, hours"),
+    ),
+    positional=("study",),
+    folder=study_folder,
+    pages=study_pages,
+    own_command=True,
+)

@@ -1,0 +1,159 @@
+"""The rows of the jobs after pretraining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Unpack
+
+from lamina.core.json_types import Json
+from lamina.jobs.row import CHECKPOINT, MODEL, Given, JobRow, Modes
+
+if TYPE_CHECKING:
+    from lamina.jobs.settings import Settings
+    from lamina.lab.posttraining.settings import DpoSettings, RewardSettings, RlhfSettings, SftSettings
+
+
+def tuning(
+    name: str,
+    settings: Callable[[], type[Settings]],
+    run: Callable[..., Json],
+    summary: str,
+    about: str,
+    examples: str,
+    *inputs: str,
+    files: tuple[str, ...] = (),
+) -> JobRow:
+    """Make the row of a job after pretraining."""
+    return JobRow(
+        name=name,
+        kind=name,
+        summary=summary,
+        about=about,
+        examples=examples,
+        settings=settings,
+        run=run,
+        pages=tuning_pages,
+        returns=f"``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; {MODEL}",
+        raises="data or a model that can't be read",
+        resumes=CHECKPOINT,
+        inputs=("from_model", *inputs),
+        files=("data", "eval_data", "template", *files),
+        extra="posttrain",
+    )
+
+
+def tuning_pages() -> object:
+    from lamina.lab.posttraining import page
+
+    return page
+
+
+def sft_settings() -> type[SftSettings]:
+    from lamina.lab.posttraining.settings import SftSettings
+
+    return SftSettings
+
+
+def sft(settings: Given, **modes: Unpack[Modes]) -> Json:
+    from lamina.lab.posttraining.sft import sft as train
+
+    return train(settings, **modes)
+
+
+SFT = tuning(
+    "sft",
+    sft_settings,
+    sft,
+    "fine-tune a model on instructions or conversations",
+    "Fine-tune a model; OUTPUT/model chats with `lamina generate`.",
+    """
+  lamina sft --from runs/keel-64 --data instructions.jsonl --output runs/keel-64-sft
+  lamina sft --from runs/keel-64 --data chats.jsonl --template chat --packing --sequence-length 512 --epochs 2 \\
+      --output runs/keel-64-chat
+  lamina sft --from HuggingFaceTB/SmolLM2-135M --data questions.jsonl --lora-rank 16 --learning-rate 2e-4 \\
+      --output runs/smollm2-lora
+  lamina sft --from runs/keel-64 --preset lima --output runs/keel-64-lima
+  lamina sft --output runs/keel-64-sft --resume
+""",
+)
+
+
+def reward_settings() -> type[RewardSettings]:
+    from lamina.lab.posttraining.settings import RewardSettings
+
+    return RewardSettings
+
+
+def reward(settings: Given, **modes: Unpack[Modes]) -> Json:
+    from lamina.lab.posttraining.pairs import reward as train
+
+    return train(settings, **modes)
+
+
+REWARD = tuning(
+    "reward",
+    reward_settings,
+    reward,
+    "train a reward model on preferences",
+    "Train a reward model on preferences (prompt, chosen, rejected), from a fine-tuned model.",
+    """
+  lamina reward --from runs/keel-64-sft --data preferences.jsonl --output runs/keel-64-reward
+  lamina reward --from runs/keel-64-sft --data hf:trl-lib/ultrafeedback_binarized --batch-size 16 --epochs 1
+  lamina reward --output runs/keel-64-reward --resume
+""",
+)
+
+
+def rlhf_settings() -> type[RlhfSettings]:
+    from lamina.lab.posttraining.settings import RlhfSettings
+
+    return RlhfSettings
+
+
+def rlhf(settings: Given, **modes: Unpack[Modes]) -> Json:
+    from lamina.lab.posttraining.rlhf import rlhf as train
+
+    return train(settings, **modes)
+
+
+RLHF = tuning(
+    "rlhf",
+    rlhf_settings,
+    rlhf,
+    "train a policy by reinforcement learning: ReMax, RLOO or GRPO",
+    "Train a policy by reinforcement learning, with a reward model or a function: ReMax, RLOO or GRPO.",
+    """
+  lamina rlhf --from runs/keel-64-sft --reward-model runs/keel-64-reward --data prompts.jsonl --output runs/keel-64-rlhf
+  lamina rlhf --from runs/keel-64-sft --reward-function sums.py:is_right --data sums.jsonl --algorithm grpo \\
+      --num-generations 8
+  lamina rlhf --output runs/keel-64-rlhf --resume
+""",
+    "reward_model",
+    files=("reward_function",),
+)
+
+
+def dpo_settings() -> type[DpoSettings]:
+    from lamina.lab.posttraining.settings import DpoSettings
+
+    return DpoSettings
+
+
+def dpo(settings: Given, **modes: Unpack[Modes]) -> Json:
+    from lamina.lab.posttraining.pairs import dpo as train
+
+    return train(settings, **modes)
+
+
+DPO = tuning(
+    "dpo",
+    dpo_settings,
+    dpo,
+    "train a policy on preferences directly",
+    "Train a policy on preferences (prompt, chosen, rejected) directly, without a reward model.",
+    """
+  lamina dpo --from runs/keel-64-sft --data preferences.jsonl --output runs/keel-64-dpo
+  lamina dpo --from runs/keel-64-sft --data preferences.jsonl --beta 0.3 --learning-rate 5e-7 --lora-rank 16
+  lamina dpo --output runs/keel-64-dpo --resume
+""",
+)

@@ -1,0 +1,69 @@
+"""The row of `lamina preflight`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lamina.core.frames import Frame
+from lamina.jobs.kinds import Kind
+from lamina.jobs.row import Given, JobRow, Switch
+
+if TYPE_CHECKING:
+    from lamina.preflights.settings import PreflightSettings
+
+
+def settings() -> type[PreflightSettings]:
+    from lamina.preflights.settings import PreflightSettings
+
+    return PreflightSettings
+
+
+def preflight(settings: Given, *, overwrite: bool = False, bar: bool = True) -> Frame:
+    from lamina.preflights.planned_runs import preflight
+
+    return preflight(settings, overwrite=overwrite, bar=bar)
+
+
+def will_not_train(rows: Frame) -> bool:
+    return bool((rows["verdict"] == "will not train").any())
+
+
+PREFLIGHT = JobRow(
+    name="preflight",
+    kind=Kind.PREFLIGHT,
+    summary="before a run: will it train, why not, and what to change",
+    about=(
+        "Before a run: take its first steps at full depth, measure the layers, and say whether it will "
+        'train, why, and what to\nchange. "fine" and "risky" runs learned in these steps; an "undecided" '
+        'one did not yet, and its line "change" says\nhow many steps should decide; a "will not train" one '
+        "is not expected to learn. The exit code is 0 whatever the\nverdict; with --strict it is 1 if any "
+        'verdict is "will not train".'
+    ),
+    examples="""
+  lamina preflight --placement keel --num-layers 48 --learning-rate 5e-3
+  lamina preflight --placements post_ln,peri_ln,keel --num-layers 32 --hidden-size 48 --num-heads 2
+  lamina preflight --placement fusenorm --init normal --learning-rates 3e-3,2e-2 --warmup 0.3 --output runs/preflight
+  lamina preflight --backbone llama-71m --placement my_placement.yaml --corpus books/ --tokenizer bpe:8192 --json
+""",
+    settings=settings,
+    run=preflight,
+    returns=(
+        "Returns one row per planned run: its verdict, the reason, what to change, and the numbers behind "
+        "them (docs/preflight.md). With ``output``, it also writes a folder: preflight.csv, layers.parquet, "
+        "preflight.json (from which `lamina report` makes the page) and report.html."
+    ),
+    outcome="pd.DataFrame",
+    resumes="",
+    switches=(
+        Switch(
+            name="json",
+            help="print the table as JSON, with every measured number",
+            prints=True,
+        ),
+        Switch(
+            name="strict",
+            help='exit with 1 if a verdict is "will not train"',
+            fails=will_not_train,
+        ),
+    ),
+)

@@ -1,0 +1,162 @@
+"""The rows of the jobs that train many models to answer one question."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Unpack
+
+from lamina.core.frames import Frame
+from lamina.jobs.kinds import Kind
+from lamina.jobs.row import Given, JobRow, Modes
+
+if TYPE_CHECKING:
+    from lamina.studies.settings import CompareSettings, CoordCheckSettings, MaxRateStudySettings, TransferSettings
+
+
+def compare_settings() -> type[CompareSettings]:
+    from lamina.studies.settings import CompareSettings
+
+    return CompareSettings
+
+
+def compare(settings: Given, **modes: Unpack[Modes]) -> Frame:
+    from lamina.studies.compare import compare
+
+    return compare(settings, **modes)
+
+
+COMPARE = JobRow(
+    name="compare",
+    kind=Kind.COMPARE,
+    summary="train placements side by side on your text and write one page about them (the main job)",
+    about=(
+        "Train placements side by side on your text; OUTPUT/report.html shows which is best, which failed, and why."
+    ),
+    examples="""
+  lamina compare
+  lamina compare --placements pre_ln,peri_ln,keel --num-layers 48 --hidden-size 64 --steps 200
+  lamina compare --corpus books/ --tokenizer bpe:4096 --learning-rates 1e-3,3e-3,1e-2 --seeds 0,1,2 --output runs/books
+  lamina compare --learning-rates 3e-3,1e-2 --learning-rates-of "keel=1e-2,3e-2; post_ln=1e-4,1e-3"
+  lamina compare --placements "mix_ln(alpha=0.5),my_placement.yaml" --init same:normal
+  lamina compare --output runs/books --resume
+""",
+    settings=compare_settings,
+    run=compare,
+    returns=(
+        "Returns the rows of results.csv and the page. ``placements``, ``learning_rates`` and ``seeds`` may "
+        "also be lists, ``corpus`` a path, a list of paths or texts, or a datasets.Dataset. The worker "
+        "processes do not import the calling script."
+    ),
+    outcome="Comparison",
+)
+
+
+def coord_check_settings() -> type[CoordCheckSettings]:
+    from lamina.studies.settings import CoordCheckSettings
+
+    return CoordCheckSettings
+
+
+def coord_check(settings: Given, **modes: Unpack[Modes]) -> Frame:
+    from lamina.studies.coordinates import coord_check
+
+    return coord_check(settings, **modes)
+
+
+COORD_CHECK = JobRow(
+    name="coord-check",
+    kind=Kind.COORD_CHECK,
+    summary="check that no module's output grows with the width or depth, before and after a few steps",
+    about=(
+        "Train several widths, or depths, for a few steps on one batch and see whether any module's output "
+        "grows with the size.\nPrints the exponent e of mean |x| ~ size^e: 0 is right; above 0, a wide or deep "
+        "model will blow up."
+    ),
+    examples="""
+  lamina coord-check
+  lamina coord-check --placement keel --width-scaling none --output runs/keel-plain
+  lamina coord-check --backbone llama-71m --num-layers 12 --widths 128,256,512,1024 --width-scaling mup
+  lamina coord-check --depths 8,16,32 --depth-scaling completep --output runs/depths
+""",
+    settings=coord_check_settings,
+    run=coord_check,
+    returns="Returns the rows of slopes.csv and the page; OUTPUT/result.json has the verdict.",
+    outcome="Comparison",
+    resumes="skip the sizes and seeds that the folder already holds",
+)
+
+
+def transfer_settings() -> type[TransferSettings]:
+    from lamina.studies.settings import TransferSettings
+
+    return TransferSettings
+
+
+def transfer(settings: Given, **modes: Unpack[Modes]) -> Frame:
+    from lamina.studies.transfer import transfer
+
+    return transfer(settings, **modes)
+
+
+TRANSFER = JobRow(
+    name="transfer",
+    kind=Kind.TRANSFER,
+    summary="find the learning rates that are stable and best on a narrow proxy, and from them a wide target's",
+    about=(
+        "Try learning rates on a narrow proxy. Prints those that are stable and best there, and each role's "
+        "rates at\nthe target's width. A rate that fails on the proxy fails on the target (FuseNorm Figure "
+        "4)."
+    ),
+    examples="""
+  lamina transfer
+  lamina transfer --placement fusenorm --backbone llama-5b --untie-embeddings --proxy-width 640 --output runs/ws
+  lamina transfer --learning-rates 1e-3,4e-3,1.6e-2,6.4e-2 --verify-rates 4e-3,6.4e-2 --verify-width 256
+  lamina transfer --output runs/ws --resume
+""",
+    settings=transfer_settings,
+    run=transfer,
+    returns=(
+        "Returns the rows of results.csv and the page; OUTPUT/transfer.json holds the interval, the "
+        "target's rates and the risk."
+    ),
+    outcome="Comparison",
+)
+
+
+def max_lr_settings() -> type[MaxRateStudySettings]:
+    from lamina.studies.settings import MaxRateStudySettings
+
+    return MaxRateStudySettings
+
+
+def max_lr(settings: Given, **modes: Unpack[Modes]) -> Frame:
+    from lamina.studies.compare import max_lr
+
+    return max_lr(settings, **modes)
+
+
+MAX_LR = JobRow(
+    name="max-lr",
+    kind=Kind.MAX_LR,
+    summary="find the largest learning rate that each placement tolerates: one warm-up until it fails",
+    about=(
+        "Find how high a learning rate each placement tolerates. Each placement and seed has one run, with "
+        "one linear warm-up\nfrom 0 to --max-learning-rate over all --steps (Keel's protocol). A run ends at "
+        "the first of: a loss or gradient that is not\nfinite; a spike, a loss that stays --spike-margin "
+        "nats above its low for --spike-patience; a plateau, a loss that does\nnot fall by --plateau-margin "
+        'nats while the rate grows by --plateau-factor ("stuck" if it never got below the corpus\'s\nunigram '
+        "entropy). Reports the rate just before: the last at which the loss was at its low, or still fell."
+    ),
+    examples="""
+  lamina max-lr
+  lamina max-lr --placements post_ln,mix_ln,pre_ln,keel --seeds 0,1,2,3,4 --output runs/limits
+  lamina max-lr --backbone llama-71m --corpus books/ --tokenizer bpe:8192 --steps 5000 --max-learning-rate 5e-2
+  lamina max-lr --output runs/limits --resume
+""",
+    settings=max_lr_settings,
+    run=max_lr,
+    returns=(
+        "Returns the rows of results.csv (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of "
+        "every placement and seed) and the page. ``placements`` and ``seeds`` may also be lists."
+    ),
+    outcome="Comparison",
+)

@@ -1,0 +1,65 @@
+"""The row of `lamina eval`, which also evaluates the runs of a study."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Unpack
+
+from lamina.core.json_types import Json
+from lamina.jobs.kinds import Kind
+from lamina.jobs.row import Given, JobRow, Modes
+
+if TYPE_CHECKING:
+    from lamina.evaluation.settings import EvalSettings
+
+
+def settings() -> type[EvalSettings]:
+    from lamina.evaluation.settings import EvalSettings
+
+    return EvalSettings
+
+
+def evaluate(settings: Given, **modes: Unpack[Modes]) -> Json:
+    from lamina.studies.evaluated import evaluate_runs
+
+    return evaluate_runs(settings, **modes)
+
+
+def listing(*, full: bool = False) -> str:
+    from lamina.evaluation.task_sets import listing
+
+    return listing(full=full)
+
+
+EVAL = JobRow(
+    name="eval",
+    function="evaluate",
+    kind=Kind.EVALUATION,
+    summary=("evaluate models: perplexity of a text, tasks of lm-evaluation-harness, tables as the papers print them"),
+    about="""\
+Evaluate trained models: the perplexity of any text per token, word and byte (--corpus), and the tasks of
+lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, a run's folder, or a study's, whose runs
+become a mean and a standard deviation over the seeds. OUTPUT/report.html is the page; table.csv, table.md and table.tex
+hold the table as the papers print it, results.csv every number, items/ every question.
+
+--tasks takes any task, group or tag of the harness, and these sets:""",
+    examples="""
+  lamina eval runs/keel-64 --corpus my_text.txt
+  lamina eval runs/keel-64 runs/pre-64 --tasks generated --output runs/scores
+  lamina eval models/smollm2 --tasks peri_ln --limit 200 --data-dir eval-data
+  lamina eval models/smollm2 --tasks arc_easy,hellaswag@5 --output runs/smollm2
+  lamina eval runs/compare --tasks peri_ln --data-dir eval-data --output runs/peri --resume=auto
+  lamina eval --list
+""",
+    settings=settings,
+    run=evaluate,
+    returns=(
+        "``models`` (paths of checkpoints, runs and studies) and ``tasks`` may also be lists. Returns what "
+        "result.json holds."
+    ),
+    raises="an unknown task, data or a checkpoint that can't be read",
+    resumes="evaluate only what is not finished",
+    positional=("models...",),
+    listing=listing,
+    inputs=("models",),
+    files=("tasks",),
+)
