@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
@@ -124,6 +125,18 @@ def is_finite(value: object) -> TypeGuard[int | float]:
         return False
 
 
+SPECIAL = "is a pipe, a socket or a device"
+
+
+def is_special(place: str | Path) -> bool:
+    """Return whether a path leads to a pipe, a socket or a device: its reader might wait for ever."""
+    try:
+        mode = os.stat(place).st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
 _LEVELS, _ENTRIES = 3, 20_000  # of a folder that is given as an input
 
 
@@ -134,14 +147,11 @@ def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entri
     """
     waiting = [(os.fspath(value), 0)]
     for seen, (place, level) in enumerate(waiting):
-        try:
-            mode = os.stat(place).st_mode
-            if stat.S_ISDIR(mode) and level < levels and seen < entries and (level == 0 or not os.path.islink(place)):
+        if is_special(place):
+            raise UserError(f"{name}: {place!r} {SPECIAL} (allowed: a file or a folder)")
+        with suppress(OSError, ValueError):
+            if level < levels and seen < entries and os.path.isdir(place) and (level == 0 or not os.path.islink(place)):
                 waiting += [(entry.path, level + 1) for entry in os.scandir(place)]
-        except (OSError, ValueError):
-            continue
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise UserError(f"{name}: {place!r} is a pipe, a socket or a device (allowed: a file or a folder)")
 
 
 @takes(PathLike)

@@ -19,6 +19,7 @@ import yaml
 from lamina.core.extras import missing_extra
 from lamina.core.frames import Frame
 from lamina.core.json_types import Json
+from lamina.core.values import SPECIAL, is_special
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs.manifest import sync
@@ -74,6 +75,8 @@ def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
 
 def read_json(path: Path) -> Json:
     """Read a JSON file that holds an object. Raises OSError, ValueError."""
+    if is_special(path):
+        raise OSError(errno.EINVAL, SPECIAL, str(path))
     return json.loads(path.read_text(encoding="utf-8"))
 
 

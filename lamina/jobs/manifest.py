@@ -5,6 +5,7 @@ manifest.json lists each file's size and SHA-256, so that a missing, cut or alte
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from lamina.core.values import SPECIAL, is_special
 from lamina.errors import UserError
 from lamina.jobs.names import MANIFEST, RESULT
 
@@ -69,6 +71,8 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
 
 def listed(folder: Path) -> dict[str, Entry]:
     """Read a manifest's list of files. Raises OSError, or one of NOT_A_MANIFEST if it was altered."""
+    if is_special(folder / MANIFEST):
+        raise OSError(errno.EINVAL, SPECIAL)
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     entries = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
     if manifest["checksum"] != checksum(entries):

@@ -77,6 +77,9 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
             faults[by] = f"not of the run whose {CONFIG} is beside it, or one of the two is altered"
         elif sha256(path) != digest:
             faults[name] = f"altered since {by} was written, or of another run"
+    if seal and by == RESULT:
+        there = {path.relative_to(folder).as_posix() for pattern in GROWING for path in folder.glob(pattern)}
+        faults |= dict.fromkeys(sorted(there - seal["files"].keys()), f"not one of the records that {RESULT} lists")
     return faults
 
 

@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,7 @@ KILLED, ENDED, STUDY, CACHE, CORPUS, CONFIG = (
 )  # fmt: skip
 OPTIONS = {"steps": 10, "logging_steps": 1, "save_steps": 3, "eval_steps": 3, "learning_rate": 2e-3, "keep": 2}
 PROBES = {"probe_every": 3, "probes": "gains"}
+LONGEST = 240  # seconds: a reader that waits for a pipe ends with the signal
 TIMING = ("seconds", "tokens_per_second")
 
 
@@ -89,7 +91,31 @@ def stray(path: Path, draw: random.Random) -> None:
         digit(other, draw)
 
 
-HARMS = (cut, flip, digit, empty, delete, double, rename, folder, stray)
+def exchange(path: Path, draw: random.Random) -> None:
+    """The file of the study's other trial in its place, and the other way round; elsewhere another digit."""
+    if "trials" not in path.parts:
+        digit(path, draw)
+        return
+    run = next(place for place in path.parents if place.parent.name == "trials")
+    other = next(place for place in sorted(run.parent.iterdir()) if place != run) / path.relative_to(run)
+    if other.is_file():
+        aside = path.with_name("aside")
+        path.rename(aside)
+        other.rename(path)
+        aside.rename(other)
+
+
+def pipe(path: Path, draw: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def steering(path: Path, draw: random.Random) -> None:
+    """One more file beside it, whose name sets the title of a terminal's window."""
+    path.with_name(f"x\x1b]0;title\x07{draw.randrange(100)}{path.suffix}").write_bytes(b"{}")
+
+
+HARMS = (cut, flip, digit, empty, delete, double, rename, folder, stray, exchange, pipe, steering)
 
 
 @dataclass(frozen=True)
@@ -253,6 +279,8 @@ def judged(case: tuple[str, str], done: Outcome, expected: Any, names: Iterable[
     group, name = case
     named = any(word in done.said for word in names)
     last = done.said.strip()[-300:]
+    if "\x1b" in done.said:
+        return Case(group, name, WRONG, f"steers the terminal: {last!r}")
     if done.code is None or "Traceback" in done.said:
         return Case(group, name, TRACEBACK, last)
     if done.code != 0:
@@ -269,9 +297,10 @@ def judged(case: tuple[str, str], done: Outcome, expected: Any, names: Iterable[
 
 
 def files_of(place: Path) -> list[Path]:
-    """What may be damaged: every file of a cache; of a job's folder, the checkpoints, the models, and study.yaml."""
+    """What may be damaged: every file of a cache; of a job's folder the checkpoints, the models and the records."""
     files = [path for path in sorted(place.rglob("*")) if path.is_file() and path.stat().st_size]
-    sealed = [p for p in files if {"checkpoints", "model"} & set(p.parts) or p.name == "study.yaml"]
+    names = ("study.yaml", "config.yaml", "result.json", "metrics.jsonl")
+    sealed = [p for p in files if {"checkpoints", "model", "layers", "probes"} & set(p.parts) or p.name in names]
     return sealed or files
 
 
@@ -297,10 +326,13 @@ def damaged(bench: Bench, kind: str, command: str, harm: Callable[..., None], dr
     harm(path, draw)
     made = [other.name for other in set(place.rglob("*")) - there]
     before = state_of(place)
+    signal.alarm(LONGEST)
     done = bench.outcome(kind, command, place)
+    signal.alarm(0)
     case = (kind, f"{command}, {name}, {harm.__name__}")
     # a file of a checkpoint may be named by its checkpoint; one of a trial by its trial
     words = [path.name, *made, *(part for part in Path(name).parts if part.startswith("checkpoint-"))]
+    words += [trial.name for trial in place.glob("trials/*/")] if harm is exchange else []
     found = judged(case, done, expected, words, lambda: before.items() <= state_of(place).items())
     for left in (place, Path(f"{place}-probed")):
         shutil.rmtree(left, ignore_errors=True)
@@ -410,6 +442,11 @@ def suite(count: int, seed: int, only: Iterable[str] = ()) -> Iterator[Case]:
     plan = [(kind, command) for many, kind, command in shares for _ in range(many)]
     draw.shuffle(plan)
     others = {CACHE: damaged_cache, CORPUS: damaged_corpus, CONFIG: damaged_config}
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {LONGEST} seconds")
+
+    signal.signal(signal.SIGALRM, late)
     with tempfile.TemporaryDirectory() as root, record.environment_as_before():
         bench = Bench(Path(root))
         for number in range(count):
