@@ -101,6 +101,7 @@ def test_a_resume_of_an_ended_run_looks_at_its_records(folder, capsys, harm, nam
     refused(["pretrain", "--output", str(one), "--resume"], capsys, name)
 
 
+@pytest.mark.slow
 def test_an_exchanged_model_is_named_by_its_readers_and_its_trial_runs_again(folder, caplog, capsys):
     one, other = trials_of(folder)
     exchange(one / "model", other / "model")
@@ -134,6 +135,7 @@ def test_a_store_names_a_file_of_another_trial_or_an_edited_one(stored, tmp_path
             read(next(iter(trials.values())))
 
 
+@pytest.mark.slow
 def test_an_edited_configuration_is_named_and_may_be_passed_as_config(folder, capsys, tmp_path):
     one = trials_of(folder)[0]
     path = one / "config.yaml"
@@ -144,6 +146,7 @@ def test_an_edited_configuration_is_named_and_may_be_passed_as_config(folder, ca
     assert read_config(tmp_path / "new")["steps"] == 5
 
 
+@pytest.mark.slow
 def test_a_folder_of_an_older_version_is_still_read(folder, capsys):
     for one in trials_of(folder):
         data = json.loads((one / "result.json").read_text())
