@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.models.convnext.modeling_convnext import ConvNextDropPath
 
 from lamina.errors import UserError
@@ -79,6 +79,14 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     finally:
         for module, call in calls.items():
             module._compiled_call_impl = call
+
+
+def one_sequence_each() -> AbstractContextManager[None]:
+    """Let transformers take each row of a batch for one sequence inside the context, without looking.
+
+    It would compare the positions that it has made itself, and wait for the device to read the answer.
+    """
+    return patched(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 
 
 def decaying(model: nn.Module) -> list[str]:

@@ -117,7 +117,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         if settings.precision == "float8":
             to_float8(model, self.resolved.device)
         replayed = settings.cuda_graphs and self.resolved.device == "cuda"
-        prepare(model, compiled=settings.compile == "on", replayed=replayed)
+        prepare(model, compiled=settings.compile == "on", replayed=replayed, device=self.resolved.device)
         self._arguments = training_arguments(settings, processes.data_size)
         if processes.size > 1 and processes.parallel == "fsdp2":
             shard(model, processes, self.resolved.device, bf16=bool(self._arguments.bf16))

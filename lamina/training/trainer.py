@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
-from lamina.modeling.parts import decaying, uncompiled
+from lamina.modeling.parts import decaying, one_sequence_each, uncompiled
 from lamina.modeling.processes import Processes
 from lamina.modeling.scaling import StepFactors
 from lamina.probes.structure.hooks import evaluating
@@ -192,6 +192,21 @@ class OrderedTrainer(_Trainer):
             generator=torch.Generator().manual_seed(self.args.seed),  # else it draws from the model's random state
         )
 
+    def _prepare_input(self, data: Any) -> Any:
+        """Send pinned tensors in the background: a copy that the host waits for lets a GPU run empty."""
+        if self.args.device.type == "cuda" and isinstance(data, torch.Tensor) and data.is_pinned():
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Json], device: torch.device) -> Any:
+        """Count the labels; the number of a batch on the CPU is also sent in the background."""
+        labels = batch_samples[0].get("labels") if batch_samples else None
+        here = isinstance(labels, torch.Tensor) and labels.device.type == "cpu"
+        if not here or device.type != "cuda" or self.args.world_size > 1:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        items = super()._get_num_items_in_batch(batch_samples, labels.device)
+        return items.pin_memory().to(device, non_blocking=True) if isinstance(items, torch.Tensor) else items
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decaying(model)
 
@@ -296,7 +311,8 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, Train
         return (result[0] + extra, result[1]) if return_outputs else result + extra
 
     def training_step(self, model: nn.Module, inputs: Json, num_items_in_batch: Any = None) -> torch.Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        with one_sequence_each() if "position_ids" not in inputs else nullcontext():
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if (value := self.failed_loss(loss)) is not None:
             step = self.state.global_step + 1
             whole = self.processes.gathered(inputs[self.bare_model().main_input_name])

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, LlamaConfig
 
 import lamina
-from lamina.modeling.linear_cross_entropy import LinearLoss
+from lamina.modeling.linear_cross_entropy import LinearLoss, chunk_loss
 
 TOKENS, WIDTH, VOCABULARY = 45, 16, 96
 CHUNK = 8  # does not divide 45
@@ -168,3 +168,23 @@ def test_a_model_gives_the_same_loss_without_whole_logits(path, backbone, dtype,
     for one, other in zip(chunked_gradients, plain_gradients, strict=True):
         assert (one - other).norm() <= tolerance * other.norm() + 1e-9
     assert model(input_ids=ids).logits is not None
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_is_compiled_gives_the_bits_of_what_is_not(dtype, softcap):
+    """Without a scatter: on a GPU it is a part of one kernel."""
+    logits = torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(0)).to(dtype)
+    labels = torch.arange(TOKENS).where(torch.arange(TOKENS) % 5 > 0, torch.tensor(-100))
+    graphs = []
+
+    def kept(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    loss, gradient = chunk_loss(logits, labels, softcap)
+    compiled = torch.compile(chunk_loss, backend=kept)(logits, labels, softcap)
+    assert torch.equal(compiled[0], loss)
+    assert torch.equal(compiled[1], gradient)
+    assert gradient.dtype == dtype
+    assert "scatter" not in graphs[0].print_readable(print_output=False)

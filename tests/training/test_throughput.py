@@ -1,19 +1,24 @@
 """The speed of a run: its clock, and the share of the card's peak that it uses."""
 
 import json
+import traceback
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from training.tiny_runs import SMALL, llama_of, result
-from transformers import MixtralConfig
+from transformers import MixtralConfig, masking_utils
 
 import lamina
+from lamina.modeling.parts import one_sequence_each
 from lamina.placements import resolve
 from lamina.training import pretrain as pretraining
 from lamina.training.execution.devices import peak_flops
+from lamina.training.monitor import recorder as recording
 from lamina.training.monitor.recorder import RunRecorder
 from lamina.training.resolve import training_flops
+from lamina.training.trainer import LaminaTrainer
 
 
 @pytest.mark.parametrize(
@@ -109,3 +114,74 @@ def test_on_a_gpu_the_clock_goes_on_between_steps_and_waits_only_where_it_stops(
     recorder.on_step_begin(args, state, control)
     assert recorder.training_seconds == seconds
     assert waited == ([6.0] if device == "cuda" else [])
+
+
+class Waits(TorchDispatchMode):
+    """Notes what would make the host wait for a GPU: numbers that are read, and sizes that depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.counting, self.found = False, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.counting and str(func).split(".")[1] in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2"):
+            self.found.append("".join(traceback.format_stack(limit=12)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("placement", "more"),
+    [
+        ("pre_ln", {"gradient_accumulation": 2}),
+        ("keel", {"precision": "bf16"}),
+        ("fusenorm", {"max_grad_norm": 0.0}),
+        ("pre_ln(wiring=mhc)", {}),
+        ("pre_ln(wiring=attn_res,size=1)", {}),
+    ],
+)
+def test_a_step_that_is_not_recorded_never_waits_for_a_gpu(trained, monkeypatch, placement, more):
+    monkeypatch.setattr(recording, "reading_waits", lambda tensor: True)
+    waits, step = Waits(), LaminaTrainer.training_step
+
+    def counted(self, *args):
+        waits.counting = 2 <= self.state.global_step + 1 <= 6  # from the first micro-batch of step 2 to that of step 7
+        return step(self, *args)
+
+    monkeypatch.setattr(LaminaTrainer, "training_step", counted)
+    with waits:
+        trained(steps=10, logging_steps=10, eval_steps=10, placement=placement, **more)
+    assert not waits.found, waits.found[0]
+
+
+def test_rows_of_one_sequence_each_give_the_same_loss_without_a_look_at_the_positions(monkeypatch):
+    model, ids = lamina.build(llama_of(16), "keel"), torch.arange(24).view(2, 12)
+    looked, look = [], masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda ids: looked.append(ids) or look(ids))
+    loss = model(input_ids=ids, labels=ids).loss
+    assert len(looked) == 1
+    with one_sequence_each():
+        assert torch.equal(model(input_ids=ids, labels=ids).loss, loss)
+    assert len(looked) == 1
+    packed = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+    assert not torch.equal(model(input_ids=ids, labels=ids, position_ids=packed).loss, loss)
+
+
+def test_a_pinned_batch_is_sent_without_waiting(monkeypatch):
+    """No GPU here: what the trainer asks of the tensors."""
+    sent = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *where, **how: sent.append((self, where, how)) or self)
+    trainer = LaminaTrainer.__new__(LaminaTrainer)
+    trainer.args = SimpleNamespace(
+        device=torch.device("cuda"), world_size=1, n_gpu=1, average_tokens_across_devices=True
+    )
+    trainer.is_deepspeed_enabled, trainer.model_accepts_loss_kwargs, trainer._loss_shifts_labels = False, True, True
+    trainer.get_tp_size = trainer.get_cp_size = trainer.get_sp_size = lambda: 1
+    ids = torch.arange(8).view(2, 4)
+    batch = trainer._prepare_input({"input_ids": ids, "labels": ids})
+    assert set(batch) == {"input_ids", "labels"}
+    items = trainer._get_num_items_in_batch([batch, batch], trainer.args.device)
+    assert items == 2 * 2 * 3
+    to_the_gpu = [how for _, where, how in sent if where == (torch.device("cuda"),)]
+    assert to_the_gpu == [{"non_blocking": True}] * 3

@@ -22,14 +22,17 @@ from lamina.training.execution.graphs import Replay
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
-def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False) -> None:
-    """Set up ``model`` to train compiled, replayed as CUDA graphs, or neither; Trainer sets the precision."""
+def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False, device: str = "cpu") -> None:
+    """Set up ``model`` to train compiled, replayed as CUDA graphs, or neither, on ``device``.
+
+    Trainer sets the precision.
+    """
     keep_freed_memory()
     if hasattr(model, "linear_loss"):
         model.linear_loss = LinearLoss(compiled=compiled)  # type: ignore[assignment]
     discard(model)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, recomputed=device != "cuda")
     elif replayed:
         Replay(_blocks(model))
 
@@ -50,8 +53,12 @@ def keep_freed_memory() -> None:
     mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
+def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: bool = True) -> int:
     """Compile every Block of ``model`` in place; return the number of structural kinds.
+
+    ``recomputed``: the inputs of matrix products (a norm's output, the gated activations) are computed again in the
+    backward pass from tensors that are kept anyway. This saves a quarter of the activations' memory for a little
+    elementwise work, which a GPU spends more time on.
 
     The parameters keep their names. The first step compiles the graphs for its batch's shape: a batch of another shape
     should run under `parts.uncompiled`.
@@ -62,11 +69,9 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * kinds + 2)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
-    # Recompute inputs of matrix products (a norm's output, the gated activations) in the backward pass from tensors
-    # that are kept anyway: this saves a quarter of the activations' memory for a little elementwise work.
     functorch: Any = torch._functorch.config  # type: ignore[attr-defined]
     if hasattr(functorch, "ban_recompute_materialized_backward"):
-        functorch.ban_recompute_materialized_backward = False
+        functorch.ban_recompute_materialized_backward = not recomputed
     for block in blocks:
         block.compile(backend=backend)
     return kinds
