@@ -63,12 +63,10 @@ reliability: $(VENV)/.development
 		$(BIN)/python -m tools.reliability.$$suite --seed $(SEED) --output docs/reliability/$$suite.json || failed=1; \
 	done; $(BIN)/python docs/tables.py && test -z "$$failed"
 
-# Needs only torch, transformers, accelerate, numpy, pandas and pyarrow, of whatever Python is there (make PYTHON=...).
+# Nine minutes of a GPU; the plan is in the script. Needs only torch, transformers, accelerate, numpy, scipy, pandas, pyarrow
+# and pytest, of whatever Python is there (make PYTHON=... ARGS='--then "lamina study run ladder-s2"').
 bench-gpu:
-	$(PYTHON) benchmarks/training.py --suite gpu --output benchmarks/results/training-gpu.json
-	$(PYTHON) benchmarks/training.py --suite placements --sizes 740m --output benchmarks/results/placements-gpu.json
-	$(PYTHON) benchmarks/depth.py --output benchmarks/results/depth-gpu.json
-	$(PYTHON) docs/tables.py
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 # Without their dependencies: a second torch must not come in. What is missing is left out of the comparison, and said.
 bench-peers: $(VENV)/.development

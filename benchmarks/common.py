@@ -20,10 +20,17 @@ SIZES = {
     "nano": {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 32, "num_heads": 2, "vocab_size": 257},
     "8m": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_heads": 4, "vocab_size": 4096},
     "30m": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_heads": 8, "vocab_size": 4096},
+    # 8 blocks and 50M parameters on a vocabulary of 8192, as karpathy/autoresearch trains them.
+    "50m": {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8, "num_heads": 5, "vocab_size": 8192},
     "71m": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 12, "num_heads": 8},
     "130m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_heads": 12},
-    "740m": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 23, "num_heads": 12},
-    "1.3b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_heads": 16},
+    "400m": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 24,
+        "num_heads": 8,
+        "vocab_size": 50_280,
+    },
 }
 # Where the packages of the peers lie that this project does not need: `make bench-peers` puts them there.
 PEERS = Path(os.environ.get("PEERS") or Path.home() / ".cache" / "lamina" / "bench-peers")

@@ -1,11 +1,11 @@
-"""Training speed and memory beside the peers: transformers' Llama and Trainer, litgpt, x-transformers, a plain loop.
+"""Training speed and memory on a CPU beside the peers: transformers' Llama and Trainer, litgpt, x-transformers, a plain
+loop (on a GPU: gpu.py).
 
 Each contender is a process of its own that waits while another one trains; turns alternate, figures are medians over
 the rounds, and ratios are taken round by round, so that they hold when the machine's speed drifts. Matrix products
 timed between the turns are the yardstick of the model-FLOPs utilization.
 
     python benchmarks/training.py --suite cpu --output benchmarks/results/training-cpu.json
-    python benchmarks/training.py --suite gpu --output benchmarks/results/training-gpu.json
     python benchmarks/training.py --suite placements --sizes 71m
 """
 
@@ -22,28 +22,18 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import torch  # noqa: E402
 from common import Absent, Contender, Products, flops_per_token, settings_of_machine, sizes_of, write_record  # noqa: E402
 
-from lamina.training.execution.devices import peak_of  # noqa: E402
-
 PEERS = ("transformers", "litgpt", "x-transformers", "nanogpt-style")
 OURS = "lamina:pre_ln"
 WAYS = (("fp32", "off"), ("fp32", "on"), ("bf16", "off"), ("bf16", "on"))
 PLACEMENTS = ("peri_ln", "keel", "fusenorm", "post_ln", "mix_ln", "deepnorm", "layernorm_scaling", "hybridnorm")
-SHAPES = {  # batch and sequence length; a GPU's batch is what keeps it busy
+SHAPES = {  # batch and sequence length
     "smoke": (2, 16),
     "nano": (16, 64),
     "8m": (8, 256),
     "71m": (8, 256),
-    "130m": (32, 1024),
-    "740m": (16, 2048),
-    "1.3b": (8, 2048),
+    "130m": (8, 256),
 }
-CPU_130M = (8, 256)
 Way = tuple[str, str, str]
-
-
-def shape_of(size: str, device: str) -> tuple[int, int]:
-    """Batch and sequence length of a size."""
-    return CPU_130M if size == "130m" and device == "cpu" else SHAPES[size]
 
 
 def compare(
@@ -65,8 +55,7 @@ def compare(
         made = Made(shape, threads)
         try:
             starting = map(made.start, [baseline, *others[start : start + span]])
-            # On a GPU's many cores they compile side by side, and their first steps take longer than alone.
-            for contender in list(starting) if torch.cuda.is_available() else starting:
+            for contender in starting:
                 way = (contender.name, contender.precision, contender.compile)
                 try:
                     say(f"  {contender.label}: first step {contender.ready['first_step']:.1f} s")
@@ -126,7 +115,6 @@ def measured(
         "gflops_per_second": round(gflops, 1),
         "utilisation_of_bf16": round(gflops / products.rates["bf16"], 3),
         "utilisation_of_own": round(gflops / products.rates[contender.precision], 3),
-        **({} if (peak := peak_of(products.device.type)) is None else {"mfu": round(gflops * 1e9 / peak, 4)}),
         "first_step_seconds": round(contender.ready["first_step"], 2),
         "build_seconds": round(contender.ready["seconds_to_build"], 2),
         "peak_memory_mib": round(last["peak_memory_mib"]),
@@ -143,9 +131,9 @@ def ways(name: str, left_out: dict[str, str]) -> list[Way]:
     return [(name, precision, compile) for precision, compile in WAYS if precision not in left_out]
 
 
-def run_suite(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
+def run_suite(arguments: argparse.Namespace) -> dict[str, Any]:
     """All sizes of a suite: a record fit for JSON."""
-    products = Products(device)
+    products = Products("cpu")
     products.turn()
     rates = products.rates
     left_out = {}
@@ -155,7 +143,7 @@ def run_suite(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     parts = []
     for size in arguments.sizes:
         batch, length = arguments.batch_size, arguments.sequence_length
-        batch, length = batch or shape_of(size, device)[0], length or shape_of(size, device)[1]
+        batch, length = batch or SHAPES[size][0], length or SHAPES[size][1]
         shape = {"size": size, "batch_size": batch, "sequence_length": length}
         baseline: Way
         if arguments.suite == "placements":
@@ -163,10 +151,8 @@ def run_suite(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
             baseline = (OURS, *way)
             others = [(f"lamina:{placement}", *way) for placement in arguments.placements]
         else:
-            # What users have now: on a GPU nobody trains in fp32.
-            baseline = ("transformers", "bf16" if device == "cuda" else "fp32", "off")
-            precise = {"fp32": "not for a GPU"} if device == "cuda" else {}
-            others = [w for name in (OURS, *PEERS) for w in ways(name, {**left_out, **precise}) if w != baseline]
+            baseline = ("transformers", "fp32", "off")  # what users have now
+            others = [w for name in (OURS, *PEERS) for w in ways(name, left_out) if w != baseline]
         say(f"{arguments.suite} {size}: batch {batch} x {length}")
         results = compare(
             baseline,
@@ -195,27 +181,23 @@ def run_suite(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, and write one JSON record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=("cpu", "gpu", "placements"), default="cpu")
-    parser.add_argument("--sizes", type=lambda text: text.split(","), help="default: 8m,71m; 130m,740m,1.3b on a GPU")
+    parser.add_argument("--suite", choices=("cpu", "placements"), default="cpu")
+    parser.add_argument("--sizes", type=lambda text: text.split(","), help="default: 8m,71m")
     parser.add_argument("--placements", type=lambda text: text.split(","), default=list(PLACEMENTS))
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--sequence-length", type=int)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, help="in a turn (default: 1; 5 on a GPU)")
+    parser.add_argument("--steps", type=int, default=1, help="in a turn")
     parser.add_argument("--together", type=int, default=4, help="contenders that hold memory at a time")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() and arguments.suite != "cpu" else "cpu"
-    if arguments.suite == "gpu" and device == "cpu":
-        parser.error("--suite gpu: there is no GPU here")
-    if arguments.suite == "cpu" and torch.cuda.is_available():
-        parser.error("--suite cpu: hide the GPU first (CUDA_VISIBLE_DEVICES=)")
-    arguments.sizes = arguments.sizes or (["130m", "740m", "1.3b"] if device == "cuda" else ["8m", "71m"])
-    arguments.steps = arguments.steps or (5 if device == "cuda" else 1)
+    if torch.cuda.is_available():
+        parser.error("hide the GPU first (CUDA_VISIBLE_DEVICES=), or: python benchmarks/gpu.py")
+    arguments.sizes = arguments.sizes or ["8m", "71m"]
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    record = run_suite(arguments, device)
+    record = run_suite(arguments)
     for part in record["parts"]:
         print(f"{part['size']}: batch {part['batch_size']} x {part['sequence_length']}")
         for row in part["results"]:

@@ -2,7 +2,8 @@
 
 Two Llamas of transformers with the same weights train on the same batches in one process, step beside step, the one
 that goes first changing from pair to pair: a machine whose speed drifts drifts for both. A turn is an interval of such
-pairs, so that it holds one record. The ratio of its watched steps' time to its bare ones' is what users pay:
+pairs, so that it holds one record. On a GPU, which works behind the loop, a turn is an interval of the one loop and
+then an interval of the other, in bf16. The ratio of its watched steps' time to its bare ones' is what users pay:
 
     python benchmarks/watching.py --output benchmarks/results/watching.json
 """
@@ -18,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import SIZES, llama_config, settings_of_machine, write_record
+from common import SIZES, llama_config, settings_of_machine, wait_for, write_record
 
 TARGET = 1.03
 
@@ -33,10 +34,12 @@ class Loop:
         import lamina
 
         torch.manual_seed(0)
-        self.model = LlamaForCausalLM(llama_config(arguments.size, arguments.sequence_length)).train()
+        self.device = torch.device(arguments.device)
+        self.model = LlamaForCausalLM(llama_config(arguments.size, arguments.sequence_length)).to(self.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         shape = (arguments.batch_size, arguments.sequence_length)
-        self.ids = torch.randint(0, self.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(0, self.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        self.ids = ids.to(self.device)
         self.monitor: Any = None
         if watched is not None:
             settings: dict[str, Any] = {} if arguments.every is None else {"every": arguments.every}
@@ -47,7 +50,8 @@ class Loop:
         import torch
 
         wall, cpu = time.perf_counter(), time.process_time()
-        loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -59,12 +63,24 @@ class Loop:
 
 def turn(bare: Loop, watched: Loop, steps: int) -> list[tuple[float, float]]:
     """Wall and CPU seconds of so many steps of each: first the bare loop's, then the watched one's."""
+    if bare.device.type == "cuda":
+        return [behind(loop, steps) for loop in (bare, watched)]
     taken = {bare: [0.0, 0.0], watched: [0.0, 0.0]}
     for number in range(steps):
         for loop in (bare, watched) if number % 2 == 0 else (watched, bare):
             for which, seconds in enumerate(loop.step()):
                 taken[loop][which] += seconds
     return [(wall, cpu) for wall, cpu in taken.values()]
+
+
+def behind(loop: Loop, steps: int) -> tuple[float, float]:
+    """Wall and CPU seconds of so many steps of a loop whose device works behind it."""
+    wait_for(loop.device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        loop.step()
+    wait_for(loop.device)
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -94,6 +110,7 @@ def main() -> None:
     """Measure and print, or write, one JSON record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="8m")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--every", type=int, default=None, help="steps between records (default: that of lamina.watch)")
@@ -102,7 +119,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    settings = {name: getattr(arguments, name) for name in ("size", "batch_size", "sequence_length", "turns")}
+    settings = {name: getattr(arguments, name) for name in ("device", "size", "batch_size", "sequence_length", "turns")}
     record = {
         "benchmark": "watching",
         "what": "a watched training loop against the same loop left alone",

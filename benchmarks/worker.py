@@ -2,11 +2,15 @@
 
     python benchmarks/worker.py '{"name": "lamina:keel", "precision": "fp32", "compile": "on", "size": "8m", ...}'
 
-Imports nothing but torch, transformers, accelerate, numpy, pandas and pyarrow, and what the contender itself is.
+A parked contender (of gpu.py) compiles first, and waits for its turn to build the model, so that all can compile side
+by side on a GPU that could not hold them all; between turns it holds its weights and moments alone.
+
+Imports nothing but torch, transformers, accelerate, numpy, scipy, pandas and pyarrow, and what the contender itself is.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -21,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from common import high_water_mark, llama_config, sizes_of, wait_for  # noqa: E402
+from common import high_water_mark, sizes_of, wait_for  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import Dataset  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
@@ -46,13 +50,21 @@ class RandomBlocks(Dataset):
         return {"input_ids": block, "labels": block}
 
 
-class Baton(TrainerCallback):
-    """Called where a step begins: times the turns, and waits for the next one between them."""
+class Done(BaseException):
+    """Raised to leave a Trainer at once, without its last evaluation."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+
+class Baton(TrainerCallback):
+    """Called where a step begins: times the turns, and waits for the next one between them.
+
+    ``only_compiles``: leave after one step. ``parked``: give the memory back between turns, and take a step before each
+    that is not timed.
+    """
+
+    def __init__(self, device: torch.device, *, parked: bool = False, only_compiles: bool = False):
+        self.device, self.parked, self.only_compiles = device, parked, only_compiles
         self.built = time.perf_counter()
-        self.done, self.left, self.began, self.stopped = 0, -1, 0.0, False
+        self.done, self.left, self.began, self.stopped, self.untimed = 0, -1, 0.0, False, False
         self.first = self.parameters = 0.0
 
     def step_begins(self) -> bool:
@@ -62,15 +74,24 @@ class Baton(TrainerCallback):
             if self.done == 1:
                 wait_for(self.device)
                 self.first = now() - self.began
+                if self.only_compiles:
+                    return False
+                self.began = now()
             elif self.done == 0:
                 self.began = now()
             if self.done < WARM_UP:
                 self.done += 1
                 return True
             wait_for(self.device)
-            say(seconds_to_build=self.built - BORN, first_step=self.first, parameters=self.parameters)
+            warm = (now() - self.began) / (WARM_UP - 1)
+            ready = {"seconds_to_build": self.built - BORN, "first_step": self.first, "step_seconds": warm}
+            say(**ready, parameters=self.parameters)
             self.done += 1
             return self._next_turn()
+        if self.untimed:
+            wait_for(self.device)
+            self.untimed, self.began = False, now()
+            return True
         self.left -= 1
         if self.left > 0:
             return True
@@ -79,15 +100,18 @@ class Baton(TrainerCallback):
         return self._next_turn()
 
     def _next_turn(self) -> bool:
-        self.left = json.loads(sys.stdin.readline() or '{"steps": 0}')["steps"]
-        self.stopped = self.left == 0
+        if self.parked and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.left = heard()["steps"]
+        self.stopped, self.untimed = self.left == 0, self.parked
+        if self.parked and self.device.type == "cuda" and not self.stopped:
+            torch.cuda.reset_peak_memory_stats()
         self.began = time.perf_counter()
         return not self.stopped
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.stopped and not self.step_begins():
-            # Trainer finishes the step that has begun; its end is not waited for.
-            control.should_training_stop = True
+            raise Done
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         raise RuntimeError("no evaluation belongs in a turn")
@@ -98,23 +122,36 @@ def say(**what: Any) -> None:
     print("@" + json.dumps(what), flush=True)
 
 
+def heard() -> dict[str, Any]:
+    """The next line of whoever started this process; to end, where that is gone."""
+    return json.loads(sys.stdin.readline() or '{"steps": 0}')
+
+
 def train_loop(model: nn.Module, task: dict[str, Any], baton: Baton) -> None:
-    """NanoGPT's loop: autocast, clipping, fused AdamW."""
+    """NanoGPT's loop: autocast, clipping, fused AdamW, the next batch sent while the GPU works."""
     device, dtype = baton.device, torch.bfloat16
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = task["precision"] == "bf16"
     model.to(device).train()
     run = torch.compile(model) if task["compile"] == "on" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
     baton.built, baton.parameters = time.perf_counter(), sum(p.numel() for p in model.parameters())
-    for ids in batches(RandomBlocks(task), task["batch_size"]):
-        if not baton.step_begins():
-            return
-        ids = (ids.pin_memory() if device.type == "cuda" else ids).to(device, non_blocking=True)
-        with torch.autocast(device.type, dtype=dtype, enabled=task["precision"] == "bf16"):
-            loss = run(ids)
-        loss.backward()
+    accumulation = task.get("accumulation", 1)
+    fetched = (sent(ids, device) for ids in batches(RandomBlocks(task), task["batch_size"]))
+    ids = next(fetched)
+    while baton.step_begins():
+        for _ in range(accumulation):
+            with torch.autocast(device.type, dtype=dtype, enabled=task["precision"] == "bf16"):
+                loss = run(ids)
+            ids = next(fetched)
+            (loss / accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def sent(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A batch on the device, without waiting for it."""
+    return (ids.pin_memory() if device.type == "cuda" else ids).to(device, non_blocking=True)
 
 
 def batches(blocks: RandomBlocks, batch_size: int) -> Iterator[torch.Tensor]:
@@ -133,6 +170,7 @@ def train_llama(task: dict[str, Any], baton: Baton, folder: str) -> None:
         output_dir=folder,
         max_steps=FOREVER,
         per_device_train_batch_size=task["batch_size"],
+        gradient_accumulation_steps=task.get("accumulation", 1),
         bf16=task["precision"] == "bf16",
         torch_compile=task["compile"] == "on",
         use_cpu=baton.device.type == "cpu",
@@ -144,43 +182,57 @@ def train_llama(task: dict[str, Any], baton: Baton, folder: str) -> None:
     Trainer(model=model, args=arguments, train_dataset=RandomBlocks(task), callbacks=[baton]).train()
 
 
-def train_lamina(task: dict[str, Any], baton: Baton, folder: str) -> None:
-    """Lamina's model and Trainer as `lamina pretrain` has them, the guard and the gradient norms included."""
-    import lamina
-    from lamina.training.arguments import training_arguments
-    from lamina.training.execution import compiling
-    from lamina.training.monitor.experts import ExpertBalance
-    from lamina.training.monitor.guard import DivergenceGuard
-    from lamina.training.settings import PretrainSettings
-    from lamina.training.trainer import LaminaTrainer
+def train_lamina(task: dict[str, Any], baton: Baton, folder: str, layers: int | None = None) -> None:
+    """`lamina pretrain` on random blocks, with all that it records; ``layers``: of the model, if not the size's."""
+    from lamina_run import pretrain
 
-    config = llama_config(task["size"], task["sequence_length"])
-    settings = PretrainSettings(
-        placement=task["name"].partition(":")[2],
-        output=folder,
-        steps=FOREVER,
-        batch_size=task["batch_size"],
-        sequence_length=task["sequence_length"],
-        precision=task["precision"],
-        compile=task["compile"],
-        gradient_checkpointing=task.get("gradient_checkpointing", False),
-        learning_rate=5e-5,
-        logging_steps=500,
-        eval_steps=FOREVER,
-        threads=task.get("threads"),
-    )
-    model = lamina.build(config, settings.placement, init="normal")
-    compiling.prepare(model, compiled=settings.compile == "on")
-    baton.built, baton.parameters = time.perf_counter(), sum(p.numel() for p in model.parameters())
-    LaminaTrainer(
-        model=model,
-        args=training_arguments(settings),
-        train_dataset=RandomBlocks(task),
-        eval_dataset=RandomBlocks(task),
-        callbacks=[baton],
-        guard=DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience),
-        experts=ExpertBalance(model, settings.expert_balance, settings.expert_balance_rate),
-    ).train()
+    pretrain(task, baton, Path(folder), layers)
+
+
+def compiled_first(task: dict[str, Any], device: torch.device, folder: str) -> None:
+    """Compile the blocks of a parked contender in a model of fewer layers, and wait for its turn to build its own."""
+    train_lamina(task, Baton(device, only_compiles=True), folder + "/compiled", task["compiled_layers"])
+    raise AssertionError("the baton ends it")
+
+
+def choose_attention(name: str | None) -> None:
+    """Let PyTorch's attention use this kernel alone."""
+    if name is not None:
+        torch.backends.cuda.enable_flash_sdp(name == "flash")
+        torch.backends.cuda.enable_mem_efficient_sdp(name == "efficient")
+        torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
+
+
+def contend(task: dict[str, Any], device: torch.device, folder: str) -> None:
+    """Train what the task says until the last turn."""
+    parked = bool(task.get("parked"))
+    if parked and task.get("compiled_layers"):
+        try:
+            compiled_first(task, device, folder)
+        except Done:
+            pass
+        except torch.OutOfMemoryError:  # beside the others: what was compiled is kept all the same
+            pass
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        say(compiled=time.perf_counter() - BORN)
+        heard()
+    elif parked:
+        say(compiled=0.0)  # its first step does
+        heard()
+    baton = Baton(device, parked=parked)
+    try:
+        if task["name"] == "transformers":
+            train_llama(task, baton, folder)
+        elif task["name"].startswith("lamina:"):
+            train_lamina(task, baton, folder + "/run")
+        else:
+            from peers import LOOPS
+
+            train_loop(LOOPS[task["name"]](task["size"], task["sequence_length"]), task, baton)
+    except Done:
+        pass
 
 
 def main() -> None:
@@ -191,17 +243,10 @@ def main() -> None:
         torch.set_num_threads(task["threads"])
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    baton = Baton(device)
+    choose_attention(task.get("attention"))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if task["name"] == "transformers":
-                train_llama(task, baton, folder)
-            elif task["name"].startswith("lamina:"):
-                train_lamina(task, baton, folder)
-            else:
-                from peers import LOOPS
-
-                train_loop(LOOPS[task["name"]](task["size"], task["sequence_length"]), task, baton)
+            contend(task, device, folder)
         except ImportError as error:
             say(absent=f"not installed: {error}")
             return

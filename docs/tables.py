@@ -109,7 +109,7 @@ def training_table(name: str) -> str:
     """A table for each size of a record of benchmarks/training.py, with where and when it was measured."""
     record = _record(name)
     if record is None:
-        return _unmeasured(name)
+        return ""
     lines = []
     for part in record["parts"][-1:]:  # the largest size; the record has the others
         lines += [
@@ -130,11 +130,39 @@ def training_table(name: str) -> str:
     return "\n".join([*lines, f"Products: {products} GFLOP/s.{left_out} {_where(record, record['threads'])}"])
 
 
+def gpu_table(name: str) -> str:
+    """A table for each size of a record of benchmarks/gpu.py, and what watching cost; nothing without a record."""
+    record = _record(name)
+    if record is None:
+        return ""
+    lines = []
+    for stage in (record["stages"].get(size) for size in ("50m", "400m")):
+        rows = [row for row in (stage or {}).get("results", ()) if "tokens_per_second" in row]
+        if not rows:
+            continue
+        lines += [
+            f"**{stage['size'].upper()}**: {stage['num_hidden_layers']} blocks of width {stage['hidden_size']}, "
+            f"vocabulary {stage['vocab_size']:,}, {stage['sequence_length']:,} tokens a block, bf16, compiled",
+            "",
+            "| contender | tokens/s | MFU | speed | peak memory | micro-batch |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            share = f"{row['mfu']:.1%}" if "mfu" in row else ""
+            memory = f"{row['peak_memory_mib']:,} MiB" if "peak_memory_mib" in row else ""
+            cells = [f"`{row['name']}`", f"{row['tokens_per_second']:,}", share, f"{row['speed_ratio']:.2f}", memory]
+            lines.append(f"| {' | '.join([*cells, str(row['batch_size'])])} |")
+        lines.append("")
+    if "time_ratio" in (watched := record["stages"].get("watch", {})):
+        lines += [f"A loop at 400M with `lamina.watch` takes {watched['time_ratio']:.3f} x its time without.", ""]
+    return "\n".join([*lines, _where(record, None)])
+
+
 def depth_table(name: str) -> str:
     """What compiling costs by depth, and the deep models that were trained."""
     record = _record(name)
     if record is None:
-        return _unmeasured(name)
+        return ""
     lines = [
         "| placement | layers | graphs | first step | a later step | compiling | ratio |",
         "|---|---|---|---|---|---|---|",
@@ -297,12 +325,6 @@ def _record(name: str, folder: str = "benchmarks/results") -> dict[str, Any] | N
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _unmeasured(name: str) -> str:
-    return (
-        f"Not measured yet: there is no benchmarks/results/{name}.json (`make bench{'-gpu' * name.endswith('gpu')}`)."
-    )
-
-
 def _label(row: dict[str, Any]) -> str:
     return f"{row['name']}, {row['precision']}, {'compiled' if row['compile'] == 'on' else 'eager'}"
 
@@ -347,10 +369,11 @@ def tables() -> dict[str, str]:
         record = _record(name)
         found[name] = table(record, _where(record, None) if record else "")
     found |= {"families": families_sentence()}
-    for device in ("cpu", "gpu"):
-        found[f"training-{device}"] = training_table(f"training-{device}")
-        found[f"depth-{device}"] = depth_table(f"depth-{device}")
-    return found
+    return found | {
+        "training-cpu": training_table("training-cpu"),
+        "depth-cpu": depth_table("depth-cpu"),
+        "gpu": gpu_table("gpu"),
+    }
 
 
 def filled(text: str) -> str:

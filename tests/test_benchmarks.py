@@ -5,6 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,94 @@ def test_a_comparison_ends_in_ratios_and_a_table(tmp_path):
     own = record["products_gflops_per_second"][first["precision"]]
     # The products' rates are rounded, and those of the turns after a contender's end are in the record alone.
     assert first["utilisation_of_own"] == pytest.approx(first["gflops_per_second"] / own, rel=0.5, abs=2e-3)
+
+
+@pytest.fixture
+def gpu(common):
+    return importlib.import_module("gpu")
+
+
+class Scripted:
+    """A process of a contender that answers as the test says."""
+
+    starts: list
+
+    def __init__(self, command, environment):
+        self.task, self.told = json.loads(command[-1]), []
+        self.answers = type(self).starts.pop(0)(self.task)
+
+    def say(self, **what):
+        self.told.append(what)
+
+    def answer(self, seconds):
+        return next(self.answers, None)
+
+    def kill(self):
+        self.answers = iter(())
+
+
+def runs_out(task):
+    yield {"compiled": 1.0}
+    raise absent("out of memory: tried to allocate")
+
+
+def absent(why):
+    return importlib.import_module("common").Absent(why)
+
+
+def trains(task):
+    yield {"compiled": 1.0}
+    yield {"seconds_to_build": 1.0, "first_step": 1.0, "step_seconds": 0.5, "parameters": 8}
+
+
+def test_a_contender_without_memory_is_built_again_alone_and_then_smaller(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "Process", Scripted)
+    Scripted.starts = [runs_out, runs_out, trains]
+    entry = gpu.Entry("50m", {"name": "lamina:keel", "batch_size": 32, "accumulation": 8}, {})
+    entry.start()
+    assert entry.wait_until_ready(time.monotonic() + 9)
+    assert (entry.task["batch_size"], entry.task["accumulation"]) == (16, 16)
+    assert not Scripted.starts
+    assert "absent" not in entry.row
+
+
+def test_the_table_of_a_gpus_record_has_a_row_a_contender_and_none_without_one(monkeypatch):
+    tables = loaded("docs/tables.py")
+    monkeypatch.setattr(tables, "_record", lambda name: None)
+    assert tables.gpu_table("gpu") == ""
+    row = {"name": "lamina:keel", "tokens_per_second": 1_000_000, "mfu": 0.4, "speed_ratio": 1.01, "batch_size": 32}
+    sizes = {"size": "50m", "num_hidden_layers": 8, "hidden_size": 640, "vocab_size": 8192, "sequence_length": 2048}
+    record = {"date": "2026-11-28", "revision": "abc", "versions": {"torch": "2.11", "transformers": "5.17"}}
+    record |= {"machine": {"gpu": "NVIDIA H100 80GB HBM3"}}
+    stages = {"50m": {**sizes, "results": [row, {"name": "transformers", "absent": "out of memory"}]}}
+    record["stages"] = {**stages, "watch": {"time_ratio": 1.0213}}
+    monkeypatch.setattr(tables, "_record", lambda name: record)
+    table = tables.gpu_table("gpu")
+    assert "| `lamina:keel` | 1,000,000 | 40.0% | 1.01 |  | 32 |" in table
+    assert "transformers` |" not in table
+    assert "`lamina.watch` takes 1.021 x" in table
+
+
+@pytest.mark.slow  # six processes
+def test_the_gpu_benchmark_runs_in_small_on_a_cpu_and_goes_on_where_it_was(tmp_path):
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, "-c", WITHOUT, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--size", "smoke"]
+    command += ["--stages", "50m,watch", "--only", "nanogpt-style,lamina:keel", "--output", str(output)]
+
+    def run(*more):
+        subprocess.run([*command, *more], check=True, capture_output=True, cwd=ROOT, timeout=500)
+        return json.loads(output.read_text())["stages"]
+
+    stages = run()
+    plain, ours = stages["50m"]["results"]
+    assert (plain["name"], ours["name"], plain["speed_ratio"]) == ("nanogpt-style", "lamina:keel", 1.0)
+    for row in (plain, ours):
+        assert row["tokens_per_second"] == pytest.approx(2 * 4 * 16 / row["step_seconds"], rel=0.01)
+        assert len(row["turns"]) == 2
+        assert row["peak_memory_mib"] > 100
+    assert "mfu" not in ours  # a CPU
+    assert stages["watch"]["time_ratio"] > 0.5
+    assert run("--then", "true") == {**stages, "then": run("--then", "true")["then"]}  # nothing is measured twice
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from lamina.placements.wirings import WIRINGS
 from lamina.training import pretrain as pretraining
 from lamina.training.execution import compiling, devices
 from lamina.training.settings import PretrainSettings
+from lamina.training.trainer import LaminaTrainer
 
 FUSED = {"atol": 1e-5, "rtol": 2e-4}  # sums in another order
 
@@ -82,6 +83,7 @@ def test_graphs_of_blocks_give_the_eager_numbers_to_the_bit(placement):
         assert all(torch.equal(theirs[name], gradient) for name, gradient in gradients.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_of_graphs_ends_with_the_eager_runs_bytes(trained, tmp_path, precision):
     for name in ("eager", "graphs"):
@@ -96,11 +98,27 @@ def test_precision_and_compilation_are_decided_by_the_rule(steps, compile):
     assert (decided.precision, decided.compile) == ("bf16", compile)
 
 
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_a_step_that_is_not_recorded_does_not_wait_for_the_gpu(trained, monkeypatch, compile):
+    step = LaminaTrainer.training_step
+
+    def strict(self, *args):
+        torch.cuda.set_sync_debug_mode("error" if 3 <= self.state.global_step + 1 <= 6 else "default")
+        return step(self, *args)
+
+    monkeypatch.setattr(LaminaTrainer, "training_step", strict)
+    try:
+        trained(steps=8, logging_steps=8, eval_steps=8, precision="bf16", compile=compile, gradient_accumulation=2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_fp16_trains_with_its_scaler(trained, tmp_path):
     assert trained(steps=8, logging_steps=1, precision="fp16")["status"] in ("finished", "short", "stuck")
     assert all(row["loss_scale"] >= 1 for row in records(tmp_path / "run") if "loss" in row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_killed_run_resumes_to_the_same_bytes(trained, tmp_path, precision):
     for name in ("whole", "cut"):
@@ -111,6 +129,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(trained, tmp_path, precision):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_a_studys_trials_are_forked_and_train_on_the_gpu(corpus, tmp_path):
     sizes = {"num_layers": 2, "hidden_size": 16, "sequence_length": 16, "batch_size": 2, "steps": 4, "eval_blocks": 4}
     lamina.compare(
@@ -143,6 +162,7 @@ def test_a_watched_loop_records_what_the_cpu_does(tmp_path):
                                rtol=1e-3, atol=1e-6)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_fsdp2_trains_through_nccl_as_one_process_does(corpus, tmp_path, trained):
     sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "steps": 4, "sequence_length": 16, "batch_size": 2}
     sizes |= {"eval_blocks": 4, "precision": "fp32", "parallel": "fsdp2"}
