@@ -229,7 +229,7 @@ class Bench:
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": cache,
             "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each of a dozen processes
-            "OMP_NUM_THREADS": "2",
+            "OMP_NUM_THREADS": "2" if self.cuda else "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if self.cuda else "",

@@ -192,17 +192,17 @@ class OrderedTrainer(_Trainer):
             generator=torch.Generator().manual_seed(self.args.seed),  # else it draws from the model's random state
         )
 
-    def _prepare_input(self, data: Any) -> Any:
+    def _prepare_input(self, data: object) -> object:
         """Send pinned tensors in the background: a copy that the host waits for lets a GPU run empty."""
         if self.args.device.type == "cuda" and isinstance(data, torch.Tensor) and data.is_pinned():
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
 
-    def _get_num_items_in_batch(self, batch_samples: list[Json], device: torch.device) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: list[Json], device: torch.device) -> torch.Tensor | int | None:
         """Count the labels; the number of a batch on the CPU is also sent in the background."""
         labels = batch_samples[0].get("labels") if batch_samples else None
-        here = isinstance(labels, torch.Tensor) and labels.device.type == "cpu"
-        if not here or device.type != "cuda" or self.args.world_size > 1:
+        here = device.type == "cuda" and self.args.world_size == 1
+        if not here or not isinstance(labels, torch.Tensor) or labels.device.type != "cpu":
             return super()._get_num_items_in_batch(batch_samples, device)
         items = super()._get_num_items_in_batch(batch_samples, labels.device)
         return items.pin_memory().to(device, non_blocking=True) if isinstance(items, torch.Tensor) else items
