@@ -184,7 +184,7 @@ def train_llama(task: dict[str, Any], baton: Baton, folder: str) -> None:
 
 def train_lamina(task: dict[str, Any], baton: Baton, folder: str, layers: int | None = None) -> None:
     """`lamina pretrain` on random blocks, with all that it records; ``layers``: of the model, if not the size's."""
-    from lamina_run import pretrain
+    from pretraining import pretrain
 
     pretrain(task, baton, Path(folder), layers)
 
