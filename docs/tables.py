@@ -102,6 +102,11 @@ def train_step_table(name: str) -> str:
         f"transformers {record['versions']['transformers']}; "
         f"{record['date']}, revision {record['revision']}."
     )
+    known, shown = names(), {r["model"] for r in record["results"]}
+    if absent := len([each for each in known if each not in shown]) if shown >= {"pre_ln", "post_ln"} else 0:
+        where += f" {len(known) - absent} of {len(known)} placements have a row: the others are not measured yet."
+    if record["revision"].endswith("-dirty"):
+        where += " `-dirty`: the working tree had changes that were not committed."
     return "\n".join([*rows, "", where])
 
 
