@@ -215,6 +215,8 @@ def device_of(device: str) -> str:
 def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
     """Join the other processes that torchrun or accelerate launch started, if any, and leave them at the end.
 
+    After FSDP2 the group stays until the program ends, and later runs join it.
+
     Args:
         device: the setting: "auto", "cpu", "cuda" (one GPU per process) or "mps".
         parallel: the setting: "auto", "ddp" or "fsdp2".
@@ -267,10 +269,20 @@ def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
             raise
         raise OSError(errno.ECONNRESET, GONE) from error
     finally:
-        if ours and not failed:  # a failed process leaves at once: the others may wait in another collective
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                distributed.destroy_process_group()
+        if failed:  # it leaves at once: the others may wait in another collective
+            atexit.unregister(_leave)
+        elif ours and parallel == "fsdp2":  # DTensor's caches keep the group: a later run in another one would hang
+            atexit.register(_leave)
+        elif ours:
+            _leave()
+
+
+def _leave() -> None:
+    """Leave the processes' group, if the program has not done so itself."""
+    if distributed.is_initialized():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            distributed.destroy_process_group()
 
 
 def _settle() -> None:

@@ -376,3 +376,23 @@ def test_a_finished_process_waits_for_the_threads_of_gloo_before_it_ends(monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     with processes.join("cpu", "ddp"):
         assert registered == [processes._settle]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [("fsdp2", "fsdp2"), ("fsdp2", "ddp", "fsdp2")], ids="-".join)
+def test_a_program_may_train_more_than_once_in_its_processes(corpus, tmp_path, ways):
+    """Each run's curve is the first one's: DTensor's caches keep the group of the first sharded run."""
+    plan = [
+        settings(corpus, tmp_path / f"{number}-{way}", **{**OPTIONS, "steps": 4, "parallel": way}).to_dict()
+        for number, way in enumerate(ways)
+    ]
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import json, lamina\n"
+        f"for given in json.loads({json.dumps(plan)!r}):\n"
+        "    print(lamina.pretrain(**given, bar=False))\n"
+    )
+    done = torchrun(script, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    curves = [[r["loss"] for r in records(folder) if "loss" in r] for folder in (Path(p["output"]) for p in plan)]
+    assert all(curve == pytest.approx(curves[0], abs=1e-4) for curve in curves)
