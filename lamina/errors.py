@@ -55,11 +55,11 @@ class TrialsFailed(UserError):
         self.results = results
 
 
-def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name nearest to a misspelled one; None if none is near."""
+def nearest_name(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the allowed name nearest to a misspelled one; None if none is as similar as ``cutoff``."""
     if len(name) > 100:
         return None  # no misspelled name, and the search takes the square of its length
-    return next(iter(difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)), None)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -66,7 +66,7 @@ class Reader:
         if dict in self.kinds and key and equals:
             return key, value if is_text(key, self.files) else read_value(value)
         try:
-            if dict not in self.kinds:
+            if dict not in self.kinds and "_" not in text:  # Python would read 1_000 as 1000
                 return float(text) if float in self.kinds else int(text)
         except ValueError:
             pass

@@ -294,7 +294,7 @@ def factors(name: str, value: object) -> str | None:
         return None
     text = comma_separated(name, value)
     try:
-        finite = all(math.isfinite(float(part)) for part in entries(text))
+        finite = all(math.isfinite(float(part)) for part in entries(text)) and "_" not in text
     except ValueError:
         finite = False
     if not finite or not entries(text):
@@ -305,7 +305,7 @@ def factors(name: str, value: object) -> str | None:
 def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
     """Parse a comma-separated list of finite numbers: at least one, no two equal."""
     try:
-        values = [kind(part) for part in str(text).split(",") if part.strip()]
+        values = [kind(part) for part in str(text).split(",") if part.strip()] if "_" not in str(text) else []
     except ValueError:
         values = []
     if not values or len(set(values)) < len(values) or not all(map(is_finite, values)):

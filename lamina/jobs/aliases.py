@@ -26,17 +26,23 @@ sequence_length: block_size max_length max_seq_length seq_len; output: output_di
 beta1: adam_beta1; beta2: adam_beta2; epsilon: adam_epsilon eps; max_grad_norm: grad_clip; save_steps: save_interval;
 eval_steps: eval_interval; logging_steps: log_interval; keep: save_total_limit; push_to_hub: hub_model_id;
 text_field: dataset_text_field; eval_data: validation_file; lora_rank: lora_r; lora_targets: lora_target_modules;
-label_smoothing: label_smoothing_factor; max_answer: max_completion_length; reward_model: reward_model_name_or_path;
+label_smoothing: label_smoothing_factor; max_answer: max_completion_length max_new_tokens max_tokens;
+reward_model: reward_model_name_or_path;
 gradient_checkpointing: activation_checkpointing; chat_template: apply_chat_template; system: system_instruction
 """)
 # By our name, the names that do not mean quite the same: the setting is suggested.
 NEAR = _table("""
-steps: num_train_epochs; batch_size: per_device_train_batch_size micro_batch_size;
+epochs: epoch num_epochs; steps: num_train_epochs epoch num_epochs iters;
+batch_size: per_device_train_batch_size micro_batch_size batch bs;
 weights: load_in_4bit load_in_8bit dtype torch_dtype; precision: bf16 fp16 torch_dtype;
 compile: torch_compile torch_compile_backend torch_compile_mode; device: use_cpu no_cuda; seed: data_seed;
-data: corpus dataset_name; parallel: fsdp fsdp_config deepspeed parallelism_config; backbone: model model_name_or_path;
+data: corpus dataset_name; backbone: model model_name_or_path;
+parallel: fsdp fsdp_config deepspeed parallelism_config gpus num_gpus;
 resume: resume_from_checkpoint; loss_on: completion_only_loss assistant_only_loss; template: chat_template_path;
 overwrite: overwrite_output_dir; reward_function: reward_funcs; reward_clip: reward_clip_range;
+num_heads: heads n_heads; num_layers: layers depth; hidden_size: hidden_dim dim width; weight_decay: wd;
+sequence_length: seqlen max_len context_length; workers: num_workers; learning_rate: learningrate; output: out outdir;
+learning_rates: learningrate; beta: kl_coef; temperature: temp temperature; checkpoint: ckpt; from_model: ckpt; drop_path: dropout;
 generation: gen_kwargs; data_dir: include_path
 """)
 
@@ -82,10 +88,15 @@ def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[s
 
 
 def suggestion(name: str, offered: Collection[str]) -> str | None:
-    """Return the offered setting whose name, or other name, is nearest to an unknown one."""
+    """Return the offered setting whose name, or other name, is nearest to an unknown one.
+
+    Another library's name suggests only what it means: nothing where the command has no such setting.
+    """
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     known = {other: setting for other in others if (setting := meaning(other, offered, near=True)) is not None}
-    match = nearest_name(name, [*offered, *known])
+    if name in others:
+        return known.get(name)
+    match = nearest_name(name, offered, cutoff=0.67) or nearest_name(name, known, cutoff=0.85)
     return known.get(match, match) if match else None
 
 

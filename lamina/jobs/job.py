@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from lamina.core.values import text
-from lamina.errors import UserError
+from lamina.errors import UserError, unknown
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json, write_sealed, write_text
 from lamina.jobs.folder import Resume, hold, in_use, nothing_to_resume, refuse
@@ -134,6 +134,8 @@ def open_job(
     refuse(folder, resume=resume, overwrite=overwrite, resumes=stored is not None)
     known = stored(folder) if policy is not None and stored is not None and resume and in_use(folder) else None
     if policy is not None and known is not None:
+        if edited := known.keys() - defaults.keys():
+            raise UserError(f"{str(folder)!r}: {unknown('setting', min(edited), defaults)}")
         record = settings.from_dict(policy.merge(known, by_name, defaults))
     elif stored is not None and resume is True:
         raise nothing_to_resume(folder)

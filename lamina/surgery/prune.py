@@ -54,7 +54,15 @@ def layers_of(text: str) -> list[int]:
         if not first.isdecimal() or (dash and not last.isdecimal()) or not int(first) <= int(last or first) < _MOST:
             raise UserError(f"layers: {shortened(repr(text), 80)} (allowed: layers from 0, as in 3,5-7)")
         found += range(int(first), int(last or first) + 1)
-    return sorted(set(found))
+    return refuse_twice(found)
+
+
+def refuse_twice(layers: Sequence[int]) -> list[int]:
+    """Return the layers in order. Raises UserError for a layer that is named twice."""
+    twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+    if twice:
+        raise UserError(f"layers: {ranges(twice)} is named twice (allowed: each layer once)")
+    return sorted(layers)
 
 
 def prune(
@@ -80,7 +88,7 @@ def prune(
     if any(getattr(site.module, "has_memory", False) for site in context.structure.layers):
         raise UserError(f"model: {source!r} remembers earlier layers' states by their index (allowed: one without)")
     with evaluating(context.model):
-        gone, measured = (sorted(set(layers)), {}) if by is None else chosen_layers(context, by, drop)
+        gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)
         if not gone or gone[-1] >= count or len(gone) >= count:
             raise UserError(f"layers: {ranges(gone)} of {count} (allowed: some of 0-{count - 1}, not all)")
         before, tokens = mean_loss(context)

@@ -102,6 +102,12 @@ class StreamSettings(Settings, group="data"):
         2048, "with streaming, the number of blocks that are shuffled together (1 for none)", at_least(1)
     )
 
+    def check(self) -> None:
+        """Raise UserError for a buffer without streaming."""
+        super().check()
+        if not self.streaming:
+            self.refuse_unused("shuffle_buffer", allowed="with --streaming")
+
 
 class ObjectiveSettings(Settings, group="objective"):
     """The objective: what the model predicts."""
@@ -203,7 +209,9 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
         """Raise UserError for phases longer than the run, and for a decay without the wsd schedule."""
         super().check()
         if self.warmup >= 1 and self.warmup > self.steps:
-            raise UserError(f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: at most that)")
+            raise UserError(
+                f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: --warmup of at most that)"
+            )
         if self.schedule != "wsd":
             self.refuse_unused("decay", "decay_shape", allowed="with --schedule wsd")
             return

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import json
 import logging
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -362,4 +362,8 @@ def _save_adapter(tuner: PeftModel, folder: Path) -> None:
         save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, temporary)
     with writing(folder / "adapter_config.json") as temporary, TemporaryDirectory() as apart:
         tuner.peft_config["default"].save_pretrained(apart)
-        shutil.copyfile(Path(apart, "adapter_config.json"), temporary)
+        fields = json.loads(Path(apart, "adapter_config.json").read_text(encoding="utf-8"))
+        for name, value in fields.items():  # peft keeps names in sets, whose order changes by the process
+            if isinstance(value, list) and all(isinstance(one, str) for one in value):
+                fields[name] = sorted(value)
+        temporary.write_text(json.dumps(fields, indent=2, sort_keys=True), encoding="utf-8")

@@ -204,7 +204,7 @@ class Measuring:
             standard_error=error if error is not None and math.isfinite(error) else None,
             sentences=list(probe.sentences(frame)),
             figures=figures,
-            notes=self.context.notes[self._noted :],
+            notes=[note for note in self.context.notes[self._noted :] if note not in self._told()],
         )
         self._noted = len(self.context.notes)
         self._write(*_RUNNING)
@@ -222,8 +222,7 @@ class Measuring:
 
     def _write(self, status: str, reason: str) -> Json:
         context, names = self.context, dict.fromkeys([*self.specs, *self.results])
-        told = {note for entry in self.results.values() for note in entry.get("notes") or ()}
-        told |= {f"{name} left out: {entry.get('reason')}" for name, entry in self.results.items()}
+        told = self._told() | {f"{name} left out: {entry.get('reason')}" for name, entry in self.results.items()}
         told |= set(context.structure.notes)
         result = {
             "status": status,
@@ -240,6 +239,10 @@ class Measuring:
         }
         write_result(self.folder, result)
         return result
+
+    def _told(self) -> set[str]:
+        """Return the notes of the finished probes; a resumed job's are in its folder."""
+        return {note for entry in self.results.values() for note in entry.get("notes") or ()}
 
     def _inputs(self) -> Json:
         """Describe the inputs that the model ran on: the number of sequences used, and their shape."""

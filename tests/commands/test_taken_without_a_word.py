@@ -1,0 +1,99 @@
+"""Options that were once taken without a word are refused, and another tool's name suggests what it means."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import lamina
+from lamina.errors import UserError
+from lamina.jobs.aliases import suggestion
+from lamina.jobs.catalog import JOBS
+from lamina.surgery.prune import refuse_twice
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["placements", "keel(alpha=1,alpha=2)"], "'alpha' is given twice"),
+        (["probe", "no-model", "--probes", "spectra(few_tokens=warn,few_tokens=warn)"], "'few_tokens' is given twice"),
+        (["pretrain", "--steps", "1_000"], "--steps: '1_000' (allowed: a whole number"),
+        (["pretrain", "--learning-rate", "1_0e-3"], "--learning-rate: '1_0e-3' (allowed: a number"),
+        (["compare", "--learning-rates", "1_0,2"], "learning_rates: '1_0,2'"),
+        (["pretrain", "--shuffle-buffer", "7"], "shuffle_buffer: 7 has no effect here (allowed: with --streaming)"),
+        (["pretrain", "--report-to", "none,tensorboard"], "report_to: 'none,tensorboard' is none and another"),
+        (["prune", "no-model", "--layers", "0,0", "--output", "out"], "layers: 0 is named twice"),
+        (["prune", "no-model", "--layers", "1-3,2", "--output", "out"], "layers: 2 is named twice"),
+        (["probe", "no-model", "no-other"], "unexpected argument 'no-other'"),
+        (["rlhf", "--max-new-token", "3"], "did you mean '--max-answer'?"),
+    ],
+)
+def test_it_is_refused(refused, argv, said):
+    assert said in refused(*argv)
+
+
+def test_layers_that_are_named_twice_are_refused_from_python():
+    with pytest.raises(UserError, match="layers: 1 is named twice"):
+        refuse_twice([0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "meant"),
+    [
+        ("rlhf", "max_new_token", "max_answer"),
+        ("sft", "max_new_tokens", None),
+        ("sft", "num_epochs", "epochs"),
+        ("pretrain", "num_epochs", "steps"),
+        ("pretrain", "n_layers", "num_layers"),
+        ("pretrain", "heads", "num_heads"),
+        ("sft", "heads", None),
+        ("pretrain", "gpus", "parallel"),
+        ("compare", "num_workers", "workers"),
+        ("pretrain", "num_workers", None),
+        ("pretrain", "seqlen", "sequence_length"),
+        ("sft", "temperature", None),
+        ("compare", "learningrate", "learning_rates"),
+        ("pretrain", "placment", "placement"),
+        ("pretrain", "precison", "precision"),
+    ],
+)
+def test_the_nearest_setting_is_what_the_name_means(command, name, meant):
+    names = JOBS[command].record.names()
+    assert name not in names
+    assert suggestion(name, names) == meant
+
+
+def test_a_setting_that_was_written_into_a_runs_file_is_named_with_the_file(tmp_path):
+    from training.tiny_runs import SMALL
+
+    folder = tmp_path / "run"
+    given = {**SMALL, "corpus": "embedded", "steps": 2, "pause_step": 1}
+    lamina.pretrain(output=folder, bar=False, **given)
+    config = folder / "config.yaml"
+    config.write_text("paralmel: ddp\n" + config.read_text())
+    with pytest.raises(UserError, match=r"run': unknown setting 'paralmel'; did you mean 'parallel'"):
+        lamina.pretrain(output=folder, resume=True, bar=False)
+
+
+@pytest.mark.slow
+def test_an_adapters_file_does_not_depend_on_the_hash_seed(tmp_path):
+    pytest.importorskip("peft")
+    script = tmp_path / "save.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom peft import LoraConfig, PeftModel\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "from lamina.lab.posttraining.starting import _save_adapter\n"
+        "sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)\n"
+        "model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes))\n"
+        "names = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'up_proj', 'down_proj', 'gate_proj']\n"
+        "_save_adapter(PeftModel(model, LoraConfig(r=2, target_modules=names)), Path(sys.argv[1]))\n"
+    )
+    written = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, script, tmp_path / seed], env=environment, check=True, capture_output=True)
+        written.append((tmp_path / seed / "adapter_config.json").read_text())
+    assert written[0] == written[1]
+    assert len(json.loads(written[0])["target_modules"]) == 7
