@@ -42,7 +42,8 @@ resume: resume_from_checkpoint; loss_on: completion_only_loss assistant_only_los
 overwrite: overwrite_output_dir; reward_function: reward_funcs; reward_clip: reward_clip_range;
 num_heads: heads n_heads; num_layers: layers depth; hidden_size: hidden_dim dim width; weight_decay: wd;
 sequence_length: seqlen max_len context_length; workers: num_workers; learning_rate: learningrate; output: out outdir;
-learning_rates: learningrate; beta: kl_coef; temperature: temp temperature; checkpoint: ckpt; from_model: ckpt; drop_path: dropout;
+learning_rates: learningrate; beta: kl_coef; temperature: temp temperature;
+checkpoint: ckpt; from_model: ckpt; drop_path: dropout;
 generation: gen_kwargs; data_dir: include_path
 """)
 

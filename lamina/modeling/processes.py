@@ -215,7 +215,7 @@ def device_of(device: str) -> str:
 def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
     """Join the other processes that torchrun or accelerate launch started, if any, and leave them at the end.
 
-    After FSDP2 the group stays until the program ends, and later runs join it.
+    After FSDP2 the group stays until the program ends.
 
     Args:
         device: the setting: "auto", "cpu", "cuda" (one GPU per process) or "mps".
@@ -271,10 +271,8 @@ def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
     finally:
         if failed:  # it leaves at once: the others may wait in another collective
             atexit.unregister(_leave)
-        elif ours and parallel == "fsdp2":  # DTensor's caches keep the group: a later run in another one would hang
-            atexit.register(_leave)
-        elif ours:
-            _leave()
+        elif ours:  # DTensor's caches keep FSDP2's group: a later run in another one would hang
+            atexit.register(_leave) if parallel == "fsdp2" else _leave()
 
 
 def _leave() -> None:
