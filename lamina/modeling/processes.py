@@ -215,8 +215,6 @@ def device_of(device: str) -> str:
 def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
     """Join the other processes that torchrun or accelerate launch started, if any, and leave them at the end.
 
-    After FSDP2 the group stays until the program ends.
-
     Args:
         device: the setting: "auto", "cpu", "cuda" (one GPU per process) or "mps".
         parallel: the setting: "auto", "ddp" or "fsdp2".

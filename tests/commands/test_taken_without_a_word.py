@@ -8,9 +8,9 @@ import sys
 import pytest
 
 import lamina
+from lamina.catalog import JOBS
 from lamina.errors import UserError
 from lamina.jobs.aliases import suggestion
-from lamina.jobs.catalog import JOBS
 from lamina.surgery.prune import refuse_twice
 
 
