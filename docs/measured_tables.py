@@ -6,6 +6,23 @@ import re
 from typing import Any
 
 from lamina.core.architectures import conversions
+from lamina.jobs.files import read_json
+from lamina.reports.causes import HISTORIES, NOT_KNOWN
+
+
+def history_odds_table() -> str:
+    """How often the causes told from other tools' histories were right, by the odds that were told."""
+    record, held = read_json(HISTORIES), {"loss": "the loss", "norm": "and the gradient norm", "layers": "and by layer"}
+    ranges = [name for name in record["views"]["loss"]["judged"]["rate"] if name != NOT_KNOWN]
+    lines = [f"| recorded | {' | '.join(f'odds {name}: right' for name in ranges)} | not known |"]
+    lines.append("|---" * (len(ranges) + 2) + "|")
+    for view, words in held.items():
+        cells = record["views"][view]["judged"]["rate"]
+        right = " | ".join(f"{cells[name][1]} of {cells[name][0]}" for name in ranges)
+        lines.append(f"| {words} | {right} | {cells[NOT_KNOWN][0]} |")
+    runs = record["runs"]
+    counted = f"Fitted on {runs['fitted']} broken runs, judged on {runs['judged']} with other seeds."
+    return "\n".join([*lines, "", f"{counted} The limit of 70 % was set after these were seen."])
 
 
 def alarms_table(record: dict[str, Any] | None, where: str) -> str:

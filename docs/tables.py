@@ -13,6 +13,7 @@ from measured_tables import (
     alarms_table,
     census_table,
     evaluation_table,
+    history_odds_table,
     mnist_table,
     studies_sentence,
     watching_sentence,
@@ -353,6 +354,7 @@ def tables() -> dict[str, str]:
         "train_step": train_step_table("train_step"),
         "wirings-compiled": train_step_table("wirings-compiled"),
         "reliability": reliability_table(),
+        "history-odds": history_odds_table(),
     }
     found |= {
         "front-page": front_page_table(),

@@ -274,7 +274,7 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
     return census(cast("nn.Module | PreTrainedConfig", model) if built else path("model", model), layers=layers)
 
 
-def diagnose(run: str | PathLike[str], *, which: str = "") -> Diagnosis:
+def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:
     """Say what left its usual range first in a run, and what to change, as `lamina diagnose` does; write the page.
 
     For another tool's records, the converted records and the page are written into the folder NAME-lamina beside them.
@@ -282,12 +282,15 @@ def diagnose(run: str | PathLike[str], *, which: str = "") -> Diagnosis:
 
     Args:
         run: the folder of a run, or another tool's history: a file, a folder, or "-" for a pipe.
+        against: another run; given, the diagnosis says at which step and layer both part by more than their noise.
         which: the name of the run, where a history holds several.
 
     Raises:
         UserError: (a ValueError) for records that cannot be read, that hold neither a loss nor a gradient norm, or that
-            hold several runs.
+            hold several runs; and for two runs without a common step.
     """
+    if against is not None:
+        return _compared(Path(path("run", run)), Path(path("against", against)))
     from lamina.reports.diagnosis import gather, sentences
     from lamina.reports.histories import import_history, is_history
 
@@ -307,6 +310,24 @@ def diagnose(run: str | PathLike[str], *, which: str = "") -> Diagnosis:
     from lamina.reports.pages.diagnosis import PAGE, write_diagnosis
 
     return Diagnosis(sentences=texts, page=write_diagnosis(folder / PAGE, evidence, folder))
+
+
+def _compared(run: Path, against: Path) -> Diagnosis:
+    from lamina.reports.histories import is_history
+    from lamina.reports.side_by_side import side_by_side
+
+    compared = side_by_side(run, against)
+    texts, whole = compared.sentences(), run.resolve()
+    try:
+        require("the page", "report")
+    except UserError as error:
+        return Diagnosis(sentences=[*texts, f"{error}."], page=None)
+    from lamina.reports.pages.diagnosis import write_comparison
+
+    folder = whole.with_name(f"{whole.name}-lamina") if is_history(run) else whole
+    folder.mkdir(exist_ok=True)
+    name = f"against-{against.resolve().name}.html"
+    return Diagnosis(sentences=texts, page=write_comparison(folder / name, compared))
 
 
 def report(folder: str | PathLike[str]) -> Path:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,6 +38,7 @@ HARD = ("not_finite", "dead", "written", "unmoved")  # rules whose sign is the f
 NOISES, NATS = 4.0, 0.1  # by which a loss has moved
 TEMPER = 2.0  # by which the evidence of signs that hang together is divided,
 ALONE = ("first", "telling", "where", "rate", "half", "jump")  # all but these
+LEAST = 0.7  # odds of a cause that is told from another tool's record
 SECOND = 0.2  # odds from which a second cause is told
 _AROUND = (16, 5)  # losses before the first alarm, and from it on
 
@@ -433,11 +434,6 @@ def _jump(losses: Mapping[int, float], step: int) -> str:
     return "back" if falls > jump / 2 else "again" if again > jump / 3 else "stays"
 
 
-@cache
-def _of_histories() -> Json:
-    return read_json(HISTORIES)
-
-
 @dataclass(kw_only=True)
 class Learned:
     """Counts of the signs of each cause, in runs broken on purpose.
@@ -446,21 +442,24 @@ class Learned:
         runs: by cause.
         seen: by cause and sign.
         temper: by which the evidence of signs that hang together is divided.
+        sharp: by which all evidence is divided.
     """
 
     runs: Counter[str] = field(default_factory=Counter)
     seen: dict[str, Counter[str]] = field(default_factory=dict)
     temper: float = TEMPER
+    sharp: float = 1.0
 
     @classmethod
     def read(cls, view: str = "") -> Learned:
         """Read the counts from the monitor's limits.json, or those of histories that hold only what ``view`` says."""
-        record: Json = _of_histories()["views"][view] if view else {"signatures": calibration()["signatures"]}
+        record: Json = read_json(HISTORIES)["views"][view] if view else {"signatures": calibration()["signatures"]}
         signatures = record["signatures"]
         return cls(
             runs=Counter({cause: one["runs"] for cause, one in signatures.items()}),
             seen={cause: Counter(one["signs"]) for cause, one in signatures.items()},
             temper=record.get("temper", TEMPER),
+            sharp=record.get("sharp", 1.0),
         )
 
     def to_dict(self) -> Json:
@@ -505,7 +504,7 @@ class Learned:
             for cause, share in shares.items():
                 scores[cause] += math.log(share) / (1.0 if name in ALONE else self.temper)
         highest = max(scores.values())
-        parts = {cause: math.exp(score - highest) for cause, score in scores.items()}
+        parts = {cause: math.exp((score - highest) / self.sharp) for cause, score in scores.items()}
         return {cause: part / sum(parts.values()) for cause, part in sorted(parts.items(), key=lambda pair: -pair[1])}
 
 
@@ -515,6 +514,8 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
         return []
     found = signature(signs)
     odds = (Learned.read(signs.view) if learned is None else learned).odds(found)
+    if found["rate"] == "jumped":  # the record says so, whatever was counted
+        odds = {cause: 0.0 for cause, one in CAUSES.items() if "rate: jumped" in one.proofs} | odds
     seen = {f"{name}: {value}" for name, value in found.items()}
     proved = {cause for cause in odds if cause != NOT_KNOWN and seen & {*CAUSES[cause].proofs}}
     possible = {
@@ -522,11 +523,12 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
         for cause, part in odds.items()
         if (cause in proved if proved else cause == NOT_KNOWN or not seen & {*CAUSES[cause].unlike})
     }
-    (best, share), *others = ((cause, part / sum(possible.values())) for cause, part in possible.items())
+    total = sum(possible.values())
+    (best, share), *others = ((cause, part / total if total else 1.0) for cause, part in possible.items())
     if signs.half and best != NOT_KNOWN and (same := CAUSES[best].in_half):
         return [(same, share / 2), (best, share / 2)]
-    if best == NOT_KNOWN:
-        return [(best, share)]
+    if best == NOT_KNOWN or (signs.view and share < LEAST):
+        return [(NOT_KNOWN, share)]
     second = [(cause, part) for cause, part in others if cause != NOT_KNOWN and part >= SECOND]
     return [(best, share), *second[:1]]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,10 +30,12 @@ from lamina.training.monitor.writers import LOSS, NORM, Row, read_about, read_ro
 _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
 BEFORE, AFTER = 16, 3  # losses with which others are compared, and how many must lie above them
 _NATS, _NOISES = 0.15, 6.0  # by how much: at least this, and this many times their noise
+_WANDERS = 3.0  # times the spread of losses that are far apart
+_RESTARTED = 1.0  # nats by which a loss may rise where the learning rate starts anew
 
 
-Rows: TypeAlias = Callable[[Sequence[str]], list[Row]]
-"""Returns a run's rows of these metrics."""
+Rows: TypeAlias = Callable[..., list[Row]]
+"""Returns a run's rows of these metrics, and of a sub-layer if one is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class Evidence(Signs):
         names: the layers' paths in the model.
         settings: of the run, as its config.yaml says them, and what was seen of a watched training's.
         epochs: the epoch by step; empty where it is not recorded.
+        falls: steps of another tool's record at which the loss fell out of its noise.
     """
 
     rows: Rows
@@ -56,6 +60,7 @@ class Evidence(Signs):
     names: Mapping[int, str]
     settings: Json = field(default_factory=dict)
     epochs: Mapping[int, float] = field(default_factory=dict)
+    falls: tuple[int, ...] = ()
 
     @property
     def imported(self) -> bool:
@@ -93,7 +98,8 @@ def gather(folder: Path) -> Evidence:
         or {record["step"]: float(record[name]) for record in logged if isinstance(record.get(name), int | float)}
         for metric, name in ((LOSS, "loss"), (RATE, RATE))
     )
-    status, rose = str(result.get("status") or "unfinished"), loss_rise(losses, told)
+    status = str(result.get("status") or "unfinished")
+    rose = loss_rise(losses, told, rates if history else None)
     if rose is None and status == Status.DIVERGED:  # as the guard saw it
         rose = next((record["step"] for record in logged if "diverged" in record), None)
     steps = sorted({row[0] for row in every if row[5] in (LOSS, NORM)})
@@ -101,6 +107,7 @@ def gather(folder: Path) -> Evidence:
     return Evidence(
         clock={step: number for number, step in enumerate(steps, start=1)} if apart > 1 else {},
         view=_view(history.get("metrics", ())) if history else "",
+        falls=tuple(history.get("falls", ())),
         epochs={row[0]: row[6] for row in every if row[5] == EPOCH},
         rows=rows,
         losses=losses,
@@ -121,32 +128,85 @@ def _view(metrics: Collection[str]) -> str:
     return "layers" if "gradient_norm" in metrics else "norm" if NORM in metrics else "loss"
 
 
-def risen(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Return whether all losses ``after`` lie above the lower of the medians of 16 and of 5 losses ``before``."""
+def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0.0) -> bool:
+    """Return whether all losses ``after`` lie above the lower of the medians of 16 and of 5 losses ``before``.
+
+    ``wanders`` is how far they may go by themselves (``wander_of``).
+    """
     finite = [loss for loss in before[-BEFORE:] if math.isfinite(loss)]
     if len(finite) < BEFORE // 2 or len(after) < AFTER:
         return False
     usual = min(statistics.median(finite), statistics.median(finite[-5:]))  # a falling loss is below its median
-    return min(after) > usual + max(_NATS, _NOISES * noise_of(finite))
+    return min(after) > usual + max(_NATS, _NOISES * noise_of(finite), wanders)
 
 
-def loss_rise(losses: Mapping[int, float], alarms: Iterable[Alarm] = ()) -> int | None:
+def wander_of(losses: Sequence[float]) -> float:
+    """Return how far losses wander in 16 records beyond their trend, for those that are averaged or move slowly.
+
+    Returns 0 where neighbors differ as much as losses that are 16 records apart: their noise says it all.
+    """
+    known = [loss for loss in losses[-4 * BEFORE :] if math.isfinite(loss)]
+    if len(known) < 2 * BEFORE:
+        return 0.0
+    moved = [later - earlier for earlier, later in zip(known, known[BEFORE:], strict=False)]
+    middle = statistics.median(moved)
+    spread = 1.4826 * statistics.median(abs(each - middle) for each in moved) / math.sqrt(2)
+    return _WANDERS * spread if spread > 1.5 * noise_of(known) else 0.0
+
+
+def restarts(rates: Mapping[int, float]) -> list[int]:
+    """Return the steps at which the learning rate starts anew at a level that it had before, as cosines do."""
+    steps, found, highest = sorted(rates), [], 0.0
+    for before, step in pairwise(steps):
+        highest = max(highest, rates[before])
+        if 1.5 * rates[before] < rates[step] <= 1.1 * highest and 2.0 * rates[before] < highest:
+            found.append(step)
+    return found
+
+
+def loss_rise(
+    losses: Mapping[int, float], alarms: Iterable[Alarm] = (), rates: Mapping[int, float] | None = None
+) -> int | None:
     """Return the first step at which a loss rose and stayed up, or was not finite; None if it never did.
 
     It has risen at once where the next 3 losses lie above those before (``risen``), and slowly where it stays for 20
-    losses above its best by 0.5 nats and its noise, as the guard judges it. Losses are counted, not steps.
+    losses above its best by 0.5 nats and its noise, as the guard judges it. Losses are counted, not steps. With
+    ``rates``, those of another tool's record, a loss may wander, and rise by up to a nat where the rate starts anew.
     """
-    steps, guard = sorted(losses), DivergenceGuard(margin=_SLOW, patience=_PATIENCE)
+    steps = sorted(losses)
+    if rates is None:
+        rose = _rise_in(losses, steps)
+        told = [alarm.step for alarm in alarms if (alarm.rule, alarm.metric) == ("rise", LOSS)]
+        return min(told, default=None) if rose is None else rose
+    cuts = [0, *(bisect_left(steps, step) for step in restarts(rates)), len(steps)]
+    for first, last in pairwise(cuts):
+        before, after = (
+            [losses[step] for step in part if math.isfinite(losses[step])]
+            for part in (steps[max(0, first - BEFORE) : first], steps[first : min(last, first + 2 * BEFORE)])
+        )
+        if first and len(before) > AFTER and len(after) > AFTER and min(after) > statistics.median(before) + _RESTARTED:
+            return steps[first]
+        if (rose := _rise_in(losses, steps[first:last], may_wander=True)) is not None:
+            return rose
+    told = [alarm.step for alarm in alarms if (alarm.rule, alarm.metric) == ("rise", LOSS)]
+    return min(told, default=None)
+
+
+def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: bool = False) -> int | None:
+    guard = DivergenceGuard(margin=_SLOW, patience=_PATIENCE)
     values = [losses[step] for step in steps]
     for number, step in enumerate(steps):
         before, after = values[max(0, number - BEFORE) : number], values[number : number + AFTER]
-        if not math.isfinite(values[number]) or risen(before, after):
+        high = math.isfinite(values[number]) and risen(before, after)
+        if high and may_wander:
+            high = risen(before, after, wanders=wander_of(values[:number]))
+        if high or not math.isfinite(values[number]):
             return step if guard.above_since is None else steps[guard.above_since]
         try:
             guard.see_loss(number, values[number])
         except Diverged:
             return steps[guard.above_since or 0]
-    return min((alarm.step for alarm in alarms if (alarm.rule, alarm.metric) == ("rise", LOSS)), default=None)
+    return None
 
 
 FINDINGS = Path(__file__).parent / "assets" / "findings.json"
@@ -163,6 +223,7 @@ _RECORDED = {
     "layers": "the gradient norms by layer",
 }
 RATE, EPOCH = "learning_rate", "epoch"
+_MOST_OF_HISTORIES = 0.95  # odds: so few histories were judged that no more can be promised
 _STAIR = 8  # losses before and after the start of an epoch
 
 
@@ -170,8 +231,15 @@ def sentences(evidence: Evidence) -> list[str]:
     """Say what left first, at which layer and step, how early it was visible, its likely cause, and what to change."""
     first, rose = evidence.first, evidence.rose
     texts = [_course(evidence)]
-    if (stairs := epoch_stairs(evidence)) and rose is None:
+    stairs = epoch_stairs(evidence) if rose is None else {}
+    if stairs:
         texts.append(_stairs(stairs))
+    elif evidence.falls and rose is None:
+        told = ", ".join(map(str, evidence.falls[:_SHOWN]))
+        texts.append(
+            f"The loss fell at once at step {told}: a new epoch, other text, or a lower learning rate. By itself that "
+            "is no failure."
+        )
     if evidence.notable:
         steps = ", ".join(str(alarm.step) for alarm in evidence.notable[:_SHOWN])
         texts.append(f"Notable batches, whose gradient stood out and that nothing followed: at steps {steps}.")
@@ -187,9 +255,11 @@ def sentences(evidence: Evidence) -> list[str]:
     for what, alarm in told:
         name = evidence.names.get(alarm.layer)
         texts.append(f"{what}: {describe(alarm)}{f', {name}' if name else ''}.")
-    if (lead := evidence.lead) is not None:
-        early = f"It could have been seen {lead} step{'s' * (lead > 1)} before the loss rose."
-        late = "The loss rose in the same step." if lead == 0 else "It showed only after the loss rose."
+    if (lead := evidence.lead) is not None and first.metric != LOSS:
+        finite = math.isfinite(evidence.losses.get(rose or 0, 0.0))
+        did = "rose" if finite else "was not finite"
+        early = f"It could have been seen {lead} step{'s' * (lead > 1)} before the loss {did}."
+        late = f"The loss {did} in the same step." if lead == 0 else f"It showed only after the loss {did}."
         texts.append(early if lead > 0 else late)
     then: dict[tuple[int, str, bool], str] = {}  # the first alarm of each other sub-layer, the telling ones first
     telling = {alarm: alarm.rule in ("not_finite", "written") for alarm in evidence.alarms}
@@ -204,6 +274,18 @@ def sentences(evidence: Evidence) -> list[str]:
     return texts + _causes(evidence)
 
 
+def headline(evidence: Evidence) -> str:
+    """Return the finding in a line: the likely cause, or what left first, and its step."""
+    first = evidence.first
+    if first is None:
+        return "No problem found" if evidence.rose is None else f"The loss rose at step {evidence.rose}"
+    (cause, _), *_ = causes_of(evidence)
+    if cause != NOT_KNOWN:
+        return f"{cause[0].upper()}{cause[1:]} from step {first.step}"
+    where, _, what = describe(first).partition(": ")
+    return f"{what[0].upper()}{what[1:]} {where.replace('step', 'at step', 1)}"
+
+
 def _more(evidence: Evidence) -> str:
     return "each step, and by layer (lamina.watch)." if evidence.imported else "every=1."
 
@@ -213,6 +295,11 @@ def _course(evidence: Evidence) -> str:
     rose, status = evidence.rose, "" if evidence.imported else f" (status: {evidence.status})"
     if not evidence.losses:
         return f"The loss is not in the record, so nobody can say whether it rose{status}."
+    if rose is None and evidence.imported:
+        steps = sorted(evidence.losses)
+        if len(steps) < BEFORE:
+            return f"{len(steps)} losses are too few to see whether the loss rose."
+        return f"The loss did not rise and stay up in {len(steps):,} records, steps {steps[0]} to {steps[-1]}."
     if rose is None:
         return f"The loss did not rise and stay up in {evidence.steps} steps{status}."
     if not math.isfinite(evidence.losses.get(rose, 0.0)):
@@ -253,6 +340,7 @@ def _causes(evidence: Evidence) -> list[str]:
     """Name the likely causes with their odds, what to change, and how to check it."""
     texts: list[str] = []
     findings: dict[str, str] = read_json(FINDINGS)
+    most = _MOST_OF_HISTORIES if evidence.imported else 0.99
     for number, (name, odds) in enumerate(causes_of(evidence)):
         if name == NOT_KNOWN:
             look = f"Look at that step's batch and learning rate, and record more: {_more(evidence)}"
@@ -261,7 +349,7 @@ def _causes(evidence: Evidence) -> list[str]:
                 why = f"{_RECORDED[evidence.view]} fits several failures, or none that Lamina has seen"
             return [f"The cause is not known: {why}. {look if evidence.imported else _LOOK}"]
         cause = CAUSES[name]
-        texts.append(f"{'Or' if number else 'Likely cause'}: {name} (odds {min(odds, 0.99):.0%}). {cause.meaning}")
+        texts.append(f"{'Or' if number else 'Likely cause'}: {name} (odds {min(odds, most):.0%}). {cause.meaning}")
         if "rate: jumped" in cause.proofs and (jump := rate_jump(evidence)) is not None:
             step, before, after = jump
             texts.append(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import statistics
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import repeat
@@ -18,11 +20,13 @@ from lamina.jobs.folder import hold
 from lamina.jobs.kinds import Kind
 from lamina.jobs.names import CONFIG, ENVIRONMENT
 from lamina.jobs.seals import write_result
+from lamina.reports.diagnosis import BEFORE, restarts, wander_of
 from lamina.reports.histories.names import RATE, best, is_side_loss, parameter_of, plain, whole
 from lamina.reports.histories.owners import Owner, Places, places_of
-from lamina.reports.histories.recordings import Recording, Series
+from lamina.reports.histories.recordings import Bools, Floats, Recording, Series
 from lamina.reports.histories.sources import read_runs, recorded_in
-from lamina.training.monitor.alarms import Alarms, events, write_alarms
+from lamina.training.monitor.alarms import Alarm, Alarms, events, write_alarms
+from lamina.training.monitor.rules import DEVIATIONS, STANDS_OUT, WINDOW, limits
 from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, LayersWriter, MetricsWriter, Row
 
 Key: TypeAlias = tuple[Owner, str]
@@ -32,6 +36,7 @@ _MODEL: Owner = (-1, "model", "all")
 _WORDS = {LOSS: "loss", NORM: "gradient norm", RATE: "learning rate"}
 _NOT_USED = r"epoch|eval|val|test|system|perf"
 _SHOWN = 5
+_LONG = 300_000  # gradient norms of layers up to which all are judged
 EPOCH = "epoch"
 
 
@@ -62,14 +67,28 @@ class History:
     @property
     def steps(self) -> list[int]:
         """The steps that are judged."""
-        judged = [steps for (_, metric), (steps, _) in self.series.items() if metric in (LOSS, NORM, "gradient_norm")]
-        return np.unique(np.concatenate(judged)).tolist()
+        judged = {
+            id(steps): steps
+            for (_, metric), (steps, _) in self.series.items()
+            if metric in (LOSS, NORM, "gradient_norm")
+        }
+        return np.unique(np.concatenate([*judged.values()])).tolist()
 
     @property
     def rows(self) -> Iterator[Row]:
         """The rows by layer, series by series."""
-        for (owner, metric), (steps, values) in self.series.items():
-            yield from zip(steps.tolist(), *map(repeat, (*owner, 0, metric)), values.tolist(), strict=False)
+        for key in self.series:
+            yield from self.rows_of(key)
+
+    def rows_of(self, key: Key) -> Iterator[Row]:
+        """Yield the rows of one series."""
+        (owner, metric), (steps, values) = key, self.series[key]
+        yield from zip(steps.tolist(), *map(repeat, (*owner, 0, metric)), values.tolist(), strict=False)
+
+    def values(self, metric: str) -> dict[int, float]:
+        """Return the values of a metric of the whole model by step; empty where it is not recorded."""
+        steps, values = self.series.get((_MODEL, metric), (np.array([], np.int64), np.array([])))
+        return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
     def __str__(self) -> str:
         steps = self.steps
@@ -238,22 +257,87 @@ def _notes(history: History) -> list[str]:
     return notes
 
 
-def judge(history: History) -> Alarms:
-    """Hand a history to the rules, which count its records in place of steps."""
+def judge(history: History) -> tuple[list[Alarm], list[int]]:
+    """Hand a history to the rules, which count its records in place of steps.
+
+    Returns:
+        The alarms and notable batches; and the steps at which the loss fell, which is no alarm by itself.
+    """
     alarms, judged = Alarms(), history.steps
-    place = {step: number for number, step in enumerate(judged, start=1)}
+    wanted, filling = _worth_judging(history, judged)
     rows: dict[int, list[Row]] = {}
-    rates: dict[int, float] = {}
-    for step, *rest in history.rows:
-        if rest[4] == RATE:
-            rates[step] = rest[5]
-        if step in place:
-            rows.setdefault(step, []).append((place[step], *rest))
-    for step in judged:
-        alarms.see(rows[step], rates.get(step))
+    for key, (steps, values) in history.series.items():
+        places = np.searchsorted(judged, steps)
+        known = (places < len(judged)) & (np.take(judged, np.minimum(places, len(judged) - 1)) == steps)
+        if key[1] == "gradient_norm":
+            known &= wanted[np.minimum(places, len(judged) - 1)]
+        chosen = np.flatnonzero(known)
+        for place, value in zip(places[chosen].tolist(), values[chosen].tolist(), strict=True):
+            rows.setdefault(place, []).append((place + 1, *key[0], 0, key[1], value))
+    for place in range(len(judged)):
+        alarms.see(rows.pop(place, []))
     alarms.close()
-    alarms.told = [replace(alarm, step=judged[alarm.step - 1]) for alarm in alarms.told]
-    return alarms
+    told = [
+        replace(alarm, step=judged[alarm.step - 1])
+        for alarm in alarms.told
+        if alarm.metric != "gradient_norm" or not filling[alarm.step - 1]
+    ]
+    losses, rates = history.values(LOSS), history.values(RATE)
+    calm = restarts(rates)
+    kept, falls = [], []
+    for alarm in told:
+        if alarm.metric == LOSS and alarm.rule == "fall":
+            falls.append(alarm.step)
+        elif alarm.metric != LOSS or alarm.rule != "rise" or _rose(alarm, losses, calm):
+            kept.append(alarm)
+    return kept, falls
+
+
+def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bools]:
+    """Return the records at which a long history's layers are judged, and those of them that only fill the past.
+
+    Rules cost microseconds a value. Of a long history they get the records around those at which a layer's gradient is
+    not finite or zero, is twice the median before and five deviations off, or leaves the other layers'.
+    """
+    layered = {key: series for key, series in history.series.items() if key[1] == "gradient_norm"}
+    count = sum(len(steps) for steps, _ in layered.values())
+    if count <= _LONG:
+        return np.ones(len(judged), bool), np.zeros(len(judged), bool)
+    odd = np.zeros(len(judged), bool)
+    odd[: 2 * WINDOW] = True
+    kinds: dict[tuple[str, str, int], list[Floats]] = {}
+    for ((_, sublayer, role), _), (steps, values) in layered.items():
+        places, logs = np.searchsorted(judged, steps), np.log(np.maximum(values, 1e-30))
+        odd[places[~np.isfinite(values) | (values == 0.0)]] = True
+        kinds.setdefault((sublayer, role, len(steps)), []).append(logs)
+        if len(values) > WINDOW:
+            past = np.lib.stride_tricks.sliding_window_view(logs[:-1], WINDOW)
+            middle = np.median(past, axis=1)
+            high = np.flatnonzero(logs[WINDOW:] > middle + STANDS_OUT)
+            spread = 1.4826 * np.median(np.abs(past[high] - middle[high, None]), axis=1)
+            odd[places[WINDOW + high[logs[WINDOW + high] - middle[high] > DEVIATIONS * spread]]] = True
+    for logs in kinds.values():
+        apart = np.stack(logs) - np.median(np.stack(logs), axis=0) > limits()["apart/gradient_norm"]
+        if len(logs) > 2 and apart.shape[1] == len(judged):
+            odd[np.flatnonzero((apart[:, 1:] & ~apart[:, :-1]).any(axis=0)) + 1] = True
+    wanted, filling = np.zeros(len(judged), bool), np.zeros(len(judged), bool)
+    for place in np.flatnonzero(odd).tolist():
+        begin = max(0, place - 2 * WINDOW)
+        filling[begin : max(begin, place - WINDOW // 2)] |= ~wanted[begin : max(begin, place - WINDOW // 2)]
+        filling[max(begin, place - WINDOW // 2) : place + WINDOW] = False
+        wanted[begin : place + WINDOW] = True
+    filling[: 2 * WINDOW] = False
+    return wanted, filling
+
+
+def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> bool:
+    """Return whether a loss that left its noise has risen: by more than it wanders, and not as the rate starts anew."""
+    steps = sorted(losses)
+    at = bisect_left(steps, alarm.step)
+    if any(bisect_left(steps, step) <= at < bisect_left(steps, step) + 2 * BEFORE for step in calm):
+        return False
+    after = [losses[step] for step in steps[at : at + BEFORE // 2]]
+    return statistics.median(after) - alarm.usual > wander_of([losses[step] for step in steps[:at]])
 
 
 def import_history(path: Path, folder: Path, run: str = "") -> History:
@@ -263,11 +347,8 @@ def import_history(path: Path, folder: Path, run: str = "") -> History:
     ``read_history`` does, and for a folder that another job wrote.
     """
     history = read_history(path, run)
-    judged = history.steps
-    rates, losses = (
-        dict(zip(*(each.tolist() for each in history.series.get((_MODEL, metric), _NOTHING)), strict=True))
-        for metric in (RATE, LOSS)
-    )
+    judged, rates, losses = history.steps, history.values(RATE), history.values(LOSS)
+    told, falls = judge(history)
     with hold(folder, resume=False, overwrite=True):
         write_json(folder / ENVIRONMENT, environment(0, Kind.WATCHED))
         write_sealed(folder / CONFIG, {"output": str(folder), "imported": str(path)})
@@ -278,19 +359,20 @@ def import_history(path: Path, folder: Path, run: str = "") -> History:
             "num_layers": count,
             "notes": history.notes,
             "layers": [{"path": history.layers.get(at, "")} for at in range(count)],
-            "history": {"clock": history.clock, "metrics": sorted({metric for _, metric in history.series})},
+            "history": {
+                "clock": history.clock,
+                "metrics": sorted({metric for _, metric in history.series}),
+                "falls": falls,
+            },
         }
         write_json(folder / WATCHED, about)
         writer, metrics = LayersWriter(folder), MetricsWriter(folder)
-        writer.add(history.rows)
+        for key in history.series:
+            writer.add(history.rows_of(key))
         writer.flush()
         for step in judged:
             record = {"loss": losses[step], "learning_rate": rates.get(step)} if step in losses else {}
             metrics.write({"step": step, "tokens": None, **record})
-        told = judge(history).told
         write_alarms(folder, told)
         write_result(folder, {"status": "imported", "steps": judged[-1], "alarms": len(events(told))})
     return history
-
-
-_NOTHING: Series = (np.array([], np.int64), np.array([], np.float64))

@@ -169,8 +169,11 @@ def _of_lines(columns: Columns, chosen: Bools) -> Columns:
 
 def _by_start(columns: Columns) -> list[Recording]:
     """Split a table where its steps start anew."""
-    judged = [at for name, (at, _) in columns.values.items() if whole(name) or parameter_of(name)]
-    lines = np.unique(np.concatenate(judged)) if judged else np.arange(columns.rows)
+    judged = np.zeros(columns.rows, bool)
+    for name, (at, _) in columns.values.items():
+        if whole(name) or parameter_of(name):
+            judged[at] = True
+    lines = np.flatnonzero(judged) if judged.any() else np.arange(columns.rows)
     clock, steps = _clock(columns, lines)
     if not len(lines):
         return [Recording(form=columns.form, series={}, rows=columns.rows, clock=clock)]
@@ -192,17 +195,22 @@ def _by_start(columns: Columns) -> list[Recording]:
 
 def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first: int, last: int) -> Recording:
     series, gone = {}, 0
+    orders: dict[int, tuple[slice, Bools, Ints, Ints, int]] = {}  # of lines that columns share
     for name, (at, of) in columns.values.items():
         if plain(name) in STEPS or plain(name) in TIMES or name == clock:
             continue
-        inside = slice(*np.searchsorted(at, (first, last)))
-        own, values = steps[at[inside]], of[inside]
-        kept = _latest(own)
-        gone = max(gone, int((~kept).sum()) if (whole(name) or parameter_of(name)) and (np.diff(own) < 0).any() else 0)
-        own, values = own[kept], values[kept]
-        order = np.argsort(own, kind="stable")
-        if len(own):
-            series[name] = (own[order], values[order])
+        if id(at) not in orders:
+            inside = slice(*np.searchsorted(at, (first, last)))
+            own = steps[at[inside]]
+            kept = _latest(own)
+            order = np.argsort(own[kept], kind="stable")
+            left = int((~kept).sum()) if (np.diff(own) < 0).any() else 0
+            orders[id(at)] = inside, kept, order, own[kept][order], left
+        inside, kept, order, ordered, left = orders[id(at)]
+        if left > gone and (whole(name) or parameter_of(name)):
+            gone = left
+        if len(ordered):
+            series[name] = (ordered, of[inside][kept][order])
     again = f"the steps go back: {gone} records whose steps come again later are left out"
     return Recording(
         form=columns.form, series=series, rows=last - first, clock=clock, notes=[*notes, *([again] if gone else [])]

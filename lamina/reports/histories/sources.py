@@ -269,13 +269,16 @@ def _wide(path: Path) -> Columns:
                     )
                     known = known & (column.notna().to_numpy() | words.str.lower().isin(["nan", "-nan"]).to_numpy())
                 if known.any():
-                    at = np.flatnonzero(known) + found.rows
-                    parts.setdefault(str(name), []).append((at, column.to_numpy(np.float64)[known]))
+                    at = None if known.all() else np.flatnonzero(known) + found.rows
+                    parts.setdefault(str(name), []).append((found.rows, at, column.to_numpy(np.float64)[known]))
             found.rows += len(piece)
             told.say(file.tell())
+    every = np.arange(found.rows)
     for name in list(parts):
-        pieces_of = parts.pop(name)
-        found.values[name] = (np.concatenate([at for at, _ in pieces_of]), np.concatenate([of for _, of in pieces_of]))
+        own = parts.pop(name)
+        values = np.concatenate([of for _, _, of in own])
+        lines = [np.arange(begun, begun + len(of)) if at is None else at for begun, at, of in own]
+        found.values[name] = (every if len(values) == found.rows else np.concatenate(lines), values)
     return found
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import plotly.graph_objects as go
 
 from lamina.reports import charts
 from lamina.reports.charts import Line
-from lamina.reports.diagnosis import Evidence, sentences
+from lamina.reports.diagnosis import Evidence, headline, sentences
 from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, figure, sentence, write_page
+from lamina.reports.side_by_side import Place, SideBySide
 from lamina.reports.style import polish
 from lamina.training.monitor.alarms import Alarm, describe, events
+from lamina.training.monitor.writers import LOSS
 
 PAGE = "diagnosis.html"
+Drawn: TypeAlias = tuple[str, str, list[int], list[float]]
+"""a line's name, color, steps and values"""
 _SHOWN = 12  # alarms
+_POINTS, _NEAR = 1000, 100  # of a line, and those on each side of the first alarm
 _COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
 
 
@@ -43,8 +51,12 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
     return write_page(
         path.parent,
         name=path.name,
-        title=f"Diagnosis of {source.resolve().name}",
-        facts=[f"status: {evidence.status}", f"{len(groups)} alarm{'s' * (len(groups) != 1)}"],
+        title=headline(evidence),
+        facts=[
+            source.resolve().name,
+            "" if evidence.imported else f"status: {evidence.status}",
+            f"{len(groups)} alarm{'s' * (len(groups) != 1)}",
+        ],
         command=f"lamina diagnose {source}",
         sections=[
             Section(name="Diagnosis", title="What happened, and what to change", html=texts),
@@ -54,19 +66,52 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
     )
 
 
+def write_comparison(path: Path, compared: SideBySide) -> Path:
+    """Write the page of two runs side by side to ``path``."""
+    texts = "".join(f"<p>{escape(text)}</p>" for text in compared.sentences())
+    parted = [one for one in (compared.whole, compared.layer) if one is not None]
+    places = [(-1, "model", "all", LOSS), *(one.place for one in parted)]
+    html = "".join(
+        figure(_pair(compared, place), f"{sentence(place[3].replace('_', ' '))} of both runs; red: where they part.")
+        for place in dict.fromkeys(places)
+        if place in compared.series
+    )
+    return write_page(
+        path.parent,
+        name=path.name,
+        title=compared.title,
+        facts=[*compared.names],
+        command=f"lamina diagnose {' '.join(compared.names)}",
+        sections=[
+            Section(name="Comparison", title="Where they part", html=texts),
+            Section(name="Figures", title="What shows it", html=html),
+        ],
+    )
+
+
+def _pair(compared: SideBySide, place: Place) -> go.Figure:
+    lines = [
+        (name, color, sorted(values), [values[step] for step in sorted(values)])
+        for name, color, values in zip(compared.names, _COLORS[1:], compared.series[place], strict=True)
+    ]
+    marks = ((compared.first.step, _COLORS[0]),) if compared.first is not None else ()
+    return _lines(lines, place[3].replace("_", " "), marks)
+
+
 def _quantity(alarm: Alarm) -> str:
     return METRICS[alarm.metric].quantity if alarm.metric in METRICS else alarm.metric.replace("_", " ")
 
 
 def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:
     layers: dict[int, dict[int, float]] = {}
-    for step, layer, sublayer, role, index, _, value in evidence.rows([first.metric]):
+    for step, layer, sublayer, role, index, _, value in evidence.rows([first.metric], first.sublayer):
         if (sublayer, role, index) == (first.sublayer, first.role, 0):
             layers.setdefault(layer, {})[step] = value
     lines = []
     for layer, values in sorted(layers.items(), key=lambda pair: (pair[0] == first.layer, pair[0])):
         color = _COLORS[0] if layer == first.layer else "#b9bcc2"
-        lines.append((f"layer {layer}", color, sorted(values), [values[step] for step in sorted(values)]))
+        steps = _thinned(sorted(values), first.step)
+        lines.append((f"layer {layer}", color, steps, [values[step] for step in steps]))
     if not lines:
         return None
     picture = _drawn(evidence, lines, _quantity(first))
@@ -74,8 +119,19 @@ def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:
     return charts.log_axis(picture)
 
 
-def _drawn(evidence: Evidence, lines: list[tuple[str, str, list[int], list[float]]], quantity: str) -> go.Figure:
-    """Draw ``lines``, each a name, a color, steps and values, with marks at the rise and at the first alarm."""
+def _thinned(steps: list[int], near: int) -> list[int]:
+    """Return every n-th of many steps, and all of those near one."""
+    at, every = bisect_left(steps, near), max(1, len(steps) // _POINTS)
+    return sorted({*steps[::every], *steps[max(0, at - _NEAR) : at + _NEAR]})
+
+
+def _drawn(evidence: Evidence, lines: Sequence[Drawn], quantity: str) -> go.Figure:
+    """Draw ``lines`` with marks at the rise and at the first alarm."""
+    steps = ((evidence.rose, _COLORS[0]), (evidence.first.step if evidence.first else None, _COLORS[1]))
+    return _lines(lines, quantity, [(step, color) for step, color in steps if step is not None])
+
+
+def _lines(lines: Sequence[Drawn], quantity: str, marks: Sequence[tuple[int, str]]) -> go.Figure:
     picture = go.Figure()
     for name, color, steps, values in lines:
         Line(
@@ -86,7 +142,6 @@ def _drawn(evidence: Evidence, lines: list[tuple[str, str, list[int], list[float
             name=name,
             hover=f"{name}, step %{{x}}: %{{y:.4g}}",
         ).draw(picture)
-    for step, color in ((evidence.rose, _COLORS[0]), (evidence.first.step if evidence.first else None, _COLORS[1])):
-        if step is not None:
-            picture.add_vline(x=step, line={"color": color, "width": 1.2, "dash": "dash"})
+    for step, color in marks:
+        picture.add_vline(x=step, line={"color": color, "width": 1.2, "dash": "dash"})
     return polish(picture.update_xaxes(title="step").update_yaxes(title=quantity), 340)

@@ -153,8 +153,8 @@ def layer_parts(folder: Path) -> list[Path]:
     return sorted(part for part in (folder / "layers").glob("part-*") if part.suffix in (".parquet", ".npz"))
 
 
-def read_part(part: Path, metrics: Sequence[str] | None = None) -> dict[str, list[Any]]:
-    """Read a part's columns, for some metrics or for all. Raises OSError, ValueError, KeyError."""
+def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> dict[str, list[Any]]:
+    """Read a part's columns, for some metrics and a sub-layer or for all. Raises OSError, ValueError, KeyError."""
     if part.suffix == ".npz":
         import numpy as np
 
@@ -163,23 +163,25 @@ def read_part(part: Path, metrics: Sequence[str] | None = None) -> dict[str, lis
                 columns = {name: file[name] for name in LAYER_COLUMNS}
         except (zipfile.BadZipFile, EOFError) as error:
             raise ValueError(str(error)) from error
-        chosen = slice(None) if metrics is None else np.isin(columns["metric"], list(metrics))
+        chosen = np.ones(len(columns["metric"]), bool) if metrics is None else np.isin(columns["metric"], list(metrics))
+        chosen &= True if sublayer is None else columns["sublayer"] == sublayer
         return {name: values[chosen].tolist() for name, values in columns.items()}
     import pyarrow.parquet as pq
 
-    wanted = None if metrics is None else [("metric", "in", list(metrics))]
-    return pq.read_table(part.absolute(), columns=list(LAYER_COLUMNS), filters=wanted).to_pydict()
+    wanted = [("metric", "in", list(metrics))] if metrics is not None else []
+    wanted += [("sublayer", "==", sublayer)] if sublayer is not None else []
+    return pq.read_table(part.absolute(), columns=list(LAYER_COLUMNS), filters=wanted or None).to_pydict()
 
 
-def read_rows(folder: Path, metrics: Sequence[str] | None = None) -> list[Row]:
-    """Read a run's rows by layer, for some metrics or for all; an unreadable part is left out with a warning.
+def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> list[Row]:
+    """Read a run's rows by layer, for some metrics and a sub-layer or for all.
 
-    Raises UserError for parts in Parquet without pyarrow.
+    An unreadable part is left out with a warning. Raises UserError for parts in Parquet without pyarrow.
     """
     rows: list[Row] = []
     for part in layer_parts(folder):
         try:
-            columns = read_part(part, metrics)
+            columns = read_part(part, metrics, sublayer)
         except (OSError, ValueError, KeyError) as error:  # ArrowInvalid is a ValueError
             logger.warning("%s: left out (%s)", part, error)
         except ModuleNotFoundError as error:

@@ -1,0 +1,189 @@
+"""Two runs side by side: the first step, and the first layer, at which they part by more than their noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from lamina.errors import UserError
+from lamina.reports.histories import is_history, read_history
+from lamina.training.monitor.alarms import Alarm, describe
+from lamina.training.monitor.rules import noise_of
+from lamina.training.monitor.writers import LOSS, NORM, Row, read_rows
+
+Place: TypeAlias = tuple[int, str, str, str]
+"""layer, sub-layer, role, metric"""
+Course: TypeAlias = Mapping[int, float]
+"""values by step"""
+
+RATE = "learning_rate"
+_METRICS = (LOSS, NORM, RATE, "gradient_norm", "update_norm", "weight_norm", "hidden_variance", "hidden_abs_max")
+_FORWARD = ("hidden_variance", "hidden_abs_max")  # the first layer is the one at which these part
+_NOISES = 4.0  # of their difference, by which two runs must differ,
+_LEAST = {LOSS: 0.01, RATE: 0.001}  # nats, a share; at least
+_SHARE = 0.05  # at least, of other metrics: a share of the value
+_STAY, _PAST = 5, 32  # records in which they stay apart, and those that show the noise
+_SAME = 1e-6  # a share up to which two values are the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """Where a series of two runs parts, and the values there."""
+
+    step: int
+    place: Place
+    first: float
+    second: float
+
+    def __str__(self) -> str:
+        layer, sublayer, role, metric = self.place
+        place = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
+        alarm = Alarm(step=self.step, rule="rise", value=1.0, usual=1.0, **place)
+        where = describe(alarm).partition(": ")[0]
+        name = {LOSS: "the loss", NORM: "gradient norm"}.get(metric, metric.replace("_", " "))
+        return f"{where}: {name} {self.first:.4g} and {self.second:.4g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideBySide:
+    """Two runs side by side.
+
+    Attributes:
+        names: of the runs.
+        series: the series that both have, as the values of the first and of the second by step.
+        same_until: the last step up to which all series are the same; None if they never are.
+        whole, layer: where the model parts first, and where a layer does; None if they do not.
+        rate: where the learning rates part; None if they do not, or are not recorded.
+    """
+
+    names: tuple[str, str]
+    series: Mapping[Place, tuple[Course, Course]]
+    same_until: int | None
+    whole: Parting | None
+    layer: Parting | None
+    rate: Parting | None
+
+    @property
+    def first(self) -> Parting | None:
+        """The earlier one of both."""
+        return min((one for one in (self.whole, self.layer) if one is not None), key=lambda one: one.step, default=None)
+
+    @property
+    def title(self) -> str:
+        if self.first is None:
+            return "The two runs do not part"
+        return f"The two runs part at step {self.first.step}"
+
+    def sentences(self) -> list[str]:
+        """Say until when they are the same, where they part, and whether their learning rates do."""
+        steps = sorted({step for first, _ in self.series.values() for step in first})
+        between = f"{self.names[0]} and {self.names[1]} at {len(steps):,} steps, {steps[0]} to {steps[-1]}"
+        texts = [f"Compared: {len(self.series)} series of {between}."]
+        if self.same_until == steps[-1]:
+            return [*texts, "They are the same in all of them."]
+        if self.same_until is not None:
+            texts.append(f"They are the same up to step {self.same_until}.")
+        if self.first is None:
+            return [*texts, "They differ, but never by more than their noise."]
+        if self.whole is not None:
+            texts.append(f"The whole model parts at {self.whole}.")
+        if self.layer is not None:
+            texts.append(f"The first layer to part is at {self.layer}.")
+        elif not any(place[0] >= 0 for place in self.series):
+            texts.append("Neither records its layers. Run both under lamina.watch to see which one parts first.")
+        if self.rate is not None:
+            earlier = self.rate.step <= self.first.step
+            texts.append(f"Their learning rates part at {self.rate}{': set them alike first' if earlier else ''}.")
+        return texts
+
+
+def side_by_side(first: Path, second: Path) -> SideBySide:
+    """Compare two runs, each a folder of Lamina's or another tool's history.
+
+    Raises UserError if one is not readable, or if they have no step or no series in common.
+    """
+    courses = [_courses(path) for path in (first, second)]
+    shared: dict[Place, tuple[Course, Course]] = {}
+    for place in courses[0].keys() & courses[1].keys():
+        steps = sorted(courses[0][place].keys() & courses[1][place].keys())
+        if steps:
+            first_course, second_course = ({step: course[place][step] for step in steps} for course in courses)
+            shared[place] = first_course, second_course
+    if not shared:
+        raise UserError(
+            f"against: {str(second)!r} has no series at the steps of {str(first)!r} (allowed: two records of the same "
+            "steps, each with a loss or gradient norms)"
+        )
+    parted = [one for place, pair in shared.items() if (one := parting(place, *pair)) is not None]
+    whole = [one for one in parted if one.place[3] in (LOSS, NORM)]
+    layers = [one for one in parted if one.place[3] not in (LOSS, NORM, RATE)]
+    return SideBySide(
+        names=(str(first), str(second)),
+        series=shared,
+        same_until=_same_until(shared),
+        whole=min(whole, key=lambda one: (one.step, one.place[3] == LOSS), default=None),
+        layer=min(layers, key=_order, default=None),
+        rate=next((one for one in parted if one.place[3] == RATE), None),
+    )
+
+
+def _courses(path: Path) -> dict[Place, dict[int, float]]:
+    rows: list[Row] = [*read_history(path).rows] if is_history(path) else read_rows(path, _METRICS)
+    if not rows:
+        raise UserError(f"run: {str(path)!r} holds no records (allowed: a run of Lamina's, or another tool's history)")
+    found: dict[Place, dict[int, float]] = {}
+    for step, layer, sublayer, role, index, metric, value in rows:
+        if metric in _METRICS and not index:
+            found.setdefault((layer, sublayer, role, metric), {})[step] = value
+    return found
+
+
+def parting(place: Place, first: Course, second: Course) -> Parting | None:
+    """Return where two series part: five differences in a row lie on one side, beyond their noise; None if nowhere.
+
+    Losses are compared by their difference, other values by the logarithm of their ratio.
+    """
+    steps, ratio = sorted(first), place[3] != LOSS
+    least = _LEAST.get(place[3], _SHARE)
+    distances = [_distance(first[step], second[step], ratio=ratio) for step in steps]
+    for at, step in enumerate(steps):
+        after = distances[at : at + _STAY]
+        if math.isinf(after[0]):
+            return Parting(step=step, place=place, first=first[step], second=second[step])
+        if len(after) < min(_STAY, len(steps)) or not all(map(math.isfinite, after)):
+            continue
+        known = [each for each in distances[max(0, at - _PAST) : at + _STAY] if math.isfinite(each)]
+        limit = max(least, _NOISES * noise_of(known))
+        if all(each > limit for each in after) or all(each < -limit for each in after):
+            return Parting(step=step, place=place, first=first[step], second=second[step])
+    return None
+
+
+def _distance(first: float, second: float, *, ratio: bool) -> float:
+    """Return how far two values are apart; infinite if only one of them is finite, or 0."""
+    if math.isfinite(first) != math.isfinite(second) or (ratio and (first > 0) != (second > 0)):
+        return math.inf
+    if not math.isfinite(first) or (ratio and not first > 0):
+        return 0.0
+    return math.log(second / first) if ratio else second - first
+
+
+def _order(one: Parting) -> tuple[float, ...]:
+    """The sort key of layers: the earliest step; there states from the first layer on, then the largest distance."""
+    layer, _, _, metric = one.place
+    forward = metric in _FORWARD
+    return one.step, not forward, layer if forward else -abs(_distance(one.first, one.second, ratio=True)), layer
+
+
+def _same_until(series: Mapping[Place, tuple[Course, Course]]) -> int | None:
+    steps = sorted({step for first, _ in series.values() for step in first})
+    last = None
+    for step in steps:
+        pairs = [(first[step], second[step]) for first, second in series.values() if step in first]
+        if not all(math.isclose(a, b, rel_tol=_SAME) or (math.isnan(a) and math.isnan(b)) for a, b in pairs):
+            return last
+        last = step
+    return last

@@ -1,0 +1,117 @@
+"""Healthy histories of other tools have no rise, no alarm and no cause, whatever their noise and their distance."""
+
+import json
+import random
+from math import cos, exp, floor, pi
+
+import pytest
+
+import lamina
+from lamina.reports.diagnosis import gather, loss_rise
+from lamina.reports.histories import import_history
+
+RECORDS = 300
+
+
+def falling(step):
+    return 2 + 3 * exp(-step / 40)
+
+
+def cosine(step):
+    return 3e-4 * min(1, step / 20) * (0.5 + 0.5 * cos(pi * step / RECORDS))
+
+
+def averaged(draw, over=20):
+    """Noise of which neighbors share most, as of a running mean."""
+    whole = [draw.gauss(0, 0.15) for _ in range(RECORDS + over)]
+    return lambda step: falling(step) + sum(whole[step - 1 : step - 1 + over]) / over**0.5
+
+
+def restarted(step):
+    return 3e-4 * (0.5 + 0.5 * cos(pi * (step % 100) / 100))
+
+
+CURVES = {
+    "noise 0.01": lambda draw: (lambda t: falling(t) + draw.gauss(0, 0.01), 0.15, cosine, None),
+    "noise 0.1": lambda draw: (lambda t: falling(t) + draw.gauss(0, 0.1), 0.3, cosine, None),
+    "noise 0.4": lambda draw: (lambda t: falling(t) + draw.gauss(0, 0.4), 0.6, cosine, None),
+    "flat": lambda draw: (lambda t: 2.1 + draw.gauss(0, 0.12), 0.3, cosine, None),
+    "batch 1": lambda draw: (lambda t: 2.5 + abs(draw.gauss(0, 1.0)), 0.8, cosine, None),
+    "first loss 20": lambda draw: (lambda t: {1: 20.5, 2: 3.9}.get(t, 0.2 + draw.gauss(0, 0.04)), 0.4, cosine, None),
+    "fine-tuning": lambda draw: (lambda t: 1.1 + exp(-t / 30) + draw.gauss(0, 0.06), 0.2, cosine, None),
+    "stairs": lambda draw: (lambda t: 2 - 0.45 * floor(t / 100) + draw.gauss(0, 0.06), 0.2, cosine, 100),
+    "stairs without epochs": lambda draw: (
+        lambda t: 1 - 0.25 * floor(t / 100) + draw.gauss(0, 0.03), 0.2, cosine, None,
+    ),
+    "restarts": lambda draw: (
+        lambda t: falling(t) + 0.5 * (t >= 100) * exp(-(t % 100) / 25) + draw.gauss(0, 0.05), 0.2, restarted, None,
+    ),
+    "spikes": lambda draw: (lambda t: falling(t) + (t % 97 == 0) + draw.gauss(0, 0.05), 0.2, cosine, None),
+    "averaged": lambda draw: (averaged(draw), 0.2, cosine, None),
+    "plateau": lambda draw: (
+        lambda t: (5 if t < 100 else 2 + 3 * exp((100 - t) / 20)) + draw.gauss(0, 0.02), 0.2, cosine, None,
+    ),
+    "reward": lambda draw: (lambda t: draw.gauss(0, 0.05), 0.5, cosine, None),
+}  # fmt: skip
+
+
+def written(path, kind, seed, every, norms=True):
+    draw = random.Random(seed)
+    loss, noise, rate, epoch = CURVES[kind](draw)
+    lines = []
+    for record in range(1, RECORDS + 1):
+        line = {"step": record * every, "loss": loss(record), "learning_rate": rate(record)}
+        line |= {"grad_norm": (1 + 3 * exp(-record / 10)) * exp(draw.gauss(0, noise))} if norms else {}
+        line |= {"epoch": record / epoch} if epoch else {}
+        lines.append(json.dumps(line))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("every", [1, 20])
+@pytest.mark.parametrize("kind", CURVES)
+def test_a_healthy_history_has_no_alarm_and_has_not_risen(tmp_path, kind, every):
+    for seed, norms in ((1, True), (2, False)):
+        import_history(written(tmp_path / "h.jsonl", kind, seed, every, norms), tmp_path / "read")
+        evidence = gather(tmp_path / "read")
+        assert evidence.rose is None
+        assert evidence.first is None
+
+
+def test_stairs_name_their_epochs(tmp_path):
+    found = lamina.diagnose(written(tmp_path / "h.jsonl", "stairs", 1, 20))
+    said = " ".join(found.sentences)
+    assert "epoch 1 at step 2000, epoch 2 at step 4000" in said
+    assert "No problem found" in found.page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("every", [1, 5, 20, 50])
+def test_a_rise_is_the_same_at_any_distance_of_records(every):
+    draw = random.Random(3)
+    losses = {every * t: falling(t) + draw.gauss(0, 0.2) + 2.0 * (t >= 200) for t in range(1, RECORDS + 1)}
+    assert loss_rise(losses) == 200 * every
+    assert loss_rise({step: loss for step, loss in losses.items() if step < 200 * every}) is None
+
+
+def test_a_rate_that_jumps_in_the_record_is_the_cause(tmp_path):
+    path = tmp_path / "trainer_state.json"
+    log, draw = [], random.Random(0)
+    for step in range(10, 2000, 10):
+        broken = step >= 1000
+        loss = 2 + 3 * exp(-step / 400) + draw.gauss(0, 0.03) + (min(3.0, (step - 990) / 40) if broken else 0)
+        norm = exp(draw.gauss(0, 0.1)) * (8 if broken else 1)
+        log.append({"step": step, "loss": loss, "grad_norm": norm, "learning_rate": 3e-3 if broken else 1e-4})
+    path.write_text(json.dumps({"log_history": log}))
+    said = " ".join(lamina.diagnose(path).sentences)
+    assert "Likely cause: learning rate too high" in said
+    assert "it went from 0.0001 to 0.003 at step 1000" in said
+    assert "weights were as before" not in said
+    page = (tmp_path / "trainer_state.json-lamina" / "diagnosis.html").read_text(encoding="utf-8")
+    assert "Learning rate too high from step 1" in page
+
+
+def test_a_restart_after_which_the_loss_stays_a_nat_higher_is_a_rise():
+    draw = random.Random(0)
+    losses = {t: 2 + draw.gauss(0, 0.05) + 1.5 * (t >= 100) for t in range(1, 150)}
+    rates = {t: 3e-4 * (0.5 + 0.5 * cos(pi * (t % 100) / 100)) for t in losses}
+    assert loss_rise(losses, (), rates) == 100

@@ -1,0 +1,156 @@
+"""Are the odds right that `lamina diagnose` tells for other tools' histories? Fitted and judged on derived histories.
+
+    python tools/calibration/alarm_runs.py RUNS --only +0.parquet     # and +1, as many minutes as there are
+    python tools/calibration/history_odds.py RUNS                     # writes lamina/reports/assets/history_signs.json
+
+Each broken run of the corpus of `alarm_runs.py` becomes histories that hold less: the loss alone, the loss and the
+model's gradient norm, or gradient norms by layer too; each at every step, and with records 5, 10 and 20 steps apart
+after the break. (Before it every step is a record, since runs are short.) Losses are means over the steps of a record,
+and the last gradient norm stands for them, as trainers log. Even seeds are fitted, odd ones judged. Two numbers soften
+the odds, chosen on the fitted seeds with each set-up left out in turn: the divisor of signs that hang together, and one
+for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from alarm_runs import KINDS
+from alarms import Recorded
+
+from lamina.reports.causes import HISTORIES, NOT_KNOWN, VIEWS, Learned, Signs, causes_of, signature
+from lamina.reports.causes import LEAST as LEAST_TOLD
+from lamina.reports.diagnosis import loss_rise
+from lamina.reports.histories.importing import History, judge
+from lamina.training.monitor.writers import LOSS, NORM
+
+APART = (1, 5, 10, 20)
+RATE = "learning_rate"
+TEMPERS, SHARPS = (1.0, 1.5, 2.0, 3.0, 4.0), (1.0, 1.25, 1.5, 2.0, 3.0)
+BINS = (LEAST_TOLD, 0.85, 0.95, 1.01)
+LEAST = 0.02  # the probability that a right cause counts with at least
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A history of a broken run: its signs, its right causes, and whether the first alarm came after the break."""
+
+    setup: str
+    seed: int
+    kind: str
+    view: str
+    apart: int
+    signs: Signs
+
+
+def derived(run: Recorded) -> Iterator[Derived]:
+    """Yield the histories of a run."""
+    values: dict[tuple[tuple[int, str, str], str], dict[int, float]] = defaultdict(dict)
+    for _, _, rows in run.calls:
+        for step, layer, sublayer, role, index, metric, value in rows:
+            if metric in (LOSS, NORM, RATE, "gradient_norm") and not index:
+                values[(layer, sublayer, role), metric][step] = value
+    losses = values[(-1, "model", "all"), LOSS]
+    breaks, last = run.about["breaks"], max(losses, default=0)
+    for apart, view in itertools.product(APART, VIEWS):
+        ends = [*range(1, breaks), *range(breaks + apart - 1, last + 1, apart)] if breaks > 1 else [*range(1, last + 1)]
+        number = {end: at * apart for at, end in enumerate(ends, start=1)}
+        history = History(form="derived", clock="step", layers={})
+        for key, of in values.items():
+            if (key[1] == NORM and view == "loss") or (key[1] == "gradient_norm" and view != "layers"):
+                continue
+            known: dict[int, float] = {}
+            for before, end in itertools.pairwise([0, *ends]):
+                inside = [of[step] for step in range(before + 1, end + 1) if step in of]
+                if inside:
+                    known[number[end]] = float(np.mean(inside)) if key[1] == LOSS else inside[-1]
+            if known:
+                history.series[key] = (np.array([*known]), np.array([*known.values()]))
+        if LOSS not in {metric for _, metric in history.series}:
+            continue
+        told = sorted(judge(history)[0], key=lambda alarm: alarm.order)
+        alarms = tuple(alarm for alarm in told if alarm.rule != "notable")
+        signs = Signs(
+            alarms=alarms,
+            rose=loss_rise(history.values(LOSS), alarms, history.values(RATE)),
+            losses=history.values(LOSS),
+            rates=history.values(RATE),
+            half=None,
+            clock={step: at for at, step in enumerate(history.steps, start=1)},
+            view=view,
+        )
+        if signs.first is not None and signs.first.step >= number.get(breaks + apart - 1, 1):
+            yield Derived(run.setup, run.about["seed"], run.kind, view, apart, signs)
+
+
+def learned_of(histories: list[Derived], temper: float = 2.0, sharp: float = 1.0) -> Learned:
+    learned = Learned(temper=temper, sharp=sharp)
+    for one in histories:
+        learned.see(KINDS[one.kind].cause[0], signature(one.signs))
+    return learned
+
+
+def log_loss(histories: list[Derived], temper: float, sharp: float) -> float:
+    """The mean of -log(odds of the right cause), each set-up judged by the others."""
+    costs = []
+    for setup in {one.setup for one in histories}:
+        learned = learned_of([one for one in histories if one.setup != setup], temper, sharp)
+        for one in histories:
+            if one.setup == setup:
+                odds = learned.odds(signature(one.signs))
+                costs.append(-math.log(max(LEAST, sum(odds.get(cause, 0.0) for cause in KINDS[one.kind].cause))))
+    return float(np.mean(costs))
+
+
+def reliability(histories: list[Derived], learned: Learned, *, with_rate: bool) -> dict[str, list[int]]:
+    """How many causes of each range of odds were told, and how many of them are right."""
+    ranges = {(low, high): f"{low:.0%} to {min(high, 1.0):.0%}" for low, high in itertools.pairwise(BINS)}
+    table = {name: [0, 0] for name in (*ranges.values(), NOT_KNOWN)}
+    for one in histories:
+        signs = one.signs if with_rate else replace(one.signs, rates={})
+        (name, odds), *_ = causes_of(signs, learned)
+        told = NOT_KNOWN
+        if name != NOT_KNOWN:
+            told = next(said for (low, high), said in ranges.items() if low <= odds < high)
+        table[told][0] += 1
+        table[told][1] += name in KINDS[one.kind].cause
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, help="folder of the corpus")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    every = [run for path in sorted(options.runs.glob("*.parquet")) if (run := Recorded.read(path)).kind]
+    histories = [one for run in every for one in derived(run)]
+    record: dict[str, object] = {}
+    for view in VIEWS:
+        mine = [one for one in histories if one.view == view]
+        fitted, held = ([one for one in mine if one.seed % 2 == odd] for odd in (0, 1))
+        costs = {pair: log_loss(fitted, *pair) for pair in itertools.product(TEMPERS, SHARPS)}
+        temper, sharp = min(costs, key=lambda pair: costs[pair])
+        learned = learned_of(fitted, temper, sharp)
+        tables = {name: reliability(held, learned, with_rate=name == "rate") for name in ("rate", "no rate")}
+        print(view, len(fitted), len(held), "temper", temper, "sharp", sharp, json.dumps(tables))
+        record[view] = {"temper": temper, "sharp": sharp, "signatures": learned.to_dict(), "judged": tables}
+    if not options.check:
+        runs = {
+            "fitted": sum(run.about["seed"] % 2 == 0 for run in every),
+            "judged": sum(run.about["seed"] % 2 for run in every),
+        }
+        HISTORIES.write_text(json.dumps({"runs": runs, "apart": APART, "views": record}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
