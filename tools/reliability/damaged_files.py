@@ -27,6 +27,7 @@ from typing import Any
 
 import pandas as pd
 
+from lamina.errors import printable
 from tests.training.tiny_runs import SMALL, flags, layers, records, result, write_corpus
 from tools.reliability import record
 from tools.reliability.record import LOST, RIGHT, SILENT, TRACEBACK, WRONG, Case, main
@@ -324,7 +325,7 @@ def damaged(bench: Bench, kind: str, command: str, harm: Callable[..., None], dr
     name = path.relative_to(place).as_posix()
     there = set(place.rglob("*"))
     harm(path, draw)
-    made = [other.name for other in set(place.rglob("*")) - there]
+    made = [printable(other.name) for other in set(place.rglob("*")) - there]
     before = state_of(place)
     signal.alarm(LONGEST)
     done = bench.outcome(kind, command, place)
