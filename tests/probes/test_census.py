@@ -15,7 +15,8 @@ from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
 from lamina.placements.matching import layer_facts
 from lamina.probes.census import census
-from lamina.probes.census.census import _MOST_PARAMETERS, _narrower, _size, _smaller, stirred
+from lamina.probes.census.census import _MOST_PARAMETERS, _narrower, _size, _smaller, _sublayer_facts, stirred
+from lamina.probes.census.equations import BLOCK_INPUT, STREAM, BranchTerm, Factor, Sum
 from tools.reliability.tiny_families import MORE, tiny_model
 
 LAYERS = 8
@@ -247,3 +248,14 @@ def test_code_beside_a_checkpoint_is_not_run(tmp_path, refused):
 def test_a_large_type_is_made_with_few_experts_and_channels(family):
     config = _smaller(AutoConfig.for_model(family))
     assert _size(config) > _MOST_PARAMETERS > _size(_narrower(config))
+
+
+def test_two_fits_of_one_factor_that_differ_by_rounding_are_one():
+    """B2T's two skips at width 32 were found as 0.999999 and 1."""
+    one = Factor()
+    branch = BranchTerm(kind="attention", path="a", norms={}, scale=one, pre_scale=one)
+    rest = {"branches": (branch,), "post_norm": "rms", "coupling": "none", "error": 0.0}
+    total = Sum(skip={STREAM: Factor(value=0.999999), BLOCK_INPUT: one}, **rest)
+    assert _sublayer_facts(total, branch, "rms")["skip"] == "both"
+    other = Sum(skip={STREAM: Factor(value=0.999), BLOCK_INPUT: one}, **rest)
+    assert _sublayer_facts(other, branch, "rms")["skip"] != "both"

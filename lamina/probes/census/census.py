@@ -311,7 +311,8 @@ def _grouped(
 def _alike(factor: Factor | None) -> object:
     if factor is None:
         return None
-    return factor.learned if factor.learned != "no" else ("by channel" if factor.by_channel else factor.value)
+    value = float(f"{factor.value:.5g}")  # two fits of one factor differ by rounding
+    return factor.learned if factor.learned != "no" else ("by channel" if factor.by_channel else value)
 
 
 def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
