@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lamina.api import *  # noqa: F403
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
+    from lamina.training.check import check
     from lamina.training.monitor.lightning import LightningMonitor  # noqa: F401
     from lamina.training.monitor.watch import LayerMonitor, watch
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _FUNCTIONS = sorted({*(row.function_name for row in JOBS.values()), *WRITTEN})
 
-__all__ = ["LayerMonitor", "__version__", "build", "eval", "placements", "probe", "watch", "wire", *_FUNCTIONS]
+__all__ = ["LayerMonitor", "__version__", "build", "check", "eval", "placements", "probe", "watch", "wire", *_FUNCTIONS]
 
 _ELSEWHERE = {
     "build": "lamina.modeling.building",
@@ -48,6 +49,7 @@ _ELSEWHERE = {
     "probe": "lamina.probes.engine.measure",
     "LayerMonitor": "lamina.training.monitor.watch",
     "LightningMonitor": "lamina.training.monitor.lightning",  # not in __all__: it needs lightning
+    "check": "lamina.training.check",
     "watch": "lamina.training.monitor.watch",
 }
 _PACKAGES = (

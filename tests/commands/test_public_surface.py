@@ -13,7 +13,18 @@ from lamina.errors import UserError
 from lamina.jobs.aliases import NEAR, TAKEN, in_our_words
 
 SETTINGS = {name: row.record for name, row in JOBS.items()}
-EXPORTED = {"__version__", "build", "evaluate", "placements", "probe", "probe_folder", "LayerMonitor", "watch", "wire"}
+EXPORTED = {
+    "__version__",
+    "build",
+    "check",
+    "evaluate",
+    "placements",
+    "probe",
+    "probe_folder",
+    "LayerMonitor",
+    "watch",
+    "wire",
+}
 EXPORTED |= {name.replace("-", "_") for name in COMMANDS} - {"placements", "probe"} | {"placement_of"}
 
 

@@ -1,0 +1,649 @@
+"""`lamina.check`: what is wrong with a training before its first step.
+
+Each of ``CHECKS`` is one function, which looks for one mistake. What people do on purpose (zero-initialized branches,
+frozen parts, depth-scaled initializers) is none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from lamina.errors import UserError, one_line
+from lamina.probes.structure.hooks import Output, fresh_gradients
+from lamina.probes.structure.sites import Structure, effective_gain, is_norm
+from lamina.training.monitor.stream_measures import in_half
+from lamina.training.monitor.training_hooks import bare, called, follow, stepping
+
+IGNORED = -100  # a label without a loss
+HEAD_ONLY = 0.1  # of the trainable elements: an optimizer that has fewer of them trains a head on purpose
+DECAY = 0.05  # a weight decay that shrinks a gain within a run; torch's default is 0.01
+NEAR_ZERO, TWICE = 0.05, (1.9, 2.1)  # mean gains that switch a norm off, or count the 1 of a "1 + weight" twice
+WIDE, NARROW, SOLE = 4.0, 0.03, 8.0  # standard deviations times sqrt(inputs); and times that of the same part elsewhere
+ABOVE, WIDER = 1.0, 2e-4  # nats above guessing at the first step, and more for each channel: a head's own 0.02
+SAME = 0.99  # of the labels
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A mistake: its check's name, what is there, why it matters, and what to do."""
+
+    name: str
+    what: str
+    why: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}. {self.do}."
+
+
+class Findings(list[Finding]):
+    """What ``lamina.check`` found; prints one line each, and what could not be checked."""
+
+    def __init__(self, findings: Iterable[Finding], unchecked: Sequence[str] = ()):
+        super().__init__(findings)
+        self.unchecked = tuple(unchecked)
+
+    def __str__(self) -> str:
+        lines = [f"- {finding}" for finding in self] or ["Nothing is wrong as far as this can be seen."]
+        return "\n".join([*lines, *(f"(not checked: {reason})" for reason in self.unchecked)])
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What one forward and backward pass gave: the loss, the logits if there are any, and who got a gradient."""
+
+    loss: float
+    logits: torch.Tensor | None
+    reached: frozenset[int]
+    ran: frozenset[int]
+    causal: bool
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """What the checks look at.
+
+    Attributes:
+        model: the bare model.
+        optimizers: none if they are not given.
+        structure: the model's layers; None if they were not found.
+        batch: the model's tensors by argument; empty if not given.
+        trial: one pass; None without a batch or a loss.
+        scaler: whether a GradScaler scales the loss; None if unknown.
+        half: whether autocast computes in float16.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    structure: Structure | None = None
+    batch: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    trial: Trial | None = None
+    scaler: bool | None = None
+    half: bool = False
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The parameters' names by id."""
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    @cached_property
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @cached_property
+    def groups(self) -> dict[int, list[Mapping[str, Any]]]:
+        """The groups of the optimizers that have a parameter, by its id."""
+        found: dict[int, list[Mapping[str, Any]]] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    found.setdefault(id(parameter), []).append(group)
+        return found
+
+    @cached_property
+    def blocks(self) -> list[tuple[str, list[nn.Module]]]:
+        """The paths and modules of the lists of repeated layers."""
+        lists = [
+            (name, list(module)) for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)
+        ]
+        return [(name, layers) for name, layers in lists if len(layers) > 1 and len(set(map(type, layers))) == 1]
+
+    @cached_property
+    def tokens(self) -> torch.Tensor | None:
+        """The batch's token ids [batch, tokens]."""
+        others = (value for name, value in self.batch.items() if "label" not in name and "target" not in name)
+        return next((value for value in others if value.ndim == 2 and not value.is_floating_point()), None)
+
+    @cached_property
+    def labels(self) -> torch.Tensor | None:
+        return next((value for name, value in self.batch.items() if "label" in name or "target" in name), None)
+
+    @cached_property
+    def shifted(self) -> bool | None:
+        """Whether labels are each the batch's next token (True), the same token (False), or neither (None)."""
+        tokens, labels = self.tokens, self.labels
+        if tokens is None or labels is None or labels.shape != tokens.shape or labels.shape[1] < 4:
+            return None
+        there = labels >= 0
+        same, following = labels == tokens, labels[:, :-1] == tokens[:, 1:]
+        for value, equal, counted in ((False, same, there), (True, following, there[:, :-1])):
+            if counted.sum() > 3 and float(equal[counted].float().mean()) >= SAME:
+                return None if value is False and float(following[there[:, :-1]].float().mean()) >= SAME else value
+        return None
+
+    def listed(self, parameters: Iterable[torch.Tensor]) -> str:
+        names = [self.names.get(id(parameter), "?") for parameter in parameters]
+        return f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+
+
+Check: TypeAlias = Callable[[Setup], Iterator[Finding]]
+CHECKS: dict[str, Check] = {}
+"""By name, in the order in which findings are listed."""
+
+
+def checks(function: Check) -> Check:
+    """Register a check under its function's name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+@checks
+def in_no_optimizer(setup: Setup) -> Iterator[Finding]:
+    """Find trainable parameters that no optimizer has, unless only a small part is trained on purpose."""
+    missing = [p for p in setup.trained if id(p) not in setup.groups] if setup.optimizers else []
+    known, all_of = (sum(p.numel() for p in part) for part in (setup.trained, setup.trained))
+    known -= sum(p.numel() for p in missing)
+    if missing and (known == 0 or known >= HEAD_ONLY * all_of):
+        yield Finding(
+            name="in_no_optimizer",
+            what=f"{len(missing)} trainable parameters are in no optimizer ({setup.listed(missing)})",
+            why="they get a gradient and never move",
+            do="Make the optimizer after the last change of the model, of all its parameters, or set their "
+            "requires_grad to False",
+        )
+
+
+@checks
+def of_another_model(setup: Setup) -> Iterator[Finding]:
+    """Find parameters of the optimizer that the model does not have."""
+    every = [p for optimizer in setup.optimizers for group in optimizer.param_groups for p in group["params"]]
+    own = {id(p) for p in setup.model.parameters()}
+    foreign = sum(id(p) not in own for p in every)
+    if foreign and foreign < len(every) and any(id(p) not in setup.groups for p in setup.trained):
+        yield Finding(
+            name="of_another_model",
+            what=f"{foreign} of the optimizer's {len(every)} parameters are not the model's",
+            why="a part was replaced, resized or wrapped after the optimizer was made, and does not learn",
+            do="Make the optimizer anew, after that change",
+        )
+
+
+@checks
+def in_two_optimizers(setup: Setup) -> Iterator[Finding]:
+    """Find parameters that are stepped twice."""
+    twice = [p for p in setup.trained if len(setup.groups.get(id(p), ())) > 1]
+    if twice:
+        yield Finding(
+            name="in_two_optimizers",
+            what=f"{len(twice)} parameters are in two groups or optimizers ({setup.listed(twice)})",
+            why="each step updates them twice",
+            do="Give each parameter to one group of one optimizer",
+        )
+
+
+@checks
+def decayed_gains(setup: Setup) -> Iterator[Finding]:
+    """Find norms' gains and biases that weight decay pulls to 0; gains stored as a difference from 1 may be."""
+    found: list[nn.Parameter] = []
+    decay = 0.0
+    for module in setup.model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            gain = (
+                is_norm(module) and name == "weight" and parameter.ndim == 1 and float(_whole(parameter).mean()) > 0.5
+            )
+            values = [float(group.get("weight_decay") or 0.0) for group in setup.groups.get(id(parameter), ())]
+            if (gain or name == "bias") and parameter.requires_grad and max(values, default=0.0) >= DECAY:
+                found.append(parameter)
+                decay = max(decay, *values)
+    if any(p.ndim == 1 for p in found) and found:
+        yield Finding(
+            name="decayed_gains",
+            what=f"{len(found)} norms' gains or biases have a weight decay of {decay:g} ({setup.listed(found)})",
+            why="decay pulls a gain toward 0, and with it what its layer contributes",
+            do="Put them into a group with weight_decay=0.0",
+        )
+
+
+@checks
+def no_gradient_to_blocks(setup: Setup) -> Iterator[Finding]:
+    """Find layers that run and will get no gradient: behind a detach, or frozen inputs of reentrant checkpoints."""
+    reentrant = _is_reentrant(setup.model)
+    for path, layers in setup.blocks:
+        trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+        if not any(trained):
+            continue
+        dead = [str(at) for at, parameters in enumerate(trained) if parameters]
+        if setup.trial is not None:
+            ran = [at for at, layer in enumerate(layers) if id(layer) in setup.trial.ran]
+            dead = [str(at) for at in ran if trained[at] and not {id(p) for p in trained[at]} & setup.trial.reached]
+        elif not (reentrant and _inputs_are_frozen(setup.model)):
+            continue
+        if dead and (setup.trial is None or setup.trial.reached):
+            do = "Call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
+            yield Finding(
+                name="no_gradient_to_blocks",
+                what=f"layers {', '.join(dead[:8])}{' ...' * (len(dead) > 8)} of {path} get no gradient",
+                why="reentrant checkpointing passes one on only to inputs that require it, and these are frozen"
+                if reentrant
+                else "something between them and the loss detaches the stream",
+                do=do if reentrant else "Look for .detach(), .data, torch.no_grad() or .item() behind these layers",
+            )
+
+
+@checks
+def untied(setup: Setup) -> Iterator[Finding]:
+    """Find an embedding and an output head that should be one tensor and are two."""
+    model: Any = setup.model
+    with suppress(AttributeError, NotImplementedError, TypeError):
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        config = model.config.get_text_config()
+        wanted = bool(config.tie_word_embeddings) and bool(getattr(model, "_tied_weights_keys", None))
+        if wanted and table is not head and table.shape == head.shape:
+            yield _untied("config.tie_word_embeddings is true, but embedding and output head are two tensors")
+            return
+    tables = [m.weight for m in setup.model.modules() if isinstance(m, nn.Embedding)]
+    heads = [m.weight for m in setup.model.modules() if isinstance(m, nn.Linear)]
+    for table in tables:
+        for head in heads:
+            if table is not head and table.shape == head.shape and bool(table.any()) and torch.equal(table, head):
+                yield _untied(f"{setup.listed([table])} and {setup.listed([head])} are equal and two tensors")
+                return
+
+
+def _untied(what: str) -> Finding:
+    return Finding(
+        name="untied",
+        what=what,
+        why="they were tied and will now drift apart",
+        do="Tie them again before the optimizer is made (model.tie_weights(), or head.weight = embedding.weight)",
+    )
+
+
+@checks
+def empty_rows(setup: Setup) -> Iterator[Finding]:
+    """Find sequences of the batch without a single token to attend to, or without a label."""
+    mask = setup.batch.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and (none := int((mask == 0).all(1).sum())):
+        yield Finding(
+            name="empty_rows",
+            what=f"{none} of {len(mask)} rows of attention_mask are all 0",
+            why="attention over nothing is NaN or uniform",
+            do="Leave empty texts out, and see whether the mask is inverted",
+        )
+    labels = setup.labels
+    ids = labels is not None and labels.ndim == 2 and not labels.is_floating_point()
+    if labels is not None and ids and (none := int((labels == IGNORED).all(1).sum())):
+        yield Finding(
+            name="empty_rows",
+            what=f"{none} of {len(labels)} rows of labels are all {IGNORED}",
+            why="they train nothing, and a mean over none of them is NaN",
+            do="Leave out examples whose answer was cut off",
+        )
+
+
+@checks
+def shift_of_labels(setup: Setup) -> Iterator[Finding]:
+    """Find labels that neither the batch nor the loss shifts, or both do. Only a causal model has to."""
+    if setup.shifted is None or getattr(getattr(setup.model, "config", None), "is_encoder_decoder", False):
+        return
+    shifts = _loss_shifts(setup)
+    if shifts is True and setup.shifted:
+        yield Finding(
+            name="shift_of_labels",
+            what="each label is the next token, and the loss shifts labels once more",
+            why="the model learns to predict the token after the next",
+            do="Pass labels equal to the input ids, or compute the loss without a shift",
+        )
+    if shifts is False and not setup.shifted:
+        yield Finding(
+            name="shift_of_labels",
+            what="each label is the token at its own position, and the loss does not shift labels",
+            why="the model learns to copy its input: the loss falls to 0 and nothing is learned",
+            do="Compare logits[:, :-1] with labels[:, 1:]",
+        )
+
+
+@checks
+def first_loss(setup: Setup) -> Iterator[Finding]:
+    """Find a first loss far above that of guessing among all tokens; a trained model's is below."""
+    trial, labels = setup.trial, setup.labels
+    if trial is None or (labels is not None and labels.is_floating_point()):
+        return
+    if not math.isfinite(trial.loss):
+        yield Finding(
+            name="first_loss",
+            what=f"the first loss is {trial.loss}",
+            why="no step can follow it",
+            do="Run the pass under torch.autograd.set_detect_anomaly(True), and look at the batch's labels and mask",
+        )
+        return
+    if trial.logits is None or labels is None or trial.logits.shape[-1] < 8 or not _is_cross_entropy(setup):
+        return
+    guess = math.log(trial.logits.shape[-1])
+    losses = [trial.loss, *_cross_entropies(trial.logits, labels)]
+    width = setup.structure.hidden_size if setup.structure is not None else 0
+    if max(losses[0], min(losses[1:])) > guess + ABOVE + WIDER * width:
+        yield Finding(
+            name="first_loss",
+            what=f"the first loss is {losses[0]:.3g}; guessing among {trial.logits.shape[-1]} tokens has {guess:.3g}",
+            why="the logits start too large, or the loss is a sum and no mean",
+            do="Draw head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a mean",
+        )
+
+
+@checks
+def norm_gains(setup: Setup) -> Iterator[Finding]:
+    """Find norms whose gain starts at 0 or at 2; a norm at the end of a branch may start at 0."""
+    sites = list(setup.structure.norms()) if setup.structure is not None else []
+    ends = {id(site.module) for _, _, site in sites if site.role == "out_norm"}
+    known = {id(site.module) for _, _, site in sites}
+    norms = [module for module in setup.model.modules() if is_norm(module)]
+    gains = {module: gain for module in norms if (gain := _gain(module)) is not None and gain.numel() > 1}
+    off = [module for module, gain in gains.items() if float(gain.abs().max()) < NEAR_ZERO and id(module) not in ends]
+    off = [module for module in off if id(module) in known] if len(off) < len(gains) else off
+    off = [module for module in off if not _is_as_made(module)]
+    flat = {m: float(gain.mean()) for m, gain in gains.items() if float(gain.std()) < 1e-3 and not _is_as_made(m)}
+    double = [module for module, mean in flat.items() if TWICE[0] < mean < TWICE[1]]
+    for found, size, why, do in (
+        (off, 0, "its layer sees zeros", "Start gains at 1 (at 0 only where the norm computes 1 + weight)"),
+        (double, 2, "a norm that computes 1 + weight was given ones", "Start such weights at 0"),
+    ):
+        if found:
+            names = {id(module): name for name, module in setup.model.named_modules()}
+            listed = ", ".join(names[id(module)] for module in found[:_SHOWN])
+            what = f"{len(found)} norms have a gain of about {size} ({listed}{' ...' * (len(found) > _SHOWN)})"
+            yield Finding(name="norm_gains", what=what, why=why, do=do)
+
+
+@checks
+def weight_scales(setup: Setup) -> Iterator[Finding]:
+    """Find layers' matrices whose standard deviation does not suit their width, or differs from their peers'."""
+    scales: dict[str, dict[str, float]] = {}
+    for path, layers in setup.blocks:
+        for at, layer in enumerate(layers):
+            for name, module in layer.named_modules():
+                weight = getattr(module, "weight", None)
+                if type(module).__name__ not in ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear"):
+                    continue
+                if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+                    inputs = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
+                    scale = float(_whole(weight).float().std()) * math.sqrt(inputs)
+                    scales.setdefault(f"{path}.N.{name}", {})[f"{path}.{at}.{name}"] = scale
+    flat = {name: scale for of in scales.values() for name, scale in of.items() if scale > 0}
+    if not flat:
+        return
+    usual = statistics.median(flat.values())
+    wide = [name for name, scale in flat.items() if scale > WIDE]
+    odd = []
+    for of in scales.values():
+        middle = statistics.median(of.values())
+        apart = [n for n, s in of.items() if s > 0 and middle > 0 and not 1 / SOLE < s / middle < SOLE]
+        odd += apart if len(of) > 3 and len(apart) <= len(of) / 4 else []
+    for found, what, why in (
+        (wide, f"a standard deviation of more than {WIDE:g}/sqrt(inputs)", "the stream's variance explodes with depth"),
+        (
+            [*flat] if usual < NARROW else [],
+            f"a standard deviation of less than {NARROW:g}/sqrt(inputs)",
+            "the layers add almost nothing, and their gradients vanish",
+        ),
+        (
+            [n for n in odd if n not in wide],
+            f"{SOLE:g} times the scale of their peers, or less than 1/{SOLE:g}",
+            "one layer will dominate, or not count",
+        ),
+    ):
+        if found:
+            yield Finding(
+                name="weight_scales",
+                what=f"{len(found)} matrices have {what} ({', '.join(found[:_SHOWN])}{' ...' * (len(found) > _SHOWN)})",
+                why=why,
+                do="Draw them with 0.02, or 1/sqrt(inputs); divide output projections by sqrt(2 layers)",
+            )
+
+
+@checks
+def float16_gradients(setup: Setup) -> Iterator[Finding]:
+    """Find float16 without a loss scaler, and trainable weights in float16."""
+    weights = [p for p in setup.trained if p.dtype == torch.float16]
+    if weights:
+        yield Finding(
+            name="float16_gradients",
+            what=f"{len(weights)} trainable parameters are float16 ({setup.listed(weights)})",
+            why="small gradients and updates round to 0, and a GradScaler refuses such gradients",
+            do="Keep weights in float32 and compute under autocast, or load the model in bfloat16",
+        )
+    elif setup.half and setup.scaler is False:
+        yield Finding(
+            name="float16_gradients",
+            what="autocast computes in float16 without a GradScaler",
+            why="gradients below 6e-8 become 0",
+            do="Scale the loss (torch.amp.GradScaler), or use bfloat16",
+        )
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _gain(norm: nn.Module) -> torch.Tensor | None:
+    try:
+        return effective_gain(norm)
+    except RuntimeError:  # a sharded weight, or one that takes other shapes
+        return None
+
+
+def _is_as_made(norm: nn.Module) -> bool:
+    """Return whether a norm's weight is what its class starts with: Nemotron's 1 + weight starts at 2."""
+    weight: Any = norm.weight
+    try:
+        new: Any = type(norm)(len(weight))
+        return bool(torch.equal(new.weight.detach(), weight.detach().cpu()))
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return False
+
+
+def _is_reentrant(model: nn.Module) -> bool:
+    for module in model.modules():
+        inner = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(module, "gradient_checkpointing", False) and inner is not None:
+            return bool(getattr(inner, "keywords", {}).get("use_reentrant", False))
+    return False
+
+
+def _main_input(model: nn.Module) -> str:
+    return str(getattr(model, "main_input_name", next(iter(inspect.signature(model.forward).parameters), "input_ids")))
+
+
+def _inputs_are_frozen(model: nn.Module) -> bool:
+    """Return whether what goes into the layers requires no gradient: frozen tables whose outputs no hook changes."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    hooked = any(module._forward_hooks for module in tables)
+    return bool(tables) and not hooked and not any(p.requires_grad for module in tables for p in module.parameters())
+
+
+def _cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    """Return the mean cross-entropy without a shift, and with one where there are tokens; none if shapes differ."""
+    if logits.shape[:-1] != labels.shape or labels.is_floating_point() or int(labels.max()) >= logits.shape[-1]:
+        return [math.nan]
+    logits = logits.float()
+    pairs = [(logits, labels)] + ([(logits[:, :-1], labels[:, 1:])] if labels.ndim == 2 and labels.shape[1] > 1 else [])
+    return [
+        float(functional.cross_entropy(x.flatten(0, -2), y.flatten().long(), ignore_index=IGNORED)) for x, y in pairs
+    ]
+
+
+def _is_cross_entropy(setup: Setup) -> bool:
+    assert setup.trial is not None
+    assert setup.trial.logits is not None
+    return setup.labels is not None and all(map(math.isfinite, _cross_entropies(setup.trial.logits, setup.labels)))
+
+
+def _loss_shifts(setup: Setup) -> bool | None:
+    """Return whether the loss compares logits with the next label, from its value; None if neither can be told."""
+    trial = setup.trial
+    if trial is None or trial.logits is None or setup.labels is None:
+        named = bool(re.search(r"ForCausalLM|LMHeadModel", type(setup.model).__name__)) and "labels" in setup.batch
+        return True if named else None
+    found = _cross_entropies(trial.logits, setup.labels)
+    if len(found) < 2 or not trial.causal or not all(map(math.isfinite, found)):
+        return None
+    plain, shifted = (abs(value - trial.loss) for value in found)
+    near, far = sorted((plain, shifted))
+    if near > 0.01 * abs(trial.loss) or far < max(3 * near, 1e-5 * abs(trial.loss)):
+        return None
+    return shifted < plain
+
+
+LossOf: TypeAlias = Callable[[nn.Module, Any], Output]
+
+
+def _arguments(model: nn.Module, batch: object) -> tuple[tuple, dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
+
+
+def _parts(output: Output) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the loss and the logits among a model's outputs."""
+    if isinstance(output, Mapping) or hasattr(output, "logits"):
+        get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
+        return get("loss"), get("logits")
+    tensors = [x for x in (output if isinstance(output, list | tuple) else (output,)) if isinstance(x, torch.Tensor)]
+    scalars, others = [x for x in tensors if x.numel() == 1], [x for x in tensors if x.ndim > 1]
+    return next(iter(scalars), None), next(iter(others), None)
+
+
+def _tried(model: nn.Module, batch: object, loss_of: LossOf | None, tokens: torch.Tensor | None) -> Trial | None:
+    """Run one pass forward and backward; gradients, random states and buffers are afterwards as they were."""
+    args, kwargs = _arguments(model, batch)
+    ran, outputs = set[int](), []
+    hooks = [module.register_forward_pre_hook(lambda m, a: ran.add(id(m))) for module in model.modules()]
+    hooks.append(model.register_forward_hook(lambda m, a, output: outputs.append(output)))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    devices = [p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"][:1]
+    try:
+        with torch.random.fork_rng(devices=devices), fresh_gradients(model.parameters()):
+            if loss_of is None:
+                loss, logits = _parts(model(*args, **kwargs))
+            else:
+                loss = loss_of(model, batch)
+                logits = _parts(outputs[0])[1] if outputs else None
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                return None
+            if loss.requires_grad:
+                loss.backward()
+            reached = frozenset(id(p) for p in model.parameters() if p.grad is not None)
+            logits = None if logits is None else logits.detach()
+        causal = logits is not None and tokens is not None and _is_causal(model, args, kwargs, tokens)
+        return Trial(loss=float(loss.detach()), logits=logits, reached=reached, ran=frozenset(ran), causal=causal)
+    except Exception as error:  # any model and batch may come
+        raise UserError(f"batch: {type(model).__name__} does not run on it ({one_line(error)})") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, buffer in model.named_buffers():
+            if name in buffers and buffers[name].shape == buffer.shape:
+                buffer.copy_(buffers[name])
+
+
+@torch.no_grad()
+def _is_causal(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> bool:
+    """Return whether the first token's logits stay as they are when the last token changes."""
+    changed = tokens.clone()
+    changed[:, -1] = torch.where(changed[:, -1] == changed[:, 0], changed[:, 1], changed[:, 0])
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        given = [
+            _parts(
+                model(
+                    *(new if x is tokens else x for x in args),
+                    **{name: new if x is tokens else x for name, x in kwargs.items()},
+                )
+            )[1]
+            for new in (tokens, changed)
+        ]
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    first, second = (None if x is None or x.ndim != 3 else x[:, 0].float() for x in given)
+    return first is not None and second is not None and bool(torch.allclose(first, second, rtol=1e-3, atol=1e-4))
+
+
+def findings(setup: Setup) -> list[Finding]:
+    """Return what the checks find, in their order."""
+    return [finding for check in CHECKS.values() for finding in check(setup)]
+
+
+def check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    batch: object = None,
+    loss: LossOf | None = None,
+    scaler: object = None,
+) -> Findings:
+    """Look for mistakes in a training before its first step.
+
+    >>> lamina.check(model, optimizer, batch=batch)
+
+    Run it once model and optimizer are as they will be trained. The model stays as it is: its gradients, buffers and
+    random states are restored.
+
+    Args:
+        model: the model that will be trained.
+        optimizer: its optimizer, or a list of several.
+        batch: a batch on the model's device: a mapping of the model's arguments, a tuple of them, or one tensor. With
+            it, the first loss, labels, masks and each layer's gradient are checked.
+        loss: a function of model and batch that returns the loss [] to differentiate (default: the model's own).
+        scaler: the GradScaler of float16 training, if there is one.
+
+    Raises:
+        UserError: for a model or an optimizer that is not torch's, or a batch that the model does not run on.
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
+    given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers, (own, _) = [stepping(each) for each in given], bare(model)
+    args, kwargs = _arguments(own, batch) if batch is not None else ((), {})
+    inner, inputs = called(own, args, kwargs)
+    device = next((p.device for p in own.parameters()), torch.device("cpu"))
+    unchecked = ["optimizers: none was given"] if not given else []
+    setup = Setup(model=own, optimizers=optimizers, batch=inputs, half=in_half(device.type))
+    setup.scaler = scaler is not None and bool(getattr(scaler, "is_enabled", lambda: True)())
+    setup.structure = follow(inner, inputs or {_main_input(own): torch.arange(1, 9, device=device)[None]}).structure
+    if batch is None:
+        unchecked.append("first loss, labels, masks and gradients, which need batch=")
+    else:
+        setup.trial = _tried(own, batch, loss, setup.tokens)
+        if setup.trial is None:
+            unchecked.append(
+                "first loss and gradients: the model returns no loss; pass loss=a function of model and batch"
+            )
+    return Findings(findings(setup), unchecked)

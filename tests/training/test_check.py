@@ -1,0 +1,271 @@
+"""`lamina.check`: each mistake is found by its own check, and what is done on purpose is none."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional
+from training.watching.loops import VOCAB, NanoGpt, Tokens, llama
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, T5Config
+from transformers import T5ForConditionalGeneration as T5
+
+import lamina
+from lamina.errors import UserError
+from lamina.training.check import CHECKS
+
+IDS = Tokens(items=2).ids
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def adamw(model, decay=0.1):
+    """AdamW whose decay leaves gains and biases out."""
+    groups = ([p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == large] for large in (True, False))
+    return torch.optim.AdamW([{"params": p, "weight_decay": decay * (not n)} for n, p in enumerate(groups)], lr=1e-3)
+
+
+def names(model, optimizer=None, **options):
+    return [finding.name for finding in lamina.check(model, optimizer or adamw(model), **options)]
+
+
+def nano_batch(shift=True):
+    return {"idx": IDS[:, :-1], "targets": IDS[:, 1:] if shift else IDS[:, :-1]}
+
+
+def lora(model, **options):
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **options))
+
+
+def changed(model, act):
+    with torch.no_grad():
+        act(model)
+    return model
+
+
+def reentrant(hooked):
+    model = lora(llama(layers=3), modules_to_save=["lm_head"])
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    if not hooked:
+        model.disable_input_require_grads()
+    return model.train()
+
+
+class Detached(NanoGpt):
+    def forward(self, idx, targets=None):
+        layer = self.h[2]
+        layer.register_forward_pre_hook(lambda m, args: (args[0].detach(),)) if not layer._forward_pre_hooks else None
+        return super().forward(idx, targets)
+
+
+class Plain(nn.Module):
+    """A wrapper whose loss does not shift."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = llama()
+
+    def forward(self, input_ids, labels):
+        logits = self.inner(input_ids).logits
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def without(model, *parts):
+    return torch.optim.AdamW([p for n, p in model.named_parameters() if not n.startswith(parts)], weight_decay=0.0)
+
+
+def stale(model):
+    optimizer = adamw(model)
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+    return optimizer
+
+
+def two(model):
+    head = torch.optim.SGD([model.lm_head.weight], lr=0.1)
+    return [adamw(model), head]
+
+
+def masked(**zero):
+    batch = {**BATCH, "attention_mask": torch.ones_like(IDS), "labels": IDS.clone()}
+    for name, value in zero.items():
+        batch[name][1] = value
+    return batch
+
+
+def scaled(part, factor):
+    return lambda model: [p.mul_(factor) for n, p in model.named_parameters() if part in n]
+
+
+def norms(value, part="norm"):
+    return lambda model: [p.fill_(value) for n, p in model.named_parameters() if part in n]
+
+
+FAULTS = {
+    "in_no_optimizer": lambda: (m := llama(), without(m, "model.layers.1.mlp"), {}),
+    "in_no_optimizer: the head": lambda: (m := llama(), without(m, "lm_head"), {}),
+    "of_another_model": lambda: (m := llama(), stale(m), {}),
+    "in_two_optimizers": lambda: (m := llama(), two(m), {}),
+    "decayed_gains": lambda: (m := llama(), torch.optim.AdamW(m.parameters(), weight_decay=0.1), {}),
+    "no_gradient_to_blocks": lambda: (reentrant(hooked=False), None, {"batch": BATCH}),
+    "no_gradient_to_blocks: unseen": lambda: (reentrant(hooked=False), None, {}),
+    "no_gradient_to_blocks: detached": lambda: (Detached(layers=4), None, {"batch": nano_batch()}),
+    "untied": lambda: (
+        m := llama(tie_word_embeddings=True),
+        setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.detach().clone())),
+        {},
+    ),
+    "untied: an own model": lambda: (changed(NanoGpt(), lambda m: m.lm_head.weight.copy_(m.wte.weight)), None, {}),
+    "empty_rows": lambda: (llama(), None, {"batch": masked(attention_mask=0)}),
+    "empty_rows: labels": lambda: (llama(), None, {"batch": masked(labels=-100)}),
+    "shift_of_labels: twice": lambda: (llama(), None, {"batch": {"input_ids": IDS[:, :-1], "labels": IDS[:, 1:]}}),
+    "shift_of_labels: never": lambda: (NanoGpt(), None, {"batch": nano_batch(shift=False)}),
+    "shift_of_labels: an own loss": lambda: (Plain(), None, {"batch": BATCH}),
+    "first_loss": lambda: (changed(llama(), scaled("lm_head", 60.0)), None, {"batch": BATCH}),
+    "first_loss: a sum": lambda: (llama(), None, {"batch": BATCH, "loss": lambda m, b: 22 * m(**b).loss}),
+    "norm_gains: off": lambda: (changed(llama(), norms(0.0)), None, {}),
+    "norm_gains: a few off": lambda: (changed(llama(), norms(0.0, "1.input_layernorm")), None, {}),
+    "norm_gains: double": lambda: (changed(llama(), norms(2.0)), None, {}),
+    "weight_scales: wide": lambda: (changed(llama(), scaled("mlp", 60.0)), None, {}),
+    "weight_scales: narrow": lambda: (changed(llama(), scaled("_proj", 0.02)), None, {}),
+    "weight_scales: one layer": lambda: (changed(llama(layers=6), scaled("layers.3.", 12.0)), None, {}),
+    "float16_gradients": lambda: (llama().half(), None, {}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_mistake_is_found_by_its_check_alone_and_says_what_to_do(fault):
+    model, optimizer, options = FAULTS[fault]()
+    found = lamina.check(model, optimizer or adamw(model), **options)
+    name = fault.partition(":")[0]
+    assert {finding.name for finding in found} - {"in_no_optimizer"} <= {name, "weight_scales"}
+    (first, *_) = (finding for finding in found if finding.name == name)
+    assert all((first.what, first.why, first.do))
+    assert str(first) in str(found)
+
+
+def test_every_check_has_a_mistake():
+    assert {fault.partition(":")[0] for fault in FAULTS} == set(CHECKS)
+
+
+def family(name, **changes):
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+    }
+    own = {"num_key_value_heads": 2, "intermediate_size": 48, "n_layer": 3, "n_head": 4, "n_embd": 32, "ffn_dim": 48}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**sizes, **own, "word_embed_proj_dim": 32, "head_dim": 8, **changes})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def frozen(model, part):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name)
+    return model
+
+
+def depth_scaled(model):
+    for at, layer in enumerate(model.model.layers):
+        layer.self_attn.o_proj.weight.mul_((2 * at + 2) ** -0.5)
+        layer.mlp.down_proj.weight.mul_((2 * at + 2) ** -0.5)
+
+
+class Residuals(nn.Module):
+    """An own model with a learned scale of 0 on each branch (ReZero) and norms without gains (adaLN-zero)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3)
+        )
+        self.scales = nn.ParameterList(nn.Parameter(torch.zeros(())) for _ in range(3))
+        self.norm = nn.LayerNorm(16, elementwise_affine=False)
+        nn.init.normal_(self.words.weight, std=0.02)
+
+    def forward(self, x, targets):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        hidden = self.words(x)
+        for scale, layer in zip(self.scales, self.layers, strict=True):
+            hidden = hidden + scale * layer(hidden, src_mask=mask)
+        logits = self.head(self.norm(hidden))
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def masked_words():
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertForMaskedLM(BertConfig(**sizes, intermediate_size=32))
+
+
+def t5():
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return T5(T5Config(**sizes, decoder_start_token_id=0))
+
+
+SOUND = {
+    **{
+        name: lambda name=name: (family(name), BATCH)
+        for name in ("qwen3", "gpt2", "gemma2", "opt", "olmo2", "nemotron")
+    },
+    "tied": lambda: (llama(tie_word_embeddings=True), BATCH),
+    "lora": lambda: (lora(llama()), BATCH),
+    "lora under checkpoints": lambda: (reentrant(hooked=True), BATCH),
+    "frozen but the head": lambda: (frozen(llama(), "lm_head"), BATCH),
+    "frozen but a layer": lambda: (frozen(llama(layers=4), "layers.3."), BATCH),
+    "depth-scaled": lambda: (changed(llama(layers=12), depth_scaled), BATCH),
+    "zero output projections": lambda: (changed(llama(), scaled("o_proj", 0.0)), BATCH),
+    "a zero head": lambda: (changed(llama(), scaled("lm_head", 0.0)), BATCH),
+    "learned zero scales": lambda: (Residuals(), {"x": IDS[:, :-1], "targets": IDS[:, 1:]}),
+    "an own loop": lambda: (NanoGpt(), nano_batch()),
+    "bidirectional": lambda: (masked_words(), BATCH),
+    "an encoder and a decoder": lambda: (t5(), BATCH),
+}
+
+
+@pytest.mark.parametrize("setup", SOUND)
+def test_what_is_sound_or_done_on_purpose_is_none(setup):
+    model, batch = SOUND[setup]()
+    model.train()
+    assert names(model, batch=batch) == []
+    assert names(model) == []
+
+
+def test_a_placement_whose_branches_end_in_a_norm_may_start_it_at_zero():
+    model = changed(lamina.build(llama().config, "peri_ln"), norms(0.0, "out_norm"))
+    assert names(model, batch=BATCH) == []
+
+
+def test_a_small_decay_a_head_alone_and_a_scaled_loss_are_no_mistakes():
+    model = llama()
+    assert names(model, torch.optim.AdamW(model.parameters())) == []
+    wide = llama(hidden_size=64, intermediate_size=256, layers=4)
+    assert names(wide, torch.optim.AdamW(wide.lm_head.parameters(), weight_decay=0.0)) == []
+    with torch.autocast("cpu", torch.float16):
+        assert names(model, scaler=torch.amp.GradScaler("cpu")) == []
+        assert names(model) == ["float16_gradients"]
+
+
+def test_the_model_stays_as_it_is_and_so_do_the_random_states():
+    model = NanoGpt()
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    lamina.check(model, adamw(model), batch=nano_batch())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert float(model.lm_head.weight.grad.mean()) == 1.0
+    assert model.wte.weight.grad is None
+    assert model.training
+
+
+def test_what_cannot_be_checked_is_said_and_bad_input_is_one_line():
+    assert "need batch=" in str(lamina.check(NanoGpt()))
+    assert "no loss; pass loss=" in str(lamina.check(NanoGpt(), batch={"idx": IDS}))
+    for arguments, says in ((("model",), "model: a str"), ((NanoGpt(), "adam"), "optimizer: a str")):
+        with pytest.raises(UserError, match=says):
+            lamina.check(*arguments)
+    with pytest.raises(UserError, match="batch: NanoGpt does not run on it"):
+        lamina.check(NanoGpt(), batch={"idx": IDS, "nothing": 3})
