@@ -313,12 +313,14 @@ class Instruments:
         self.takes_shares = False  # a Trainer says what it trains; a model's outputs may hold another loss (TRL's DPO)
 
     @contextmanager
-    def attached(self, judge: Judge | None, found: Callable[[], None], untold: Callable[[], None]) -> Iterator[None]:
+    def attached(
+        self, judge: Judge | None, found: Callable[[Inputs], None], untold: Callable[[], None]
+    ) -> Iterator[None]:
         """Attach the hooks inside the context.
 
         Args:
             judge: decides from the gradient norm whether to skip the step; None skips none.
-            found: called once, after the search for the layers.
+            found: called with the batch after each search for the layers.
             untold: called if a forward pass begins after an optimizer's step that nobody has ended.
         """
         self._judge, self._found, self._untold = judge, found, untold
@@ -394,7 +396,7 @@ class Instruments:
             points = stream_points(structure) if followed.whole else {}
             self._meter = ForwardMeter(points, structure if self.settings.attention else None)
         self._gains = [] if structure is None else gains_of(structure)
-        self._found()
+        self._found(dict(inputs))
 
     def note(self, text: str) -> None:
         """Add a line for the user, once."""

@@ -34,11 +34,12 @@ from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.seals import refuse_altered, write_result
 from lamina.jobs.status import Status
 from lamina.modeling.processes import Processes
+from lamina.training.check import Setup, findings
 from lamina.training.monitor.alarms import Alarm, Alarms, events
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.parameter_measures import tables_of
 from lamina.training.monitor.trackers import Trackers
-from lamina.training.monitor.training_hooks import Instruments
+from lamina.training.monitor.training_hooks import Inputs, Instruments
 from lamina.training.monitor.writers import (
     LOSS,
     NORM,
@@ -170,10 +171,15 @@ class Monitor:
         self._held.enter_context(self.instruments.attached(judge, self._describe, self._end_untold))
         self.instruments.due, self.instruments.resumed = self.is_due, self.step > 0
 
-    def _describe(self) -> None:
-        """Write watched.json if it has changed, and log new notes on what is not recorded."""
+    def _describe(self, batch: Inputs | None = None) -> None:
+        """Write watched.json if it has changed, and log new notes; with the first ``batch``, what checks find, too."""
         if (followed := self.instruments.followed) is None:
             return
+        if batch is not None and self.step == 0:
+            setup = Setup(model=self.instruments.model, optimizers=self.instruments.optimizers, batch=batch)
+            setup.structure = followed.structure
+            for finding in findings(setup):
+                self.instruments.note(f"check: {finding}")
         if followed.structure is not None:
             self.guard.paths = {site.index: site.path for site in followed.structure.layers}
             self.alarms.vocabulary = max(map(len, tables_of(followed.structure).values()), default=None)
