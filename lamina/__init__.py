@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lamina.api import *  # noqa: F403
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
-    from lamina.training.check import check
+    from lamina.training.monitor.check import check
     from lamina.training.monitor.lightning import LightningMonitor  # noqa: F401
     from lamina.training.monitor.watch import LayerMonitor, watch
 
@@ -49,7 +49,7 @@ _ELSEWHERE = {
     "probe": "lamina.probes.engine.measure",
     "LayerMonitor": "lamina.training.monitor.watch",
     "LightningMonitor": "lamina.training.monitor.lightning",  # not in __all__: it needs lightning
-    "check": "lamina.training.check",
+    "check": "lamina.training.monitor.check",
     "watch": "lamina.training.monitor.watch",
 }
 _PACKAGES = (

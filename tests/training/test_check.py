@@ -13,7 +13,7 @@ from transformers import T5ForConditionalGeneration as T5
 
 import lamina
 from lamina.errors import UserError
-from lamina.training.check import CHECKS
+from lamina.training.monitor.check import CHECKS
 
 IDS = Tokens(items=2).ids
 BATCH = {"input_ids": IDS, "labels": IDS}

@@ -34,8 +34,8 @@ from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.seals import refuse_altered, write_result
 from lamina.jobs.status import Status
 from lamina.modeling.processes import Processes
-from lamina.training.check import Setup, findings
 from lamina.training.monitor.alarms import Alarm, Alarms, events
+from lamina.training.monitor.check import Setup, findings
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.parameter_measures import tables_of
 from lamina.training.monitor.trackers import Trackers
