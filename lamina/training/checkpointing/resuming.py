@@ -22,13 +22,7 @@ from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.seals import refuse_altered, refuse_regrown
 from lamina.jobs.status import ENDED, Status
 from lamina.placements import Plan
-from lamina.training.checkpointing.checkpoints import (
-    Checkpoints,
-    RunState,
-    listed_state,
-    run_state,
-    what_is_broken,
-)
+from lamina.training.checkpointing.checkpoints import Checkpoints, RunState, listed_state, run_state, what_is_broken
 from lamina.training.optimization.order import Skip, ahead
 from lamina.training.settings import PretrainSettings
 

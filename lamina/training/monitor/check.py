@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ class Findings(list[Finding]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class FirstPass:
     """What one forward and backward pass gave: the loss, the logits if there are any, and who got a gradient."""
 
     loss: float
@@ -76,7 +76,7 @@ class Trial:
 
 
 @dataclass(kw_only=True)
-class Setup:
+class Start:
     """What the checks look at.
 
     Attributes:
@@ -93,7 +93,7 @@ class Setup:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     structure: Structure | None = None
     batch: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    trial: Trial | None = None
+    trial: FirstPass | None = None
     scaler: bool | None = None
     half: bool = False
 
@@ -107,9 +107,9 @@ class Setup:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @cached_property
-    def groups(self) -> dict[int, list[Mapping[str, Any]]]:
+    def groups(self) -> dict[int, list[Mapping[str, Output]]]:
         """The groups of the optimizers that have a parameter, by its id."""
-        found: dict[int, list[Mapping[str, Any]]] = {}
+        found: dict[int, list[Mapping[str, Output]]] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -152,7 +152,7 @@ class Setup:
         return f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
 
 
-Check: TypeAlias = Callable[[Setup], Iterator[Finding]]
+Check: TypeAlias = Callable[[Start], Iterator[Finding]]
 CHECKS: dict[str, Check] = {}
 """By name, in the order in which findings are listed."""
 
@@ -164,7 +164,7 @@ def checks(function: Check) -> Check:
 
 
 @checks
-def in_no_optimizer(setup: Setup) -> Iterator[Finding]:
+def in_no_optimizer(setup: Start) -> Iterator[Finding]:
     """Find trainable parameters that no optimizer has, unless only a small part is trained on purpose."""
     missing = [p for p in setup.trained if id(p) not in setup.groups] if setup.optimizers else []
     known, all_of = (sum(p.numel() for p in part) for part in (setup.trained, setup.trained))
@@ -180,7 +180,7 @@ def in_no_optimizer(setup: Setup) -> Iterator[Finding]:
 
 
 @checks
-def of_another_model(setup: Setup) -> Iterator[Finding]:
+def of_another_model(setup: Start) -> Iterator[Finding]:
     """Find parameters of the optimizer that the model does not have."""
     every = [p for optimizer in setup.optimizers for group in optimizer.param_groups for p in group["params"]]
     own = {id(p) for p in setup.model.parameters()}
@@ -195,7 +195,7 @@ def of_another_model(setup: Setup) -> Iterator[Finding]:
 
 
 @checks
-def in_two_optimizers(setup: Setup) -> Iterator[Finding]:
+def in_two_optimizers(setup: Start) -> Iterator[Finding]:
     """Find parameters that are stepped twice."""
     twice = [p for p in setup.trained if len(setup.groups.get(id(p), ())) > 1]
     if twice:
@@ -208,7 +208,7 @@ def in_two_optimizers(setup: Setup) -> Iterator[Finding]:
 
 
 @checks
-def decayed_gains(setup: Setup) -> Iterator[Finding]:
+def decayed_gains(setup: Start) -> Iterator[Finding]:
     """Find norms' gains and biases that weight decay pulls to 0; gains stored as a difference from 1 may be."""
     found: list[nn.Parameter] = []
     decay = 0.0
@@ -231,7 +231,7 @@ def decayed_gains(setup: Setup) -> Iterator[Finding]:
 
 
 @checks
-def no_gradient_to_blocks(setup: Setup) -> Iterator[Finding]:
+def no_gradient_to_blocks(setup: Start) -> Iterator[Finding]:
     """Find layers that run and will get no gradient: behind a detach, or frozen inputs of reentrant checkpoints."""
     reentrant = _is_reentrant(setup.model)
     for path, layers in setup.blocks:
@@ -257,9 +257,9 @@ def no_gradient_to_blocks(setup: Setup) -> Iterator[Finding]:
 
 
 @checks
-def untied(setup: Setup) -> Iterator[Finding]:
+def untied(setup: Start) -> Iterator[Finding]:
     """Find an embedding and an output head that should be one tensor and are two."""
-    model: Any = setup.model
+    model: Output = setup.model
     with suppress(AttributeError, NotImplementedError, TypeError):
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         config = model.config.get_text_config()
@@ -288,7 +288,7 @@ def _untied(what: str) -> Finding:
 
 
 @checks
-def empty_rows(setup: Setup) -> Iterator[Finding]:
+def empty_rows(setup: Start) -> Iterator[Finding]:
     """Find sequences of the batch without a single token to attend to, or without a label."""
     mask = setup.batch.get("attention_mask")
     if mask is not None and mask.ndim == 2 and (none := int((mask == 0).all(1).sum())):
@@ -310,7 +310,7 @@ def empty_rows(setup: Setup) -> Iterator[Finding]:
 
 
 @checks
-def shift_of_labels(setup: Setup) -> Iterator[Finding]:
+def shift_of_labels(setup: Start) -> Iterator[Finding]:
     """Find labels that neither the batch nor the loss shifts, or both do. Only a causal model has to."""
     if setup.shifted is None or getattr(getattr(setup.model, "config", None), "is_encoder_decoder", False):
         return
@@ -332,7 +332,7 @@ def shift_of_labels(setup: Setup) -> Iterator[Finding]:
 
 
 @checks
-def first_loss(setup: Setup) -> Iterator[Finding]:
+def first_loss(setup: Start) -> Iterator[Finding]:
     """Find a first loss far above that of guessing among all tokens; a trained model's is below."""
     trial, labels = setup.trial, setup.labels
     if trial is None or (labels is not None and labels.is_floating_point()):
@@ -345,10 +345,12 @@ def first_loss(setup: Setup) -> Iterator[Finding]:
             do="Run the pass under torch.autograd.set_detect_anomaly(True), and look at the batch's labels and mask",
         )
         return
-    if trial.logits is None or labels is None or trial.logits.shape[-1] < 8 or not _is_cross_entropy(setup):
+    if trial.logits is None or labels is None or trial.logits.shape[-1] < 8:
         return
     guess = math.log(trial.logits.shape[-1])
     losses = [trial.loss, *_cross_entropies(trial.logits, labels)]
+    if not all(map(math.isfinite, losses)):
+        return
     width = setup.structure.hidden_size if setup.structure is not None else 0
     if max(losses[0], min(losses[1:])) > guess + ABOVE + WIDER * width:
         yield Finding(
@@ -360,7 +362,7 @@ def first_loss(setup: Setup) -> Iterator[Finding]:
 
 
 @checks
-def norm_gains(setup: Setup) -> Iterator[Finding]:
+def norm_gains(setup: Start) -> Iterator[Finding]:
     """Find norms whose gain starts at 0 or at 2; a norm at the end of a branch may start at 0."""
     sites = list(setup.structure.norms()) if setup.structure is not None else []
     ends = {id(site.module) for _, _, site in sites if site.role == "out_norm"}
@@ -384,7 +386,7 @@ def norm_gains(setup: Setup) -> Iterator[Finding]:
 
 
 @checks
-def weight_scales(setup: Setup) -> Iterator[Finding]:
+def weight_scales(setup: Start) -> Iterator[Finding]:
     """Find layers' matrices whose standard deviation does not suit their width, or differs from their peers'."""
     scales: dict[str, dict[str, float]] = {}
     for path, layers in setup.blocks:
@@ -430,7 +432,7 @@ def weight_scales(setup: Setup) -> Iterator[Finding]:
 
 
 @checks
-def float16_gradients(setup: Setup) -> Iterator[Finding]:
+def float16_gradients(setup: Start) -> Iterator[Finding]:
     """Find float16 without a loss scaler, and trainable weights in float16."""
     weights = [p for p in setup.trained if p.dtype == torch.float16]
     if weights:
@@ -462,9 +464,9 @@ def _gain(norm: nn.Module) -> torch.Tensor | None:
 
 def _is_as_made(norm: nn.Module) -> bool:
     """Return whether a norm's weight is what its class starts with: Nemotron's 1 + weight starts at 2."""
-    weight: Any = norm.weight
+    weight: Output = norm.weight
     try:
-        new: Any = type(norm)(len(weight))
+        new: Output = type(norm)(len(weight))
         return bool(torch.equal(new.weight.detach(), weight.detach().cpu()))
     except (TypeError, ValueError, AttributeError, RuntimeError):
         return False
@@ -476,10 +478,6 @@ def _is_reentrant(model: nn.Module) -> bool:
         if getattr(module, "gradient_checkpointing", False) and inner is not None:
             return bool(getattr(inner, "keywords", {}).get("use_reentrant", False))
     return False
-
-
-def _main_input(model: nn.Module) -> str:
-    return str(getattr(model, "main_input_name", next(iter(inspect.signature(model.forward).parameters), "input_ids")))
 
 
 def _inputs_are_frozen(model: nn.Module) -> bool:
@@ -500,13 +498,7 @@ def _cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
     ]
 
 
-def _is_cross_entropy(setup: Setup) -> bool:
-    assert setup.trial is not None
-    assert setup.trial.logits is not None
-    return setup.labels is not None and all(map(math.isfinite, _cross_entropies(setup.trial.logits, setup.labels)))
-
-
-def _loss_shifts(setup: Setup) -> bool | None:
+def _loss_shifts(setup: Start) -> bool | None:
     """Return whether the loss compares logits with the next label, from its value; None if neither can be told."""
     trial = setup.trial
     if trial is None or trial.logits is None or setup.labels is None:
@@ -522,10 +514,10 @@ def _loss_shifts(setup: Setup) -> bool | None:
     return shifted < plain
 
 
-LossOf: TypeAlias = Callable[[nn.Module, Any], Output]
+LossOf: TypeAlias = Callable[[nn.Module, Output], Output]
 
 
-def _arguments(model: nn.Module, batch: object) -> tuple[tuple, dict[str, Any]]:
+def _arguments(model: nn.Module, batch: object) -> tuple[tuple, dict[str, Output]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
@@ -541,7 +533,7 @@ def _parts(output: Output) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return next(iter(scalars), None), next(iter(others), None)
 
 
-def _tried(model: nn.Module, batch: object, loss_of: LossOf | None, tokens: torch.Tensor | None) -> Trial | None:
+def _tried(model: nn.Module, batch: object, loss_of: LossOf | None, tokens: torch.Tensor | None) -> FirstPass | None:
     """Run one pass forward and backward; gradients, random states and buffers are afterwards as they were."""
     args, kwargs = _arguments(model, batch)
     ran, outputs = set[int](), []
@@ -563,7 +555,7 @@ def _tried(model: nn.Module, batch: object, loss_of: LossOf | None, tokens: torc
             reached = frozenset(id(p) for p in model.parameters() if p.grad is not None)
             logits = None if logits is None else logits.detach()
         causal = logits is not None and tokens is not None and _is_causal(model, args, kwargs, tokens)
-        return Trial(loss=float(loss.detach()), logits=logits, reached=reached, ran=frozenset(ran), causal=causal)
+        return FirstPass(loss=float(loss.detach()), logits=logits, reached=reached, ran=frozenset(ran), causal=causal)
     except Exception as error:  # any model and batch may come
         raise UserError(f"batch: {type(model).__name__} does not run on it ({one_line(error)})") from error
     finally:
@@ -575,7 +567,7 @@ def _tried(model: nn.Module, batch: object, loss_of: LossOf | None, tokens: torc
 
 
 @torch.no_grad()
-def _is_causal(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> bool:
+def _is_causal(model: nn.Module, args: tuple, kwargs: Mapping[str, Output], tokens: torch.Tensor) -> bool:
     """Return whether the first token's logits stay as they are when the last token changes."""
     changed = tokens.clone()
     changed[:, -1] = torch.where(changed[:, -1] == changed[:, 0], changed[:, 1], changed[:, 0])
@@ -598,7 +590,7 @@ def _is_causal(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], tokens:
     return first is not None and second is not None and bool(torch.allclose(first, second, rtol=1e-3, atol=1e-4))
 
 
-def findings(setup: Setup) -> list[Finding]:
+def findings(setup: Start) -> list[Finding]:
     """Return what the checks find, in their order."""
     return [finding for check in CHECKS.values() for finding in check(setup)]
 
@@ -637,9 +629,11 @@ def check(
     inner, inputs = called(own, args, kwargs)
     device = next((p.device for p in own.parameters()), torch.device("cpu"))
     unchecked = ["optimizers: none was given"] if not given else []
-    setup = Setup(model=own, optimizers=optimizers, batch=inputs, half=in_half(device.type))
+    setup = Start(model=own, optimizers=optimizers, batch=inputs, half=in_half(device.type))
     setup.scaler = scaler is not None and bool(getattr(scaler, "is_enabled", lambda: True)())
-    setup.structure = follow(inner, inputs or {_main_input(own): torch.arange(1, 9, device=device)[None]}).structure
+    first = next(iter(inspect.signature(own.forward).parameters), "input_ids")
+    made_up = {str(getattr(own, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
+    setup.structure = follow(inner, inputs or made_up).structure
     if batch is None:
         unchecked.append("first loss, labels, masks and gradients, which need batch=")
     else:
