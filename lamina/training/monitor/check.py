@@ -38,7 +38,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Mistake:
     """A mistake: its check's name, what is there, why it matters, and what to do."""
 
     name: str
@@ -50,10 +50,10 @@ class Finding:
         return f"{self.what}: {self.why}. {self.do}."
 
 
-class Findings(list[Finding]):
+class Mistakes(list[Mistake]):
     """What ``lamina.check`` found; prints one line each, and what could not be checked."""
 
-    def __init__(self, findings: Iterable[Finding], unchecked: Sequence[str] = ()):
+    def __init__(self, findings: Iterable[Mistake], unchecked: Sequence[str] = ()):
         super().__init__(findings)
         self.unchecked = tuple(unchecked)
 
@@ -76,7 +76,7 @@ class FirstPass:
 
 
 @dataclass(kw_only=True)
-class Start:
+class BeforeTraining:
     """What the checks look at.
 
     Attributes:
@@ -152,7 +152,7 @@ class Start:
         return f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
 
 
-Check: TypeAlias = Callable[[Start], Iterator[Finding]]
+Check: TypeAlias = Callable[[BeforeTraining], Iterator[Mistake]]
 CHECKS: dict[str, Check] = {}
 """By name, in the order in which findings are listed."""
 
@@ -164,13 +164,13 @@ def checks(function: Check) -> Check:
 
 
 @checks
-def in_no_optimizer(setup: Start) -> Iterator[Finding]:
+def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find trainable parameters that no optimizer has, unless only a small part is trained on purpose."""
     missing = [p for p in setup.trained if id(p) not in setup.groups] if setup.optimizers else []
     known, all_of = (sum(p.numel() for p in part) for part in (setup.trained, setup.trained))
     known -= sum(p.numel() for p in missing)
     if missing and (known == 0 or known >= HEAD_ONLY * all_of):
-        yield Finding(
+        yield Mistake(
             name="in_no_optimizer",
             what=f"{len(missing)} trainable parameters are in no optimizer ({setup.listed(missing)})",
             why="they get a gradient and never move",
@@ -180,13 +180,13 @@ def in_no_optimizer(setup: Start) -> Iterator[Finding]:
 
 
 @checks
-def of_another_model(setup: Start) -> Iterator[Finding]:
+def of_another_model(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find parameters of the optimizer that the model does not have."""
     every = [p for optimizer in setup.optimizers for group in optimizer.param_groups for p in group["params"]]
     own = {id(p) for p in setup.model.parameters()}
     foreign = sum(id(p) not in own for p in every)
     if foreign and foreign < len(every) and any(id(p) not in setup.groups for p in setup.trained):
-        yield Finding(
+        yield Mistake(
             name="of_another_model",
             what=f"{foreign} of the optimizer's {len(every)} parameters are not the model's",
             why="a part was replaced, resized or wrapped after the optimizer was made, and does not learn",
@@ -195,11 +195,11 @@ def of_another_model(setup: Start) -> Iterator[Finding]:
 
 
 @checks
-def in_two_optimizers(setup: Start) -> Iterator[Finding]:
+def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find parameters that are stepped twice."""
     twice = [p for p in setup.trained if len(setup.groups.get(id(p), ())) > 1]
     if twice:
-        yield Finding(
+        yield Mistake(
             name="in_two_optimizers",
             what=f"{len(twice)} parameters are in two groups or optimizers ({setup.listed(twice)})",
             why="each step updates them twice",
@@ -208,7 +208,7 @@ def in_two_optimizers(setup: Start) -> Iterator[Finding]:
 
 
 @checks
-def decayed_gains(setup: Start) -> Iterator[Finding]:
+def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find norms' gains and biases that weight decay pulls to 0; gains stored as a difference from 1 may be."""
     found: list[nn.Parameter] = []
     decay = 0.0
@@ -222,7 +222,7 @@ def decayed_gains(setup: Start) -> Iterator[Finding]:
                 found.append(parameter)
                 decay = max(decay, *values)
     if any(p.ndim == 1 for p in found) and found:
-        yield Finding(
+        yield Mistake(
             name="decayed_gains",
             what=f"{len(found)} norms' gains or biases have a weight decay of {decay:g} ({setup.listed(found)})",
             why="decay pulls a gain toward 0, and with it what its layer contributes",
@@ -231,7 +231,7 @@ def decayed_gains(setup: Start) -> Iterator[Finding]:
 
 
 @checks
-def no_gradient_to_blocks(setup: Start) -> Iterator[Finding]:
+def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find layers that run and will get no gradient: behind a detach, or frozen inputs of reentrant checkpoints."""
     reentrant = _is_reentrant(setup.model)
     for path, layers in setup.blocks:
@@ -246,7 +246,7 @@ def no_gradient_to_blocks(setup: Start) -> Iterator[Finding]:
             continue
         if dead and (setup.trial is None or setup.trial.reached):
             do = "Call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
-            yield Finding(
+            yield Mistake(
                 name="no_gradient_to_blocks",
                 what=f"layers {', '.join(dead[:8])}{' ...' * (len(dead) > 8)} of {path} get no gradient",
                 why="reentrant checkpointing passes one on only to inputs that require it, and these are frozen"
@@ -257,7 +257,7 @@ def no_gradient_to_blocks(setup: Start) -> Iterator[Finding]:
 
 
 @checks
-def untied(setup: Start) -> Iterator[Finding]:
+def untied(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an embedding and an output head that should be one tensor and are two."""
     model: Output = setup.model
     with suppress(AttributeError, NotImplementedError, TypeError):
@@ -278,8 +278,8 @@ def untied(setup: Start) -> Iterator[Finding]:
                 return
 
 
-def _untied(what: str) -> Finding:
-    return Finding(
+def _untied(what: str) -> Mistake:
+    return Mistake(
         name="untied",
         what=what,
         why="they were tied and will now drift apart",
@@ -288,11 +288,11 @@ def _untied(what: str) -> Finding:
 
 
 @checks
-def empty_rows(setup: Start) -> Iterator[Finding]:
+def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find sequences of the batch without a single token to attend to, or without a label."""
     mask = setup.batch.get("attention_mask")
     if mask is not None and mask.ndim == 2 and (none := int((mask == 0).all(1).sum())):
-        yield Finding(
+        yield Mistake(
             name="empty_rows",
             what=f"{none} of {len(mask)} rows of attention_mask are all 0",
             why="attention over nothing is NaN or uniform",
@@ -301,7 +301,7 @@ def empty_rows(setup: Start) -> Iterator[Finding]:
     labels = setup.labels
     ids = labels is not None and labels.ndim == 2 and not labels.is_floating_point()
     if labels is not None and ids and (none := int((labels == IGNORED).all(1).sum())):
-        yield Finding(
+        yield Mistake(
             name="empty_rows",
             what=f"{none} of {len(labels)} rows of labels are all {IGNORED}",
             why="they train nothing, and a mean over none of them is NaN",
@@ -310,20 +310,20 @@ def empty_rows(setup: Start) -> Iterator[Finding]:
 
 
 @checks
-def shift_of_labels(setup: Start) -> Iterator[Finding]:
+def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find labels that neither the batch nor the loss shifts, or both do. Only a causal model has to."""
     if setup.shifted is None or getattr(getattr(setup.model, "config", None), "is_encoder_decoder", False):
         return
     shifts = _loss_shifts(setup)
     if shifts is True and setup.shifted:
-        yield Finding(
+        yield Mistake(
             name="shift_of_labels",
             what="each label is the next token, and the loss shifts labels once more",
             why="the model learns to predict the token after the next",
             do="Pass labels equal to the input ids, or compute the loss without a shift",
         )
     if shifts is False and not setup.shifted:
-        yield Finding(
+        yield Mistake(
             name="shift_of_labels",
             what="each label is the token at its own position, and the loss does not shift labels",
             why="the model learns to copy its input: the loss falls to 0 and nothing is learned",
@@ -332,13 +332,13 @@ def shift_of_labels(setup: Start) -> Iterator[Finding]:
 
 
 @checks
-def first_loss(setup: Start) -> Iterator[Finding]:
+def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find a first loss far above that of guessing among all tokens; a trained model's is below."""
     trial, labels = setup.trial, setup.labels
     if trial is None or (labels is not None and labels.is_floating_point()):
         return
     if not math.isfinite(trial.loss):
-        yield Finding(
+        yield Mistake(
             name="first_loss",
             what=f"the first loss is {trial.loss}",
             why="no step can follow it",
@@ -353,7 +353,7 @@ def first_loss(setup: Start) -> Iterator[Finding]:
         return
     width = setup.structure.hidden_size if setup.structure is not None else 0
     if max(losses[0], min(losses[1:])) > guess + ABOVE + WIDER * width:
-        yield Finding(
+        yield Mistake(
             name="first_loss",
             what=f"the first loss is {losses[0]:.3g}; guessing among {trial.logits.shape[-1]} tokens has {guess:.3g}",
             why="the logits start too large, or the loss is a sum and no mean",
@@ -362,7 +362,7 @@ def first_loss(setup: Start) -> Iterator[Finding]:
 
 
 @checks
-def norm_gains(setup: Start) -> Iterator[Finding]:
+def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find norms whose gain starts at 0 or at 2; a norm at the end of a branch may start at 0."""
     sites = list(setup.structure.norms()) if setup.structure is not None else []
     ends = {id(site.module) for _, _, site in sites if site.role == "out_norm"}
@@ -375,18 +375,18 @@ def norm_gains(setup: Start) -> Iterator[Finding]:
     flat = {m: float(gain.mean()) for m, gain in gains.items() if float(gain.std()) < 1e-3 and not _is_as_made(m)}
     double = [module for module, mean in flat.items() if TWICE[0] < mean < TWICE[1]]
     for found, size, why, do in (
-        (off, 0, "its layer sees zeros", "Start gains at 1 (at 0 only where the norm computes 1 + weight)"),
-        (double, 2, "a norm that computes 1 + weight was given ones", "Start such weights at 0"),
+        (off, 0, "its layer sees zeros", "BeforeTraining gains at 1 (at 0 only where the norm computes 1 + weight)"),
+        (double, 2, "a norm that computes 1 + weight was given ones", "BeforeTraining such weights at 0"),
     ):
         if found:
             names = {id(module): name for name, module in setup.model.named_modules()}
             listed = ", ".join(names[id(module)] for module in found[:_SHOWN])
             what = f"{len(found)} norms have a gain of about {size} ({listed}{' ...' * (len(found) > _SHOWN)})"
-            yield Finding(name="norm_gains", what=what, why=why, do=do)
+            yield Mistake(name="norm_gains", what=what, why=why, do=do)
 
 
 @checks
-def weight_scales(setup: Start) -> Iterator[Finding]:
+def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find layers' matrices whose standard deviation does not suit their width, or differs from their peers'."""
     scales: dict[str, dict[str, float]] = {}
     for path, layers in setup.blocks:
@@ -423,7 +423,7 @@ def weight_scales(setup: Start) -> Iterator[Finding]:
         ),
     ):
         if found:
-            yield Finding(
+            yield Mistake(
                 name="weight_scales",
                 what=f"{len(found)} matrices have {what} ({', '.join(found[:_SHOWN])}{' ...' * (len(found) > _SHOWN)})",
                 why=why,
@@ -432,18 +432,18 @@ def weight_scales(setup: Start) -> Iterator[Finding]:
 
 
 @checks
-def float16_gradients(setup: Start) -> Iterator[Finding]:
+def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find float16 without a loss scaler, and trainable weights in float16."""
     weights = [p for p in setup.trained if p.dtype == torch.float16]
     if weights:
-        yield Finding(
+        yield Mistake(
             name="float16_gradients",
             what=f"{len(weights)} trainable parameters are float16 ({setup.listed(weights)})",
             why="small gradients and updates round to 0, and a GradScaler refuses such gradients",
             do="Keep weights in float32 and compute under autocast, or load the model in bfloat16",
         )
     elif setup.half and setup.scaler is False:
-        yield Finding(
+        yield Mistake(
             name="float16_gradients",
             what="autocast computes in float16 without a GradScaler",
             why="gradients below 6e-8 become 0",
@@ -498,7 +498,7 @@ def _cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
     ]
 
 
-def _loss_shifts(setup: Start) -> bool | None:
+def _loss_shifts(setup: BeforeTraining) -> bool | None:
     """Return whether the loss compares logits with the next label, from its value; None if neither can be told."""
     trial = setup.trial
     if trial is None or trial.logits is None or setup.labels is None:
@@ -590,7 +590,7 @@ def _is_causal(model: nn.Module, args: tuple, kwargs: Mapping[str, Output], toke
     return first is not None and second is not None and bool(torch.allclose(first, second, rtol=1e-3, atol=1e-4))
 
 
-def findings(setup: Start) -> list[Finding]:
+def findings(setup: BeforeTraining) -> list[Mistake]:
     """Return what the checks find, in their order."""
     return [finding for check in CHECKS.values() for finding in check(setup)]
 
@@ -602,7 +602,7 @@ def check(
     batch: object = None,
     loss: LossOf | None = None,
     scaler: object = None,
-) -> Findings:
+) -> Mistakes:
     """Look for mistakes in a training before its first step.
 
     >>> lamina.check(model, optimizer, batch=batch)
@@ -629,7 +629,7 @@ def check(
     inner, inputs = called(own, args, kwargs)
     device = next((p.device for p in own.parameters()), torch.device("cpu"))
     unchecked = ["optimizers: none was given"] if not given else []
-    setup = Start(model=own, optimizers=optimizers, batch=inputs, half=in_half(device.type))
+    setup = BeforeTraining(model=own, optimizers=optimizers, batch=inputs, half=in_half(device.type))
     setup.scaler = scaler is not None and bool(getattr(scaler, "is_enabled", lambda: True)())
     first = next(iter(inspect.signature(own.forward).parameters), "input_ids")
     made_up = {str(getattr(own, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
@@ -642,4 +642,4 @@ def check(
             unchecked.append(
                 "first loss and gradients: the model returns no loss; pass loss=a function of model and batch"
             )
-    return Findings(findings(setup), unchecked)
+    return Mistakes(findings(setup), unchecked)

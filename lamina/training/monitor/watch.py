@@ -35,7 +35,7 @@ from lamina.jobs.seals import refuse_altered, write_result
 from lamina.jobs.status import Status
 from lamina.modeling.processes import Processes
 from lamina.training.monitor.alarms import Alarm, Alarms, events
-from lamina.training.monitor.check import Start, findings
+from lamina.training.monitor.check import BeforeTraining, findings
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.parameter_measures import tables_of
 from lamina.training.monitor.trackers import Trackers
@@ -176,7 +176,7 @@ class Monitor:
         if (followed := self.instruments.followed) is None:
             return
         if batch is not None and self.step == 0:
-            setup = Start(model=self.instruments.model, optimizers=self.instruments.optimizers, batch=batch)
+            setup = BeforeTraining(model=self.instruments.model, optimizers=self.instruments.optimizers, batch=batch)
             setup.structure = followed.structure
             for finding in findings(setup):
                 self.instruments.note(f"check: {finding}")
