@@ -39,7 +39,7 @@ def tiny(corpus, tmp_path):
     ("argv", "said"),
     [
         (["comapre"], "unknown command 'comapre'; did you mean 'compare'?"),
-        (["xyz"], "unknown command 'xyz' (allowed: compare, "),
+        (["xyz"], "unknown command 'xyz' (allowed: diagnose, "),
         (["pretrain", "--num-layer", "3"], "unknown option --num-layer; did you mean '--num-layers'?"),
         (["compare", "--placementss", "keel"], "unknown option --placementss; did you mean '--placements'?"),
         (["pretrain", "--learning-rate", "fast"], "--learning-rate: 'fast' (allowed: a number"),
