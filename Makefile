@@ -25,6 +25,7 @@ test-all: $(VENV)/.development
 
 # Needs a GPU, and what the extra posttrain and pytest need, of whatever Python is there (make PYTHON=...).
 test-gpu:
+	@$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no GPU: all tests would be skipped")'
 	CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-0} $(PYTHON) -m pytest -m "" tests/gpu $(ARGS)
 
 check: $(VENV)/.development
