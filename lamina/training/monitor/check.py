@@ -375,8 +375,8 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     flat = {m: float(gain.mean()) for m, gain in gains.items() if float(gain.std()) < 1e-3 and not _is_as_made(m)}
     double = [module for module, mean in flat.items() if TWICE[0] < mean < TWICE[1]]
     for found, size, why, do in (
-        (off, 0, "its layer sees zeros", "BeforeTraining gains at 1 (at 0 only where the norm computes 1 + weight)"),
-        (double, 2, "a norm that computes 1 + weight was given ones", "BeforeTraining such weights at 0"),
+        (off, 0, "its layer sees zeros", "Start gains at 1 (at 0 only where the norm computes 1 + weight)"),
+        (double, 2, "a norm that computes 1 + weight was given ones", "Start such weights at 0"),
     ):
         if found:
             names = {id(module): name for name, module in setup.model.named_modules()}
