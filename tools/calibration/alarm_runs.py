@@ -139,7 +139,7 @@ def drawn(number: int, fitted: bool) -> Setup:
 
 HABIT = "habit"
 LORA = Setup(family="llama", layers=4, width=32, batch=2, every=10, warmup=20, lora=True, seeds=1)
-SETUPS |= {"llama-lora": LORA, "qwen3-lora": replace(LORA, family="qwen3", layers=3, fitted=False)}
+SETUPS |= {"llama-lora": LORA}
 SETUPS |= {
     f"{HABIT}-{habit}-{family}": Setup(
         family=family, width=32, batch=3, every=every, schedule="wsd", fitted=habit in FITTED, habit=habit, seeds=1
@@ -970,7 +970,7 @@ KINDS: Mapping[str, Kind] = {
     "no-gradient": Kind(
         cause=("dead layer",),
         what="LoRA under reentrant checkpointing, with inputs that require no gradient",
-        runs={"llama-lora": (1,), "qwen3-lora": (1,)},
+        runs={"llama-lora": (1,)},
         from_start=True,
         everywhere=False,
         prepare=checkpoint_reentrantly,
@@ -1025,7 +1025,6 @@ KINDS: Mapping[str, Kind] = {
             "llama-deep": (1,),
             "nano-batch1": (1,),
             "llama-lora": (1,),
-            "qwen3-lora": (1,),
         },
         before=lose_state,
     ),

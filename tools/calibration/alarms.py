@@ -33,7 +33,7 @@ from lamina.reports.causes import NOT_KNOWN, Learned, Signs, causes_of, signatur
 from lamina.reports.diagnosis import loss_rise
 from lamina.training.monitor.alarms import NOTABLE, Alarm, Alarms
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.rules import GRADIENTS, LIMITS
+from lamina.training.monitor.rules import GRADIENTS, LIMITS, calibration
 from lamina.training.monitor.writers import LOSS
 from tools.calibration.alarm_runs import COLUMNS, DRAWN, FRESH, HELD_EVERY, KINDS, OTHER, SEEN, SETUPS, path_of, wanted
 
@@ -49,6 +49,10 @@ FLOORS |= {"rewritten/update_ratio": math.log(0.06)}  # tiny models without a wa
 FLOORS |= {"rewritten/update_ratio/outside": math.log(0.12)}  # rows of tokens in one batch alone move further
 FLOORS |= {"fall/step_loss": 24.0}  # a loss that falls faster is rarely a failure
 FLOORS |= {"rise/hidden_abs_max": math.log(3.0), "rise/hidden_variance": 2 * math.log(3.0)}
+FLOORS |= {f"fall/{name}/course": math.log(2.0) for name in ("gain_mean", "row_norm_mean")}
+FLOORS |= {f"rise/{name}/course": math.log(12.0) for name in ("row_norm_abs_max", "weight_norm")}
+FLOORS |= dict.fromkeys(("fall/weight_norm/course", "rise/gain_abs_max/course"), math.log(4.0))
+FLOORS |= {"rise/hidden_abs_max/course": math.log(20.0), "rise/hidden_variance/course": 2 * math.log(20.0)}
 FLOORS |= {"fall/experts_used": math.log(1.5)}
 FLOORS |= {"rise/weight_norm": math.log(1.5), "low": math.log(20.0)}
 FLOORS |= {"logit": 0.0}  # times 50
@@ -290,6 +294,23 @@ def fit(runs: list[Recorded], twins: Mapping[tuple[str, int], Recorded], provena
     write_record(LIMITS, {**record, "signatures": learned.to_dict()})
 
 
+def add(runs: list[Recorded], provenance: Mapping[str, Any]) -> None:
+    """Fit limits that limits.json lacks, and add the folder's failures to its signatures; all others stay."""
+    record = dict(calibration())
+    worst = [worst_of(run) for run in runs if run.part == "fitted" and not run.kind]
+    limits = {**fitted_limits(worst), **record["limits"]}
+    learned, count = Learned.read(), 0
+    for run in runs:
+        if run.part == "fitted" and run.kind:
+            signs = run.signs(run.replay(limits))
+            if signs.first is not None and signs.first.step >= run.about["breaks"]:
+                learned.see(KINDS[run.kind].cause[0], signature(signs))
+                count += 1
+    added = {name: provenance[name] for name in ("date", "revision")} | {"healthy": len(worst), "failures": count}
+    record["provenance"] = {**record["provenance"], "added": added}
+    write_record(LIMITS, {**record, "limits": dict(sorted(limits.items())), "signatures": learned.to_dict()})
+
+
 def by(rows: Iterable[dict[str, Any]], name: str, about: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of each set-up, or of each kind."""
     many = {each: each.partition("-")[0] for each in about if each.startswith((DRAWN, OTHER))}
@@ -308,12 +329,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="folder of the corpus")
     parser.add_argument("--fit", action="store_true", help="write limits.json")
+    parser.add_argument("--add", action="store_true", help="add to limits.json what it lacks, from these runs")
     parser.add_argument("--output", type=Path, default=None, help="the record, as JSON")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="runs that are judged")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     runs, twins = corpus(options.runs)
     where = settings_of_machine()
+    if options.add:
+        add(runs, where)
+        return
     if options.fit:
         fit(runs, twins, where)
         return

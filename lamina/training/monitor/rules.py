@@ -36,6 +36,7 @@ FP16_MAX = 65504.0
 FEW = 0.25  # of the layers that may be apart in their weights: more of them are another kind, not an exception
 WRITTEN, OWN_WAY = 0.02, 3.0  # of the weights, and times what is usual: a loop may normalize or average weights
 MEANS, REACH, FAR = 0.8, 1.5, 8.0  # of the trained parts, and times the way since the last time: a mean or a way back
+JUMP = 0.1  # of the weights, written as a mean, from which on series start anew
 CERTAIN, ZEROS = 1e-7, 5  # that zero gradients in a row are no chance, and how many there must be
 KEPT = 0.1  # of a gradient, left by the steps before
 RECENT, SAME_WAY = 10, 5  # records of a course, and how many of them it needs
@@ -411,6 +412,12 @@ class Rules:
             yield Found("written", written, usual, left=update > 0 and written[6] > usual)
             if recorded:
                 recent.append(written[6])
+        far = max((row[6] for (_, metric), row in of.items() if metric == "written_ratio"), default=0.0)
+        if averaged and again and far > JUMP:  # the model goes on from elsewhere
+            for series in [series for series in self._recent if series[3] != "written_ratio"]:
+                del self._recent[series]
+                self._seen.pop(series, None)
+            self._sums, self._losses = {}, deque(maxlen=2 * WINDOW)
         if averaged and not any(AVERAGED in note for note in self.notes):
             self.notes.append(f"step {step}: {AVERAGED}")
 
@@ -434,12 +441,15 @@ class Rules:
         if self._skipped:
             return
         losses, value = self._losses, row[6]
-        if not losses and self.vocabulary:
+        if not losses and self.vocabulary and row[0] <= STAYS:
             guess = math.log(self.vocabulary)  # the logits are too large: what makes them is the readout
             yield self._fitted("guess", (*row[:2], "block", "readout", *row[4:]), guess, value / guess)
         before = list(losses)[:-LAG]
         if len(before) >= CALM_LOSSES:
             noise = max(noise_of(before), LEAST_NOISE)
+            if self._means:  # the loss rises and falls with each way back
+                middle = statistics.median(before[-WINDOW:])
+                noise = max(noise, 1.4826 * statistics.median(abs(loss - middle) for loss in before[-WINDOW:]))
             level, earlier = statistics.median(before[-LAG:]), statistics.median(before[-3 * LAG : -LAG] or before)
             usually = {"rise": statistics.median(before[-WINDOW:]), "fall": level + min(0.0, level - earlier)}
             for rule, sign in (("rise", 1.0), ("fall", -1.0)):

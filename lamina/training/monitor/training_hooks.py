@@ -252,6 +252,7 @@ def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple
     return (args, {**kwargs, "closure": measured}) if len(args) < 2 else ((args[0], measured, *args[2:]), kwargs)
 
 
+LOOKS = 5  # steps between two looks at whether the model still has the parameters that are followed
 GROWTH = 1.5  # of the learning rate since the last measured update: then this one is measured, too
 Judge = Callable[[torch.Tensor], bool]
 
@@ -526,7 +527,7 @@ class Instruments:
         signs = StepSigns() if self._signs is None else self._signs.end_step(step, passed=self._passed)
         if signs.changed and self._updates is not None:
             self._updates.samples.choose()
-        if self.due:
+        if step % LOOKS == 0 or self.due:
             self._compare_parameters(step)
         kept, self._kept, self._scale = self._kept, None, None
         self._moved = self._measured = False
