@@ -1,5 +1,6 @@
 """What lies in the folder where the lines of a page are typed: tiny data and models at the paths that they name."""
 
+import json
 import re
 from pathlib import Path
 
@@ -156,11 +157,16 @@ def watched(path):
     exec(code.replace("runs/own-loop", str(path)), loop())
 
 
-def history(path):
-    """An export of gradient norms by parameter."""
-    names = [f"gradients/h.{layer}.mlp.weight" for layer in range(3)]
-    lines = [["step", "train/loss", *names], *([step, 2.0, 1.0, 1.1, 1.2] for step in range(1, 9))]
-    path.write_text("".join(f"{','.join(map(str, line))}\n" for line in lines), encoding="utf-8")
+def log(path):
+    """What a trainer prints."""
+    path.write_text("".join(f"iter {step}: loss {3 - step / 90:.3f}, time 9.0ms\n" for step in range(99)), "utf-8")
+
+
+def checkpoint(path):
+    """A checkpoint of Trainer's."""
+    path.mkdir()
+    history = [{"step": step, "loss": 3 - step / 90, "grad_norm": 1.0} for step in range(10, 210, 10)]
+    (path / "trainer_state.json").write_text(json.dumps({"log_history": history}), "utf-8")
 
 
 def loop():
@@ -205,7 +211,9 @@ LYING = {  # a path that lines name: what makes it, where no line has written it
     "runs/keel-64-sft": lambda path: write_model(path, template=TEMPLATES["alpaca"], positions=POSITIONS),
     "runs/compare": study,
     "runs/mine": watched,
-    "gradients.csv": history,
+    **dict.fromkeys(("runs/port", "runs/original"), watched),
+    "train.log": log,
+    "out/checkpoint-200": checkpoint,
 }
 
 

@@ -38,6 +38,7 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
     "accelerate launch": "several processes: tests/training/test_distributed.py",
     "sbatch ": "needs Slurm: tests/training/test_distributed.py runs the script without it",
     "ray up": "needs a cluster",
+    "kubectl logs": "needs a cluster: tests/reports/test_history_forms.py pipes a log",
     "vllm serve": "vLLM is not among what CI installs: a test does by hand what its sources do",
     "lm_eval ": "the harness's own command: tests/evaluation compares with the harness in process",
     "tensorboard --logdir": "a server; tests/training/test_run_folder.py reads what it shows",

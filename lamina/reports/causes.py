@@ -443,12 +443,14 @@ class Learned:
         seen: by cause and sign.
         temper: by which the evidence of signs that hang together is divided.
         sharp: by which all evidence is divided.
+        added: runs with equal parts of a sign's values that are added to those of each cause.
     """
 
     runs: Counter[str] = field(default_factory=Counter)
     seen: dict[str, Counter[str]] = field(default_factory=dict)
     temper: float = TEMPER
     sharp: float = 1.0
+    added: float = 1.0
 
     @classmethod
     def read(cls, view: str = "") -> Learned:
@@ -460,6 +462,7 @@ class Learned:
             seen={cause: Counter(one["signs"]) for cause, one in signatures.items()},
             temper=record.get("temper", TEMPER),
             sharp=record.get("sharp", 1.0),
+            added=record.get("added", 1.0),
         )
 
     def to_dict(self) -> Json:
@@ -477,7 +480,7 @@ class Learned:
     def odds(self, signs: Mapping[str, str]) -> dict[str, float]:
         """Return each cause's probability, most likely first; NOT_KNOWN's signs are half the causes', half uniform.
 
-        Naive Bayes with equal priors; one run is added, with equal parts of a sign's values. Signs hang together, so
+        Naive Bayes with equal priors; ``added`` runs have equal parts of a sign's values. Signs hang together, so
         the logarithms of most are divided by ``temper``. A sign that is unknown here is no evidence.
         """
         values: dict[str, set[str]] = {}
@@ -499,7 +502,7 @@ class Learned:
                 times = (
                     runs - of[f"{name}: yes"] if name.startswith(_THEN) and value == "no" else of[f"{name}: {value}"]
                 )
-                shares[cause] = (times + 1 / count) / (runs + 1)
+                shares[cause] = (times + self.added / count) / (runs + self.added)
             shares[NOT_KNOWN] = (statistics.fmean(shares.values()) + 1 / count) / 2
             for cause, share in shares.items():
                 scores[cause] += math.log(share) / (1.0 if name in ALONE else self.temper)

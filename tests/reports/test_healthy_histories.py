@@ -2,13 +2,17 @@
 
 import json
 import random
+from dataclasses import replace
 from math import cos, exp, floor, pi
 
 import pytest
 
 import lamina
+from lamina.reports.causes import Learned, Signs
 from lamina.reports.diagnosis import gather, loss_rise
-from lamina.reports.histories import import_history
+from lamina.reports.histories import import_history, read_history
+from lamina.reports.histories.importing import judge
+from lamina.training.monitor.alarms import Alarm
 
 RECORDS = 300
 
@@ -115,3 +119,48 @@ def test_a_restart_after_which_the_loss_stays_a_nat_higher_is_a_rise():
     losses = {t: 2 + draw.gauss(0, 0.05) + 1.5 * (t >= 100) for t in range(1, 150)}
     rates = {t: 3e-4 * (0.5 + 0.5 * cos(pi * (t % 100) / 100)) for t in losses}
     assert loss_rise(losses, (), rates) == 100
+
+
+def layered(path, records, spike):
+    """A history by layer, whose layer 2 has a gradient of its own from a record on."""
+    draw = random.Random(0)
+    lines = []
+    for step in range(1, records + 1):
+        line = {"step": step, "loss": falling(step) + draw.gauss(0, 0.05), "grad_norm": exp(draw.gauss(0, 0.1))}
+        for layer in range(4):
+            high = 60.0 if layer == 2 and spike <= step < spike + 20 else 1.0
+            line[f"gradients/model.layers.{layer}.self_attn.q_proj.weight"] = high * exp(draw.gauss(0, 0.1))
+            line[f"gradients/model.layers.{layer}.mlp.up_proj.weight"] = exp(draw.gauss(0, 0.1))
+        lines.append(json.dumps(line))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("spike", [120, 700])
+def test_of_a_long_history_the_records_around_what_is_odd_are_judged_and_say_the_same(tmp_path, monkeypatch, spike):
+    history = read_history(layered(tmp_path / "h.jsonl", 900, spike))
+    every, _ = judge(history)
+    monkeypatch.setattr("lamina.reports.histories.importing._LONG", 100)
+    some, _ = judge(history)
+    assert every
+    assert [(alarm.step, alarm.layer, alarm.rule) for alarm in some] == [(a.step, a.layer, a.rule) for a in every]
+
+
+def test_a_hard_sign_is_not_preceded_by_a_single_gradient():
+    place = {"layer": -1, "sublayer": "model", "role": "all", "metric": "step_gradient_norm", "usual": 1.0}
+    rise = Alarm(step=400, rule="rise", value=9.0, **place)
+    bad = Alarm(step=440, rule="not_finite", value=float("nan"), **place)
+    clock = {step: step // 20 for step in range(20, 2000, 20)}
+    assert Signs(alarms=(rise, bad), rose=440, clock=clock).first == bad  # two records later
+    lasting = replace(rise, step=425)
+    assert Signs(alarms=(lasting, bad), rose=440).first == lasting  # fifteen steps later
+
+
+def test_what_is_not_recorded_is_no_evidence():
+    learned = Learned()
+    for _ in range(6):
+        learned.see("bad batch", {"first": "rise gradient", "rate": "level", "half": "False"})
+        learned.see("number range", {"first": "rise gradient", "rate": "grown", "half": "True"})
+    odds = learned.odds({"first": "rise gradient", "rate": "unknown"})
+    assert odds["bad batch"] == pytest.approx(odds["number range"])
+    assert learned.odds({"first": "rise gradient", "rate": "level"})["bad batch"] > 0.6

@@ -6,9 +6,9 @@
 Each broken run of the corpus of `alarm_runs.py` becomes histories that hold less: the loss alone, the loss and the
 model's gradient norm, or gradient norms by layer too; each at every step, and with records 5, 10 and 20 steps apart
 after the break. (Before it every step is a record, since runs are short.) Losses are means over the steps of a record,
-and the last gradient norm stands for them, as trainers log. Even seeds are fitted, odd ones judged. Two numbers soften
-the odds, chosen on the fitted seeds with each set-up left out in turn: the divisor of signs that hang together, and one
-for all.
+and the last gradient norm stands for them, as trainers log. Even seeds are fitted, odd ones judged. Three numbers
+soften the odds, chosen on the fitted seeds with each set-up left out in turn: the divisor of signs that hang together,
+one for all signs, and how many runs without evidence are added to each cause.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lamina.training.monitor.writers import LOSS, NORM
 APART = (1, 5, 10, 20)
 RATE = "learning_rate"
 TEMPERS, SHARPS = (1.0, 1.5, 2.0, 3.0, 4.0), (1.0, 1.25, 1.5, 2.0, 3.0)
+ADDED = (2.0, 4.0)  # runs: so few are counted that one says little
 BINS = (LEAST_TOLD, 0.85, 0.95, 1.01)
 LEAST = 0.02  # the probability that a right cause counts with at least
 
@@ -92,18 +93,18 @@ def derived(run: Recorded) -> Iterator[Derived]:
             yield Derived(run.setup, run.about["seed"], run.kind, view, apart, signs)
 
 
-def learned_of(histories: list[Derived], temper: float = 2.0, sharp: float = 1.0) -> Learned:
-    learned = Learned(temper=temper, sharp=sharp)
+def learned_of(histories: list[Derived], temper: float, sharp: float, added: float) -> Learned:
+    learned = Learned(temper=temper, sharp=sharp, added=added)
     for one in histories:
         learned.see(KINDS[one.kind].cause[0], signature(one.signs))
     return learned
 
 
-def log_loss(histories: list[Derived], temper: float, sharp: float) -> float:
+def log_loss(histories: list[Derived], temper: float, sharp: float, added: float) -> float:
     """The mean of -log(odds of the right cause), each set-up judged by the others."""
     costs = []
     for setup in {one.setup for one in histories}:
-        learned = learned_of([one for one in histories if one.setup != setup], temper, sharp)
+        learned = learned_of([one for one in histories if one.setup != setup], temper, sharp, added)
         for one in histories:
             if one.setup == setup:
                 odds = learned.odds(signature(one.signs))
@@ -138,12 +139,18 @@ def main() -> None:
     for view in VIEWS:
         mine = [one for one in histories if one.view == view]
         fitted, held = ([one for one in mine if one.seed % 2 == odd] for odd in (0, 1))
-        costs = {pair: log_loss(fitted, *pair) for pair in itertools.product(TEMPERS, SHARPS)}
-        temper, sharp = min(costs, key=lambda pair: costs[pair])
-        learned = learned_of(fitted, temper, sharp)
+        costs = {each: log_loss(fitted, *each) for each in itertools.product(TEMPERS, SHARPS, ADDED)}
+        temper, sharp, added = min(costs, key=lambda each: costs[each])
+        learned = learned_of(fitted, temper, sharp, added)
         tables = {name: reliability(held, learned, with_rate=name == "rate") for name in ("rate", "no rate")}
-        print(view, len(fitted), len(held), "temper", temper, "sharp", sharp, json.dumps(tables))
-        record[view] = {"temper": temper, "sharp": sharp, "signatures": learned.to_dict(), "judged": tables}
+        print(view, len(fitted), len(held), "temper", temper, "sharp", sharp, "added", added, json.dumps(tables))
+        record[view] = {
+            "temper": temper,
+            "sharp": sharp,
+            "added": added,
+            "signatures": learned.to_dict(),
+            "judged": tables,
+        }
     if not options.check:
         runs = {
             "fitted": sum(run.about["seed"] % 2 == 0 for run in every),

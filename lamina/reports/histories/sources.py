@@ -49,7 +49,7 @@ _FILES = (
 """Files in the folders of trainers, the first one that is there is read."""
 _TRACKED = ("*.wandb", "events.out.tfevents.*")
 _SAID = 5.0  # seconds after which a reader says how far it is
-_LARGE = 2**26  # bytes from which it does
+_LARGE = 2**20  # bytes from which a table is read in pieces
 
 
 def recorded_in(folder: Path) -> Path | None:
