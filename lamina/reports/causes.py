@@ -106,7 +106,7 @@ CAUSES = {
         Cause(
             name="values that are not finite",
             in_half="number range",
-            meaning="They came at once: from a batch, a weight, or one operation (0/0, log 0), not from growth.",
+            meaning="They come from a batch, a weight, or one operation (0/0, log 0), not from growth.",
             check="repeat the step with the same batch and weights under torch.autograd.set_detect_anomaly(True): it "
             "names the operation",
             changes=(
@@ -528,8 +528,9 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
     }
     total = sum(possible.values())
     (best, share), *others = ((cause, part / total if total else 1.0) for cause, part in possible.items())
-    if signs.half and best != NOT_KNOWN and (same := CAUSES[best].in_half):
-        return [(same, share / 2), (best, share / 2)]
+    if signs.half is not False and best != NOT_KNOWN and (same := CAUSES[best].in_half):
+        pair = [(same, share / 2), (best, share / 2)]  # the record does not tell them apart
+        return pair if signs.half else pair[::-1]
     if best == NOT_KNOWN or (signs.view and share < LEAST):
         return [(NOT_KNOWN, share)]
     second = [(cause, part) for cause, part in others if cause != NOT_KNOWN and part >= SECOND]

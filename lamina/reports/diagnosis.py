@@ -218,9 +218,9 @@ _HISTORIES = (
     "Odds compare the causes that Lamina knows, as counted in small runs that recorded the same (docs/loss-spiked.md)."
 )
 _RECORDED = {
-    "loss": "the loss alone",
-    "norm": "the loss and the gradient norm",
-    "layers": "the gradient norms by layer",
+    "loss": "the loss alone fits",
+    "norm": "the loss and the gradient norm fit",
+    "layers": "the gradient norms by layer fit",
 }
 RATE, EPOCH = "learning_rate", "epoch"
 _MOST_OF_HISTORIES = 0.95  # odds: so few histories were judged that no more can be promised
@@ -346,7 +346,7 @@ def _causes(evidence: Evidence) -> list[str]:
             look = f"Look at that step's batch and learning rate, and record more: {_more(evidence)}"
             why = "what left fits none of the failures that Lamina has seen"
             if evidence.imported:
-                why = f"{_RECORDED[evidence.view]} fits several failures, or none that Lamina has seen"
+                why = f"{_RECORDED[evidence.view]} several failures, or none that Lamina has seen"
             return [f"The cause is not known: {why}. {look if evidence.imported else _LOOK}"]
         cause = CAUSES[name]
         texts.append(f"{'Or' if number else 'Likely cause'}: {name} (odds {min(odds, most):.0%}). {cause.meaning}")

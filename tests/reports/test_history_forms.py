@@ -291,3 +291,5 @@ def test_a_loss_of_zero_beside_a_gradient_that_is_not_finite_is_not_finite(tmp_p
     assert "gradient norm is not finite" in said
     assert "The loss is not finite from step 2" in said
     assert gather(tmp_path / "train.log-lamina").first.rule == "not_finite"
+    assert "Likely cause: values that are not finite" in said
+    assert "Or: number range" in said  # the precision is not recorded
