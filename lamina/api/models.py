@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from lamina.api.results import Diagnosis
 from lamina.core.architectures import Target
 from lamina.core.extras import require
-from lamina.core.values import DTYPES, number, one_of, path, seed_number, text, whole_number
+from lamina.core.values import DTYPES, number, one_of, path, seed_number, switch, text, whole_number
 from lamina.errors import UserError, shortened
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ def generate(
     model: str | PathLike[str],
     prompt: str | Sequence[Mapping[str, str]] = "The",
     *,
+    chat: bool = False,
+    system: str | None = None,
     max_new_tokens: int = 120,
     temperature: float = 0.8,
     top_p: float | None = None,
@@ -41,6 +43,8 @@ def generate(
     Args:
         model: a folder with a saved model, or a run's folder.
         prompt: the text to continue; or turns, mappings with ``role`` and ``content``, the last of which is answered.
+        chat: take a text as the user's turn, and answer it.
+        system: with ``chat``, the system's turn before it.
         max_new_tokens: the maximum number of new tokens; fewer where a model with learned positions has no more.
         temperature: the temperature of the sampling; 0 always takes the likeliest token.
         top_p: the share of the likeliest tokens that is sampled from, above 0 and at most 1; None for the model's own.
@@ -53,6 +57,11 @@ def generate(
     """
     if not isinstance(prompt, str | list | tuple):
         raise UserError(f"prompt: {shortened(repr(prompt), 80)} (allowed: a text, or a list of turns)")
+    if switch("chat", chat) and isinstance(prompt, str):
+        first = [] if system is None else [{"role": "system", "content": text("system", system)}]
+        prompt = [*first, {"role": "user", "content": prompt}]
+    elif system is not None:
+        raise UserError(f"system: {system!r} has no effect here (allowed: with chat=True and a text)")
     sampling = {"temperature": temperature, "top_p": top_p, "stop": stop}
     speaker = speaker_of(model, max_new_tokens, seed=seed, trust_remote_code=trust_remote_code, **sampling)
     return speaker.continuation(prompt) if isinstance(prompt, str) else speaker.answer([dict(turn) for turn in prompt])

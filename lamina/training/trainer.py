@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -200,7 +200,8 @@ class OrderedTrainer(_Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Json], device: torch.device) -> torch.Tensor | int | None:
         """Count the labels; the number of a batch on the CPU is also sent in the background."""
-        labels = batch_samples[0].get("labels") if batch_samples else None
+        first = batch_samples[0] if batch_samples else None
+        labels = first.get("labels") if isinstance(first, Mapping) else None  # a policy's are lists of rows
         here = device.type == "cuda" and self.args.world_size == 1
         if not here or not isinstance(labels, torch.Tensor) or labels.device.type != "cpu":
             return super()._get_num_items_in_batch(batch_samples, device)

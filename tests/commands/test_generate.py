@@ -73,6 +73,11 @@ def test_an_answer_ends_at_a_stop_after_the_system_s_turn(tmp_path, monkeypatch,
     assert main([*chat, "--stop", "\n\n", "--stop", "END"]) == 0
     assert capsys.readouterr().out == "It is.\n"
     assert asked == [("sBe brief.uIs it?", ["\n\n", "END"], 0.9)]
+    assert lamina.generate(folder, "Is it?", chat=True, system="Be brief.", stop=["END"], top_p=0.9) == "It is."
+    assert lamina.generate(folder, "Is it?", chat=True, stop=["END"], top_p=0.9) == "It is."
+    assert [said for said, _, _ in asked[1:]] == ["sBe brief.uIs it?", "uIs it?"]
+    with pytest.raises(UserError, match="system: 'S' has no effect here"):
+        lamina.generate(folder, "Is it?", system="S")
     assert lamina.generate(folder, "So: ", top_p=0.9, stop=["END"]) == "So: It is. "
 
 

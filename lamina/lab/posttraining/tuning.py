@@ -419,7 +419,7 @@ class TuningStage(TrainingStage[S]):
     def model(self, run: TrainingRun) -> PreTrainedModel:
         torch.manual_seed(self.settings.seed)
         model = self.new_model()
-        self.generation = copy.deepcopy(model.generation_config)
+        self.generation = copy.deepcopy(getattr(model, "generation_config", None))  # one that gives scores has none
         if self.start.plan is None:  # not a Lamina model: its layers are found by following its tensors
             run.followed = follow(model, {"input_ids": self.inputs})
             for note in run.followed.notes if run.processes.first else ():
@@ -523,7 +523,8 @@ class TuningStage(TrainingStage[S]):
             tuner = add_lora(model, replace(self.settings, weights="fp32"))
             set_trained(model, trained)
         model = merged(model, tuner, adapter)
-        model.generation_config = self.generation  # TRL has set its own tokens
+        if self.generation is not None:
+            model.generation_config = self.generation  # TRL has set its own tokens
         return model, self._card(result)
 
     def saved(self) -> None:

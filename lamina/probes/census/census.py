@@ -42,6 +42,7 @@ from lamina.probes.structure.hooks import base_of, evaluating, observe
 from lamina.probes.structure.hooks import forward as run
 from lamina.probes.structure.proof import combination, prove
 from lamina.probes.structure.sites import LayerSite, NormSite, Point, Structure, SublayerSite
+from lamina.probes.structure.token_rows import token_rows
 
 _SEQUENCES = 3
 _LENGTHS = (13, 11, 17, 19, 23)
@@ -452,7 +453,7 @@ def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
         return batches_of(None, model, None, corpus="noise", sequences=_SEQUENCES)[0]
     text = _text_config(model)
     sizes = {v for v in vars(text).values() if isinstance(v, int)} if text is not None else set()
-    size = getattr(text, "vocab_size", None) or _FEW_TOKENS
+    size = token_rows(model) or _FEW_TOKENS
     most = getattr(text, "max_position_embeddings", None) or -1
     most = most if most > 0 else _LENGTHS[-1]  # XLNet's -1 is no limit
     length = next((n for n in _LENGTHS if n not in sizes and n <= most), min(_LENGTHS[0], most))

@@ -18,6 +18,7 @@ from lamina.data.encoding import TextEncoder
 from lamina.data.images.image_items import pixels_of
 from lamina.data.images.labeled_images import open_images
 from lamina.errors import UserError, one_line
+from lamina.probes.structure.token_rows import token_rows
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,17 +66,22 @@ def batches_of(
     if reads_images(model):
         items = _images(given, corpus, model, sys.maxsize if sequences is None else sequences, seed)
         return [{"pixel_values": part} for part in items.split(batch_size)]
-    length = _length(sequence_length, model)
-    if given is None:
-        given = _corpus_texts(corpus, text_field, sequences and length * sequences * _CHARS_A_TOKEN)
-        blocks = _pack(given, tokenizer, length, f"corpus {corpus!r}", notes)
-    elif isinstance(given, str) or (isinstance(given, Sequence) and given and isinstance(given[0], str)):
-        blocks = _pack([given] if isinstance(given, str) else list(given), tokenizer, length, "texts_or_blocks", notes)
+    length, size = _length(sequence_length, model), token_rows(model)
+    listed = isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], str)
+    texts = given is None or isinstance(given, str) or listed
+    if texts:
+        source = f"corpus {corpus!r}" if given is None else "texts_or_blocks"
+        if given is None:
+            given = _corpus_texts(corpus, text_field, sequences and length * sequences * _CHARS_A_TOKEN)
+        blocks = _pack([given] if isinstance(given, str) else list(given), tokenizer, length, source, notes, size)
     else:
         blocks = _blocks(given, sys.maxsize if sequences is None else sequences)
-    size = getattr(getattr(getattr(model, "config", None), "get_text_config", lambda: None)(), "vocab_size", None)
     if size is not None and int(blocks.max()) >= size:
-        raise UserError(f"tokens: the id {int(blocks.max())} is outside of the model's vocabulary of {size}")
+        fix = "; --tokenizer names the one that the model was trained with" if texts else ""
+        raise UserError(
+            f"tokens: the id {int(blocks.max())} is outside of the model's vocabulary of {size} (allowed: 0 to "
+            f"{size - 1}{fix})"
+        )
     rows = spread(len(blocks), sequences or len(blocks))
     return [{"input_ids": part} for part in blocks[rows].split(batch_size)]
 
@@ -114,9 +120,17 @@ def _corpus_texts(corpus: str, text_field: str, chars: int | None) -> list[str]:
 
 
 def _pack(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, length: int, source: str, notes: list[str] | None
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    length: int,
+    source: str,
+    notes: list[str] | None,
+    size: int | None,
 ) -> torch.Tensor:
-    """Pack the texts' tokens into blocks [blocks, length], with the tokenizer's special tokens around each text."""
+    """Pack the texts' tokens into blocks [blocks, length], with the tokenizer's special tokens around each text.
+
+    A model whose vocabulary of ``size`` lacks the end of a text, as one of the 256 bytes does, reads the texts without.
+    """
     if tokenizer is None:
         raise UserError(f"tokenizer: the checkpoint has none, so {source} can't be read (allowed: --tokenizer)")
     prefix, suffix = _specials(tokenizer)
@@ -124,6 +138,10 @@ def _pack(
     if body < 1:
         raise UserError(f"sequence_length: {length} leaves no room beside {len(prefix) + len(suffix)} special tokens")
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None and not suffix else None
+    if end is not None and size is not None and end >= size:
+        if notes is not None and len(texts) > 1:
+            notes.append(f"{source}: the model's vocabulary of {size} lacks the end of a text, {end}: left out")
+        end = None
     encoder, stream = TextEncoder(tokenizer), list[int]()  # what looks like a special token in a text is text
     for start in range(0, len(texts), 256):
         for ids in encoder.encode(list(texts[start : start + 256])):

@@ -1,0 +1,52 @@
+"""How many token ids a model takes: the rows of the table that it looks them up in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from lamina.probes.structure.hooks import undisturbed
+
+_IDS = ((1, 1, 0), (1, 1, 1))  # as no positions and no types of tokens are
+_LOOKUPS = (functional.embedding, torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)
+
+
+class _Lookups(TorchFunctionMode):
+    """Notes the rows of the first matrix that is read at the ids."""
+
+    def __init__(self, ids: torch.Tensor):
+        super().__init__()
+        self.ids, self.rows = ids.flatten().sort().values, 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        every = [*args, *(kwargs or {}).values()] if func in _LOOKUPS else []
+        given = [value for value in every if isinstance(value, torch.Tensor)]
+        table = next((value for value in given if value.is_floating_point() and value.ndim == 2), None)
+        whole = (v.flatten().sort().values for v in given if not v.is_floating_point() and v.numel() == len(self.ids))
+        if not self.rows and table is not None and any(torch.equal(ids.to(self.ids), self.ids) for ids in whole):
+            self.rows = len(table)
+        return func(*args, **(kwargs or {}))
+
+
+def token_rows(model: nn.Module) -> int | None:
+    """Return how many ids a model of tokens takes, by its configuration or its table; None if neither tells."""
+    text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    size = getattr(text, "vocab_size", None)
+    if isinstance(size, int) and size > 0:
+        return size
+    ids = torch.tensor(_IDS, device=next((p.device for p in model.parameters()), None))
+    lookups = _Lookups(ids)
+    with suppress(Exception), torch.no_grad(), undisturbed(model), lookups:
+        model(ids)  # the caller's own pass will tell its error
+    return lookups.rows or None
