@@ -59,6 +59,9 @@ def assigned(target: str, value: str, indent: int = 8) -> list[str]:
     head = f"{target} " if target == "return" else f"{target} = "
     if indent + len(head) + len(value) <= WIDTH:
         return [head + value]
+    call, _, arguments = value.partition("(")
+    if re.fullmatch(r"[\w.]+", call) and value.endswith(")") and " if " not in value:
+        return [f"{head}{call}(", f"    {arguments[:-1]}", ")"]
     return [f"{head}(", f"    {value}", ")"]
 
 
@@ -140,14 +143,14 @@ class Port:
             self._refused(f"it has a norm of kind {norm.kind!r}{said}", "a norm of kind 'backbone'")
         return kind
 
-    def norm(self, norm: Norm | None, **names: str) -> str:
-        """Return a norm's constructor, with the block's names replaced by ``names``; that of no norm for None."""
+    def norm(self, norm: Norm | None, width: str = "") -> str:
+        """Return a norm's constructor, for ``width`` channels where that is not the block's; that of none for None."""
         if norm is None:
             return self.target.norms["none"]
-        text = self.target.norms[self.norm_kind(norm)].format(groups=norm.groups, alpha=norm.alpha)
-        for old, new in names.items():
-            text = re.sub(rf"\b{re.escape(old)}\b", new, text)
-        return text
+        kind = self.norm_kind(norm)
+        key = "inside" if width and kind == "backbone" and "inside" in self.target.norms else kind
+        text = self.target.norms[key].format(groups=norm.groups, alpha=norm.alpha)
+        return text.replace(self.target.code["width"], width) if width else text
 
     @cached_property
     def constructors(self) -> str:
@@ -172,7 +175,7 @@ class Port:
         lines = []
         for (half, position), name in self.norm_names.items():
             specs = [self.norm(getattr(getattr(layer, half), position)) for layer in self.plan.layers]
-            lines += assigned(f"self.{name}", choose(specs, last=self.norm(None)))
+            lines += assigned(f"self.{name}", choose(specs, self.index, last=self.norm(None)))
         return lines
 
     # norms inside the modules
@@ -262,7 +265,7 @@ class Port:
             name = factor.name.upper()
             if factor.is_constant:
                 lines[name] = [f"{name} = {factor.starts[0]!r}"]
-            elif self._numbers(factor, "layer").startswith(name):
+            elif self._numbers(factor, self.index).startswith(name):
                 rows = [f"    {value!r},  # layer {layer}" for layer, value in enumerate(factor.starts)]
                 lines[name] = [f"{name} = (", *rows, ")"]
         return [line for each in lines.values() for line in each]
@@ -277,9 +280,9 @@ class Port:
                 continue
             if factor.is_learned:
                 made = zip(factor.kinds, factor.starts, strict=True)
-                value = choose([repr(start) if kind == "no" else code[kind] for kind, start in made])
+                value = choose([repr(start) if kind == "no" else code[kind] for kind, start in made], self.index)
             else:
-                value = self._numbers(factor, "layer")
+                value = self._numbers(factor, self.index)
             lines[factor.name] = assigned(f"self.{factor.name}", value)
         return [line for each in lines.values() for line in each]
 
@@ -366,6 +369,25 @@ class Port:
             lines += assigned(h, normed("out_norm", h))
             joined = total(h)
         return [*lines, *assigned(out, joined)]
+
+    @cached_property
+    def block_lines(self) -> list[str]:
+        """The lines of a block's constructor, without norms that the trainer's block has made already."""
+        return [line for line in self.norm_lines + self.scale_lines if line not in self.target.made]
+
+    def uses(self, name: str) -> bool:
+        """Whether the constructor of a block needs a local name."""
+        return re.search(rf"(?<![\w.]){re.escape(name)}", "\n".join(self.block_lines)) is not None
+
+    @property
+    def index(self) -> str:
+        """The layer's index in a block's constructor."""
+        return self.target.code.get("index", "layer")
+
+    @property
+    def function(self) -> str:
+        """The placement's name, fit for a function."""
+        return re.sub(r"\W", "_", self.plan.placement) or "placement"
 
     @property
     def scales_embedding(self) -> bool:

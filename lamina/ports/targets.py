@@ -25,6 +25,7 @@ class Target:
         norms: the constructor of each kind of norm, see ``Port.norm_kind``.
         norm_names: each half's norms in the block: those of pre_norm, out_norm and post_norm. With ``in_order`` the
             norms that a plan has take the first names, whatever their positions.
+        made: the lines that make norms which the trainer's block has anyway.
         scales: the learned scales' name in the block, with ``{half}`` and ``{scale}``.
         halves: the names of the halves in the block's scales.
         weights: the trainer's name of each of Lamina's weights: ``layers`` has the index ``{layer}``; below
@@ -43,6 +44,7 @@ class Target:
     norms: dict[str, str]
     norm_names: dict[str, list[str]]
     in_order: bool = False
+    made: list[str] = field(default_factory=list)
     scales: str = "{half}_{scale}"
     halves: dict[str, str] = field(default_factory=lambda: {"attention": "attention", "feed_forward": "feed_forward"})
     weights: dict = field(default_factory=dict)

@@ -25,6 +25,23 @@ def keel_with_a_standard_first_feed_forward(x, attention, feed_forward, norms, i
 
 
 @every_block
+def keel_after_a_pre_ln_block(x, attention, feed_forward, norms, index, num_layers):
+    if index == 0:
+        y = x + attention(norms.attention.pre(x))
+        return y + feed_forward(norms.feed_forward.pre(y))
+    y = norms.attention.post(2 * num_layers * x + attention(norms.attention.pre(x)))
+    return norms.feed_forward.post(2 * num_layers * y + feed_forward(norms.feed_forward.pre(y)))
+
+
+@every_block
+def keel_with_alpha_in_its_first_feed_forward(x, attention, feed_forward, norms, index, num_layers):
+    y = x + attention(norms.attention.pre(x))
+    if index:
+        y = norms.attention.post(2 * num_layers * x + attention(norms.attention.pre(x)))
+    return norms.feed_forward.post(2 * num_layers * y + feed_forward(norms.feed_forward.pre(y)))
+
+
+@every_block
 def scale(x, attention, feed_forward, norms, index, num_layers):
     y = norms.attention.post(2 * num_layers * x + attention(x))
     return norms.feed_forward.post(2 * num_layers * y + feed_forward(y))
@@ -60,6 +77,8 @@ def learned_gains(model):
     [
         ("keel", keel_everywhere, {"first_layer": "keel"}),
         ("keel", keel_with_a_standard_first_feed_forward, {"first_layer": "post_ln"}),
+        ("keel", keel_after_a_pre_ln_block, {"first_layer": "pre_ln"}),
+        ("keel", keel_with_alpha_in_its_first_feed_forward, {"first_layer": "scaled"}),
         ("keel", scale, {"first_layer": "keel", "variant": "scale"}),
         ("fusenorm", fusenorm_without_its_first_norm, {"first_layer_norm": False}),
     ],

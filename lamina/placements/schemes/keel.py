@@ -28,7 +28,7 @@ def keel(
     alpha: float | None = None,
     learnable_alpha: bool = False,
     variant: Literal["keel", "scale", "scale_gain", "scale_gain_norm"] = "keel",
-    first_layer: Literal["paper", "post_ln", "keel"] = "paper",
+    first_layer: Literal["paper", "post_ln", "pre_ln", "scaled", "keel"] = "paper",
 ) -> Plan:
     """The outer norm fixes the stream's scale and alpha lets its gradient pass: the product of Jacobians tends to 1.
 
@@ -41,7 +41,8 @@ def keel(
             of the same number of parameters, here to follow the paper's steps.
         first_layer: "paper": the first attention has no outer norm and alpha = 1, the first feed-forward alpha = 1;
             "post_ln": as the paper, but the first feed-forward without its inner norm (the other reading of "degrades
-            to standard Pre-LN or Post-LN blocks"); "keel": no exception.
+            to standard Pre-LN or Post-LN blocks"); "pre_ln": the whole first block is Pre-LN; "scaled": as the paper,
+            but the first feed-forward keeps alpha; "keel": no exception.
     """
     if alpha is not None and alpha <= 0:
         raise UserError(f"placement 'keel': option 'alpha' is {alpha!r} (allowed: a number above 0)")
@@ -58,8 +59,12 @@ def keel(
     rest = Layer.of(sublayer)
     first = rest
     if first_layer != "keel":
-        first = Layer(
-            attention=Sublayer(pre_norm=Norm()),
-            feed_forward=Sublayer(pre_norm=Norm() if first_layer == "paper" else None, post_norm=Norm()),
-        )
+        pre = Sublayer(pre_norm=Norm())
+        feed_forward = {
+            "paper": Sublayer(pre_norm=Norm(), post_norm=Norm()),
+            "post_ln": Sublayer(post_norm=Norm()),
+            "pre_ln": pre,
+            "scaled": sublayer,
+        }
+        first = Layer(attention=pre, feed_forward=feed_forward[first_layer])
     return Plan(layers=(first,) + (rest,) * (num_layers - 1))
