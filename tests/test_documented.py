@@ -34,6 +34,8 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
     "python -m tools.reliability.command_lines": "takes minutes; tools/reliability has its own tests",
     "make demo": "makes a virtual environment; its only line is lamina compare's",
     "make test": "these tests",
+    "lamina convert olmo/step1000": "needs OLMo-core's checkpoint: tests/ports/test_trainers.py saves them",
+    "lamina convert runs/keel-64 models/keel-mlx": "the same file converts to it and loads it",
     "torchrun": "several processes: tests/training/test_distributed.py",
     "accelerate launch": "several processes: tests/training/test_distributed.py",
     "sbatch ": "needs Slurm: tests/training/test_distributed.py runs the script without it",

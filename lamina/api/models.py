@@ -102,17 +102,24 @@ def convert(
     source: str | PathLike[str],
     output: str | PathLike[str],
     *,
-    to: Target | None = None,
+    to: str | None = None,
+    came_from: str | None = None,
+    placement: str | None = None,
     dtype: str = "auto",
     overwrite: bool = False,
     verify: bool = True,
 ) -> ConversionRecord:
     """Turn a transformers checkpoint into a Lamina one with the same logits, or back, as `lamina convert` does.
 
+    With ``came_from`` the source is a checkpoint of a trainer of `lamina emit`; ``to`` may name one, too.
+
     Args:
         source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
         output: a new or empty folder.
-        to: "lamina" or "transformers"; by default the one that the source is not.
+        to: "lamina" or "transformers", by default the one that the source is not; or a trainer: "olmo-core", "nanogpt"
+            or "mlx".
+        came_from: the trainer that wrote the source.
+        placement: the placement of a trainer's checkpoint that does not say it.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
         overwrite: first delete what Lamina wrote into ``output``.
         verify: load the result and compare its logits with the source's.
@@ -121,14 +128,23 @@ def convert(
         UserError: (a ValueError) for a model that can't be read or converted, or an output folder in use.
     """
     model, folder = path("source", source), path("output", output)
-    if to is not None:
-        one_of("to", to, get_args(Target))
     one_of("dtype", dtype, DTYPES)
+    trainers = [name for name in (to, came_from) if name is not None and name not in get_args(Target)]
+    if trainers or came_from is not None:
+        from lamina.ports import checkpoints
+
+        for name in trainers:
+            one_of("to" if name == to else "from", name, (*get_args(Target), *checkpoints.FORMATS))
+        if to is not None and came_from is not None and to != "lamina":
+            raise UserError(f"--to: {to!r} beside --from {came_from} (allowed: lamina, then from there)")
+        trainer = str(came_from or to)
+        reads = came_from is not None
+        return checkpoints.convert(model, Path(folder), trainer, placement, reads=reads, overwrite=overwrite)
     from lamina.core.hub_access import local_when_unreachable
     from lamina.modeling.backbones.conversion import convert as run
 
     with local_when_unreachable():
-        return run(model, Path(folder), to=to, dtype=dtype, overwrite=overwrite, verify=verify)
+        return run(model, Path(folder), to=cast("Target | None", to), dtype=dtype, overwrite=overwrite, verify=verify)
 
 
 def emit(

@@ -12,6 +12,7 @@ EXAMPLES = """
   lamina convert models/smollm2 runs/smollm2-lamina
   lamina convert runs/pre-ln-64/model models/pre-ln-64 --to transformers
   lamina convert models/gemma-2-2b runs/gemma-lamina --dtype float32
+  lamina convert runs/pre-ln-64 models/pre-ln-64-mlx --to mlx
   lamina convert runs/sandwich-64 models/sandwich-64-as-glm4 --to transformers
 """
 
@@ -27,7 +28,10 @@ def parser() -> Parser:
     )
     flags.add_argument("source", help="a folder with config.json and safetensors, a run's folder, or a name on the hub")
     flags.add_argument("output", help="a new or empty folder")
-    flags.add_flag("--to", "lamina or transformers (default: not SOURCE's kind)", metavar="WORD")
+    trainers = "olmo-core or nanogpt"
+    flags.add_flag("--to", f"lamina or transformers (default: not SOURCE's kind); {trainers}, or mlx", metavar="WORD")
+    flags.add_flag("--from", f"SOURCE is a checkpoint of {trainers}", metavar="TRAINER")
+    flags.add_flag("--placement", "with --from, where the checkpoint does not say it", metavar="NAME")
     flags.add_flag("--dtype", f"{', '.join(DTYPES)} (auto: the checkpoint's)", "auto", "WORD")
     flags.add_flag("--overwrite", "first delete what Lamina wrote into OUTPUT", False)
     flags.add_flag("--verify", "load the result and compare its logits with SOURCE's", True)
@@ -36,13 +40,17 @@ def parser() -> Parser:
 
 def run(argv: list[str]) -> int:
     options = parser().parse(argv)
-    record = convert(**vars(options))
+    given = vars(options)
+    given["came_from"] = given.pop("from")
+    record = convert(**given)
     written = ", ".join(f"{k}={str(v).lower()}" for k, v in record["placement_options"].items())
     placement = record["placement"] + (f"({written})" if written else "")
     names = (record["model_type"], f"{placement} on {record['backbone']}")
     before, after = names if record["to"] == "lamina" else reversed(names)
     show(f"{before} -> {after}, {record['num_layers']} layers, {record['dtype']}")
-    if record["largest_difference"] is None:
+    if options.came_from or record["to"] not in ("lamina", "transformers"):
+        show("every tensor was used exactly once, unchanged")
+    elif record["largest_difference"] is None:
         show("largest difference of the logits: not measured (--no-verify)")
     else:
         show(f"largest difference of the logits on random tokens: {record['largest_difference']:.3g}")

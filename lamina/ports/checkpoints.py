@@ -1,11 +1,48 @@
-"""Trainers' checkpoints: how each is read and written, and the transformers configuration of its model."""
+"""Trainers' checkpoints: how each is read and written, and the transformers configuration of its model.
+
+A format of ``FORMATS`` knows its files and its configuration; the weights' names are the target's table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
 
-from transformers import GPT2Config
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.files import write_json
+from lamina.modeling.backbones.conversion import RECORD, ConversionRecord, load, source_beside, written_model
+from lamina.modeling.building import build
+from lamina.modeling.configuration_lamina import backbone_of
+from lamina.modeling.modeling_lamina import LaminaForCausalLM
+from lamina.placements import Plan
+from lamina.placements.resolution import resolve
+from lamina.ports.emitting import emit
+from lamina.ports.weights import load_weights, weights_for
+
+# What its own block types are here; the names of DepthBench's, too. None of them has a norm on the embedding by itself.
+OLMO_BLOCKS = {
+    "default": "pre_ln",
+    "default_scaled": "layernorm_scaling",
+    "layer_norm_scaled": "layernorm_scaling",
+    "reordered_norm": "out_ln",
+    "peri_norm": "peri_ln",
+    "keel": "keel",
+    "deepnorm": "deepnorm",
+}
 GPT2_ADAPTER = {
     "layers": "h",
     "attention": "attn",
@@ -15,6 +52,20 @@ GPT2_ADAPTER = {
     "stacked": "c_attn",
     "roles": {"c_attn": "query_key_value", "attention.c_proj": "attention_out"},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignCheckpoint:
+    """A trainer's checkpoint: its weights, the configuration of the same model in transformers, and its placement.
+
+    ``placement`` is "" if the checkpoint does not say it; ``options`` are those of it that the checkpoint says.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    config: PreTrainedConfig
+    adapter: Mapping[str, object] | None = None
+    placement: str = ""
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 def nanogpt_backbone(arguments: Mapping[str, object]) -> tuple[GPT2Config, dict[str, object]]:
@@ -27,3 +78,270 @@ def nanogpt_backbone(arguments: Mapping[str, object]) -> tuple[GPT2Config, dict[
     fields |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), arguments.get("dropout", 0.0))
     fields |= {"bos_token_id": None, "eos_token_id": None, "activation_function": "gelu"}
     return GPT2Config.from_dict(fields), dict(GPT2_ADAPTER)
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads a checkpoint's index, which is a pickle: the classes of such an index, and nothing that could run.
+
+    OLMo-core's has a class of its own for the places in the files, without a field of torch's.
+    """
+
+    def find_class(self, module: str, name: str, /) -> object:
+        if name == "_StorageInfo":
+            return _StorageInfo
+        found = super().find_class(module, name) if module.partition(".")[0] in ("torch", "collections") else None
+        if module.startswith("pathlib") and name.endswith("Path"):
+            return PurePath
+        plain = isinstance(found, torch.dtype | torch.layout | torch.memory_format) or (module, name) == _LAYOUT
+        if plain or found in (torch.Size, OrderedDict) or module.startswith("torch.distributed.checkpoint."):
+            return found
+        raise UserError(f"source: the index .metadata names {module}.{name} (allowed: a checkpoint's own classes)")
+
+
+class _Reader(FileSystemReader):
+    """torch's reader, with that index."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _Metadata(file).load()
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+_LAYOUT = ("torch.serialization", "_get_layout")
+
+
+def distributed(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Read the tensors of a torch.distributed checkpoint whose names begin with ``prefix``, which they then lack."""
+    if not (folder / ".metadata").is_file():
+        raise UserError(f"source: {str(folder)!r} holds no torch.distributed checkpoint (.metadata is missing)")
+    reader = _Reader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+    }
+    load_distributed(dict(tensors), storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _read_olmo(folder: Path) -> ForeignCheckpoint:
+    data: Json = json.loads(_file(folder, "config.json").read_text("utf-8"))
+    model: Json = data.get("model", data)
+    block = model["block"]
+    mixer, norm, inner = block.get("sequence_mixer") or block["attention"], block["layer_norm"], block["feed_forward"]
+    rope = mixer.get("rope") or {}
+    for name, value, allowed in (
+        ("lm_head.bias", model["lm_head"].get("bias", True), False),
+        ("block.layer_norm.name", norm["name"].removeprefix("fused_"), "rms"),
+        ("block.layer_norm.bias", norm.get("bias", True), False),
+        ("block.attention.rope", bool(rope), True),
+        ("block.attention.rope.scaling", rope.get("scaling"), None),
+        ("block.attention.sliding_window", mixer.get("sliding_window"), None),
+        ("block.attention.clip_qkv", mixer.get("clip_qkv"), None),
+        ("block_overrides", model.get("block_overrides"), None),
+    ):
+        if value != allowed:
+            raise UserError(f"config.json: model.{name} is {value!r} (allowed here: {allowed!r})")
+    heads = mixer["n_heads"]
+    config = LlamaConfig(
+        vocab_size=model["vocab_size"],
+        hidden_size=model["d_model"],
+        intermediate_size=inner["hidden_size"],
+        num_hidden_layers=model["n_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=mixer.get("n_kv_heads") or heads,
+        head_dim=mixer.get("head_dim") or model["d_model"] // heads,
+        attention_bias=mixer.get("bias", True),
+        mlp_bias=inner.get("bias", True),
+        rms_norm_eps=norm.get("eps") or 1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("theta", 500_000))},
+        max_position_embeddings=data.get("dataset", {}).get("sequence_length") or 2048,
+        tie_word_embeddings=bool(model.get("tie_word_embeddings")),
+    )
+    own = str(block.get("_CLASS_", "olmo_core.")).startswith("olmo_core.")
+    options: dict[str, object] = {
+        "final_norm": model["lm_head"].get("layer_norm") is not None,
+        "embedding_norm": model.get("embedding_norm") is not None,
+    }
+    if model.get("embed_scale"):
+        options["embedding_scale"] = model["embed_scale"]
+    if mixer.get("qk_norm"):
+        options["qk_norm"] = "head" if mixer.get("use_head_qk_norm") else "full"
+    weights = {}
+    for name, tensor in distributed(folder / "model_and_optim", "model.").items():
+        if scale := re.fullmatch(r"blocks\.(\d+)\.ln_scale", name):  # a buffer, which the plan has as a number
+            if abs(float(tensor) - (expected := (int(scale[1]) + 1) ** -0.5)) > 1e-6:
+                raise UserError(
+                    f"source: {name} is {float(tensor):.3g} in place of {expected:.3g}, so the model was trained with "
+                    "another factor (allowed: a run of an OLMo-core that sets it)"
+                )
+        else:
+            weights[re.sub(r"\.attention\.([qk])_norm\.", r".attention.w_\1.norm.", name)] = tensor
+    placement = OLMO_BLOCKS.get(str(block.get("name", "default")), "") if own else ""
+    return ForeignCheckpoint(weights=weights, config=config, placement=placement, options=options)
+
+
+def _write_olmo(model: LaminaForCausalLM, folder: Path) -> None:
+    config, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
+    count, weights = plan.num_layers, weights_for(model, "olmo-core")
+    norm = {
+        "name": "rms",
+        "eps": config.rms_norm_eps,
+        "bias": False,
+        "_CLASS_": _CLASSES + "layer_norm.LayerNormConfig",
+    }
+    rope = {"name": "default", "theta": int(config.rope_parameters["rope_theta"])}
+    head_dim = getattr(config, "head_dim", None)
+    mixer = {
+        "name": "default",
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "bias": config.attention_bias,
+        "rope": rope | {"_CLASS_": _CLASSES + "rope.RoPEConfig"},
+        "type": "attention",
+        **({"head_dim": head_dim} if head_dim else {}),
+        "_CLASS_": _CLASSES + "attention.AttentionConfig",
+    }
+    if plan.qk_norm != "off" and plan.v_norm == "off":  # its attention has these itself
+        mixer |= {"qk_norm": norm, "use_head_qk_norm": plan.qk_norm == "head"}
+        weights = {re.sub(r"\.w_([qk])\.norm\.", r".\1_norm.", name): tensor for name, tensor in weights.items()}
+    inner = {"hidden_size": config.intermediate_size, "bias": config.mlp_bias}
+    block = {
+        "sequence_mixer": mixer,
+        "layer_norm": norm,
+        "feed_forward": inner | {"_CLASS_": _CLASSES + "feed_forward.FeedForwardConfig"},
+        "name": next(
+            (n for n, spec in OLMO_BLOCKS.items() if plan.layers == resolve(spec, count).layers), plan.placement
+        ),
+        "_CLASS_": _CLASSES + "transformer.config.TransformerBlockConfig",
+    }
+    head = {
+        "layer_norm": norm if plan.final_norm else None,
+        "bias": False,
+        "_CLASS_": _CLASSES + "lm_head.LMHeadConfig",
+    }
+    sizes = {"d_model": config.hidden_size, "vocab_size": config.vocab_size, "n_layers": config.num_hidden_layers}
+    fields = {**sizes, "block": block, "lm_head": head, "embedding_norm": norm if plan.embedding_norm else None}
+    fields |= {"tie_word_embeddings": config.tie_word_embeddings}
+    if plan.embedding_scale != 1.0:
+        scale = plan.embedding_scale
+        fields["embed_scale"] = config.hidden_size**0.5 if scale == "sqrt_hidden_size" else scale
+    fields["_CLASS_"] = _CLASSES + "transformer.config.TransformerConfig"
+    (folder / "config.json").write_text(json.dumps({"model": fields}, indent=2) + "\n", "utf-8")
+    save_distributed({"model": weights}, checkpoint_id=folder / "model_and_optim", no_dist=True)
+
+
+_CLASSES = "olmo_core.nn."
+
+
+def _read_nanogpt(folder: Path) -> ForeignCheckpoint:
+    saved = torch.load(_file(folder, "ckpt.pt"), map_location="cpu", weights_only=True)
+    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in saved["model"].items()}
+    config, adapter = nanogpt_backbone(saved["model_args"])
+    if not saved["model_args"]["bias"]:
+        raise UserError("model_args: bias is False, and GPT-2 has biases (allowed: a nanoGPT with bias=True)")
+    return ForeignCheckpoint(weights=weights, config=config, adapter=adapter)
+
+
+def _write_nanogpt(model: LaminaForCausalLM, folder: Path) -> None:
+    config = backbone_of(model.config)
+    if config.model_type != "gpt2" or not config.tie_word_embeddings:
+        raise UserError(f"source: a {config.model_type!r} backbone (allowed: a 'gpt2' with tied embeddings)")
+    sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "dropout": config.resid_pdrop}
+    sizes |= {"block_size": config.n_positions, "vocab_size": config.vocab_size, "bias": True}
+    torch.save({"model": weights_for(model, "nanogpt"), "model_args": sizes}, folder / "ckpt.pt")
+
+
+def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
+    """Write the folder that mlx_lm loads with trust_remote_code: the model's code, its configuration, its weights."""
+    config, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
+    if config.model_type != "llama":
+        raise UserError(f"source: a {config.model_type!r} backbone (allowed: 'llama', whose modules mlx-lm's file has)")
+    file = f"{plan.placement}_model.py"
+    (folder / file).write_text(emit(plan, "mlx", plan.num_layers).code, "utf-8")
+    fields = {**config.to_dict(), "model_type": "llama", "model_file": file}
+    rope = fields.pop("rope_parameters")
+    fields |= {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope}
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
+    weights = weights_for(model, "mlx")
+    if config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    save_file(
+        {name: tensor.clone() for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "mlx"}
+    )
+
+
+FORMATS: dict[str, tuple[Callable[[Path], ForeignCheckpoint] | None, Callable[[LaminaForCausalLM, Path], None]]] = {
+    "olmo-core": (_read_olmo, _write_olmo),
+    "nanogpt": (_read_nanogpt, _write_nanogpt),
+    "mlx": (None, _write_mlx),
+}
+
+
+def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForCausalLM:
+    """Build the Lamina model of a trainer's checkpoint. Its weights are the checkpoint's, bit for bit.
+
+    Raises UserError for a checkpoint that is incomplete, or whose placement nobody says.
+    """
+    read, _ = FORMATS[target]
+    if read is None:
+        raise UserError(
+            f"--from: {target!r} has no training checkpoints (allowed: the folder that it was converted from)"
+        )
+    stored = read(folder)
+    spec = placement or stored.placement
+    if not spec:
+        raise UserError(f"placement: the {target} checkpoint does not say it. Run: the same with --placement NAME")
+    plan = resolve(spec, stored.config.num_hidden_layers, **({} if "(" in spec else stored.options))
+    model = build(stored.config, plan, adapter=stored.adapter)
+    assert isinstance(model, LaminaForCausalLM)
+    torch.nn.Module.to(model, next(iter(stored.weights.values())).dtype)
+    load_weights(model, stored.weights, target)
+    return model.eval()
+
+
+def convert(
+    source: str, output: Path, target: str, placement: str | None, *, reads: bool, overwrite: bool
+) -> ConversionRecord:
+    """Convert a trainer's checkpoint to a Lamina model if ``reads``, or a Lamina model to a trainer's checkpoint.
+
+    ``placement`` is for a checkpoint that does not say it. Raises UserError if that fails, and leaves ``output`` as it
+    was.
+    """
+    if reads:
+        model = from_trainer(Path(source), target, placement)
+    else:
+        source = source_beside(source, output, overwrite=overwrite)
+        loaded = load(source)
+        if not isinstance(loaded, LaminaForCausalLM):
+            raise UserError(f"source: {source!r} is a {type(loaded).__name__} (allowed: a Lamina model's folder)")
+        model = loaded
+    plan = Plan.from_dict(model.config.plan or {})
+    record: ConversionRecord = {
+        "source": source,
+        "to": "lamina" if reads else target,
+        "model_type": target,
+        "backbone": backbone_of(model.config).model_type,
+        "placement": plan.placement,
+        "placement_options": dict(plan.options),
+        "num_layers": plan.num_layers,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "largest_difference": None,
+    }
+    with written_model(source, output, overwrite=overwrite) as draft:
+        if reads:
+            model.save_pretrained(draft)
+        else:
+            FORMATS[target][1](model, draft)
+        write_json(draft / RECORD, record)
+    return record
+
+
+def _file(folder: Path, name: str) -> Path:
+    path = folder / name if folder.is_dir() else folder
+    if not path.is_file():
+        raise UserError(f"source: {str(folder)!r} holds no {name} (allowed: a folder that the trainer wrote)")
+    return path

@@ -7,15 +7,19 @@
 """
 
 import importlib
+import json
 import os
 import sys
 
 import pytest
 import torch
 from peers import LAYERS, SINGLE_STREAM, VOCABULARY, WIDTH, llama, module_of, ours
-from test_emit import check
+from test_emit import IDS, check, logits_of, off
+from transformers import AutoModelForCausalLM
 
+from lamina.cli import main
 from lamina.ports import emit
+from lamina.ports.weights import weights_for
 
 FOLDER = os.environ.get("LAMINA_TRAINERS")
 pytestmark = [
@@ -39,7 +43,6 @@ def needs(package):
 def on_olmo(spec, num_layers=LAYERS, tied=False):
     """OLMo-core's own model with an emitted block, and the configuration of the same Llama."""
     needs("olmo_core")
-    from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
     from olmo_core.nn.transformer import TransformerConfig
 
     emitted = emit(spec, "olmo-core", num_layers)
@@ -62,3 +65,127 @@ def on_olmo(spec, num_layers=LAYERS, tied=False):
 def test_on_olmo_core(spec):
     _, model, config = on_olmo(spec)
     check(ours(spec, config), model, "olmo-core", close=2e-6)  # float32 rounds elsewhere there
+
+
+@pytest.mark.parametrize("spec", SINGLE_STREAM)
+def test_on_mlx(spec):
+    needs("mlx_lm.models.llama")
+    import mlx.core as mx
+    import numpy as np
+
+    module = module_of(emit(spec, "mlx", LAYERS).code)
+    config = llama()
+    model = ours(spec, config)
+    args = module.ModelArgs.from_dict({**config.to_dict(), "rope_theta": 10000.0})
+    theirs = module.Model(args)
+    theirs.load_weights([(name, mx.array(w.numpy())) for name, w in weights_for(model, "mlx").items()])
+    with torch.no_grad():
+        logits = model(input_ids=IDS).logits.numpy()
+    same = np.array(theirs(mx.array(IDS.numpy())))
+    assert np.abs(same - logits).max() / np.abs(logits).max() < 1e-4
+    cache = importlib.import_module("mlx_lm.models.cache").make_prompt_cache(theirs)
+    theirs(mx.array(IDS[:, :5].numpy()), cache=cache)
+    cached = np.array(theirs(mx.array(IDS[:, 5:].numpy()), cache=cache))
+    assert np.abs(cached[:, -1] - logits[:, -1]).max() / np.abs(logits).max() < 1e-4
+
+
+BLOCKS = {"default": {}, "default_scaled": {}, "reordered_norm": {"qk_norm": True}, "peri_norm": {}}
+BLOCKS["default"] = {"qk_norm": True, "use_head_qk_norm": True}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_checkpoint_that_olmo_core_saved_has_the_same_logits_here(block, tied, tmp_path):
+    needs("olmo_core")
+    from olmo_core.distributed.checkpoint import load_model_and_optim_state, save_model_and_optim_state
+    from olmo_core.nn.transformer import TransformerBlockType, TransformerConfig
+
+    config = TransformerConfig.llama_like(
+        d_model=WIDTH, vocab_size=VOCABULARY, n_layers=3, n_heads=4, n_kv_heads=2, rope_theta=20000,
+        block_name=TransformerBlockType(block), **BLOCKS[block],
+    )  # fmt: skip
+    config.tie_word_embeddings = tied
+    model = config.build(init_device="cpu")
+    model.init_weights(max_seq_len=16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():  # 3.0.0 leaves it undefined after init_weights
+            if name.endswith("ln_scale"):
+                buffer.fill_((int(name.split(".")[1]) + 1) ** -0.5)
+    save_model_and_optim_state(str(tmp_path / "olmo" / "model_and_optim"), model)
+    (tmp_path / "olmo" / "config.json").write_text(json.dumps({"model": config.as_config_dict()}), "utf-8")
+    assert main(["convert", str(tmp_path / "olmo"), str(tmp_path / "ours"), "--from", "olmo-core"]) == 0
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    with torch.no_grad():
+        assert off(model(IDS), converted(input_ids=IDS).logits) == 0.0
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "olmo-core"]) == 0
+    written = json.loads((tmp_path / "back" / "config.json").read_text("utf-8"))["model"]
+    again = TransformerConfig.from_dict(written).build(init_device="cpu")
+    again.init_weights(max_seq_len=16)
+    if block == "default_scaled":  # whose own loader wants the buffer, too
+        return
+    load_model_and_optim_state(str(tmp_path / "back" / "model_and_optim"), again)
+    with torch.no_grad():
+        assert torch.equal(model(IDS), again(IDS))
+
+
+@pytest.mark.parametrize("spec", ["keel(final_norm=true)", "deepnorm(final_norm=true)", "fusenorm"])
+def test_a_checkpoint_of_an_emitted_block_has_the_same_logits_here(spec, tmp_path):
+    """Keel's and DeepNorm's weights have DepthBench's names."""
+    _, model, config = on_olmo(spec)
+    from olmo_core.distributed.checkpoint import save_model_and_optim_state
+
+    ours(spec, config).save_pretrained(tmp_path / "named")
+    assert main(["convert", str(tmp_path / "named"), str(tmp_path / "olmo"), "--to", "olmo-core"]) == 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    save_model_and_optim_state(str(tmp_path / "olmo" / "model_and_optim"), model, save_overwrite=True)
+    words = ["--from", "olmo-core", "--placement", spec]
+    assert main(["convert", str(tmp_path / "olmo"), str(tmp_path / "ours"), *words]) == 0
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    with torch.no_grad():
+        assert off(model(IDS), converted(input_ids=IDS).logits) < 1e-6
+    if spec.startswith("keel"):
+        assert {"blocks.1.post_attention_norm.weight", "blocks.0.post_feed_forward_norm.weight"} <= {
+            *model.state_dict()
+        }
+        assert "blocks.0.post_attention_norm.weight" not in model.state_dict()
+
+
+def test_fifty_steps_of_an_emitted_keel_are_laminas_own():
+    _, theirs, config = on_olmo("keel")
+    model = ours("keel", config)
+    theirs.load_state_dict(weights_for(model, "olmo-core"))
+    losses = []
+    for one in (model.train(), theirs.train()):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=3e-3)
+        generator, seen = torch.Generator().manual_seed(2), []
+        for _ in range(50):
+            ids = torch.randint(3, VOCABULARY, (4, 16), generator=generator).cumsum(1) % VOCABULARY
+            logits = logits_of(one, ids)
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+        losses.append(seen)
+    assert losses[0][-1] < losses[0][0]
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("spec", ["keel", "gemma3", "hybridnorm"])
+def test_mlx_lm_loads_a_converted_folder(spec, tmp_path):
+    needs("mlx_lm.utils")
+    import mlx.core as mx
+    import numpy as np
+    from mlx_lm.utils import load_model
+
+    model = ours(spec, llama(tie_word_embeddings=spec == "gemma3"))
+    model.save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "mlx"), "--to", "mlx"]) == 0
+    theirs, _ = load_model(tmp_path / "mlx", trust_remote_code=True)
+    with torch.no_grad():
+        logits = model(input_ids=IDS).logits.numpy()
+    assert np.abs(np.array(theirs(mx.array(IDS.numpy()))) - logits).max() / np.abs(logits).max() < 1e-4

@@ -57,6 +57,7 @@ LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
 _BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
 # Logits that differ by more than this part of the largest are another model's; a correct conversion gives 0.0.
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
+RECORD = "conversion.json"
 logger = logging.getLogger(__name__)
 
 
@@ -507,7 +508,7 @@ class ConversionRecord(TypedDict):
     """The content of conversion.json; ``model_type`` is the transformers model's, ``backbone`` the Lamina model's."""
 
     source: str
-    to: Target
+    to: str
     model_type: str
     backbone: str
     placement: str
@@ -551,7 +552,7 @@ def convert(
                 draft, loading.read_config(draft, "output"), AutoModelForCausalLM, "output", extra=False
             )
             record["largest_difference"] = _verified_difference(model, again, record["backbone"])
-        write_json(draft / "conversion.json", record)
+        write_json(draft / RECORD, record)
     return record
 
 

@@ -1,0 +1,104 @@
+"""`lamina convert --from` and `--to` of a trainer: every weight goes over unchanged, both ways."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from peers import LAYERS, gpt2, llama, on_nanogpt, ours
+from test_emit import IDS, logits_of, off
+from transformers import AutoModelForCausalLM
+
+import lamina
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.ports.checkpoints import distributed
+
+
+def converted(source, output, *words):
+    assert main(["convert", str(source), str(output), *words]) == 0
+    return AutoModelForCausalLM.from_pretrained(output)
+
+
+PLACEMENTS = [
+    "keel",
+    "deepnorm(final_norm=true)",
+    "pre_ln",
+    "layernorm_scaling",
+    "peri_ln",
+    "olmo2",
+    "fusenorm",
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spec", PLACEMENTS)
+def test_to_olmo_core_and_back(spec, tied, tmp_path):
+    """Grouped heads, an odd depth, tied and untied embeddings; its own block types need no --placement."""
+    model = ours(spec, llama(tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "olmo"), "--to", "olmo-core"]) == 0
+    known = spec != "fusenorm"
+    words = [] if known else ["--placement", spec]
+    again = converted(tmp_path / "olmo", tmp_path / "again", "--from", "olmo-core", *words)
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    assert (again.lm_head.weight is again.get_input_embeddings().weight) is tied
+    record = json.loads((tmp_path / "again" / "conversion.json").read_text("utf-8"))
+    assert record["num_layers"] == LAYERS
+
+
+def test_to_nanogpt_and_back(tmp_path):
+    model = ours("keel", gpt2())
+    model.save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "nano"), "--to", "nanogpt"]) == 0
+    saved = torch.load(tmp_path / "nano" / "ckpt.pt", weights_only=True)
+    _, theirs = on_nanogpt("keel", gpt2())
+    theirs.load_state_dict(saved["model"])
+    assert off(model(input_ids=IDS).logits, logits_of(theirs.eval(), IDS)) < 1e-6
+    saved["model"] = {f"_orig_mod.{name}": tensor for name, tensor in saved["model"].items()}  # a compiled model's
+    torch.save(saved, tmp_path / "nano" / "ckpt.pt")
+    again = converted(tmp_path / "nano", tmp_path / "again", "--from", "nanogpt", "--placement", "keel")
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, capsys):
+    model = ours("fusenorm", llama())
+    model.save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "olmo"), "--to", "olmo-core"]) == 0
+    config = json.loads((tmp_path / "olmo" / "config.json").read_text("utf-8"))
+    words = ["convert", str(tmp_path / "olmo"), str(tmp_path / "again"), "--from", "olmo-core"]
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "the olmo-core checkpoint does not say it. Run: the same with --placement NAME" in capsys.readouterr().err
+    assert main([*words, "--placement", "keel"]) == 2
+    assert "missing tensor 'blocks.0.feed_forward_norm.weight'" not in capsys.readouterr().out
+    assert not (tmp_path / "again").exists()
+    assert main(["convert", str(tmp_path), str(tmp_path / "again"), "--from", "nanogpt"]) == 2
+    assert "holds no ckpt.pt" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"from.*'olmo'"):
+        lamina.convert(str(tmp_path / "olmo"), str(tmp_path / "x"), came_from="olmo")
+    config["model"]["lm_head"]["bias"] = True
+    (tmp_path / "olmo" / "config.json").write_text(json.dumps(config), "utf-8")
+    assert main([*words, "--placement", "fusenorm"]) == 2
+    assert "config.json: model.lm_head.bias is True (allowed here: False)" in capsys.readouterr().err
+
+
+def test_a_folder_for_mlx_has_code_configuration_and_weights(tmp_path):
+    model = ours("keel", llama())
+    model.save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "mlx"), "--to", "mlx"]) == 0
+    config = json.loads((tmp_path / "mlx" / "config.json").read_text("utf-8"))
+    assert config["model_file"] == "keel_model.py"
+    assert "10.0 if layer > 0 else 1.0" in (tmp_path / "mlx" / "keel_model.py").read_text("utf-8")
+    assert (tmp_path / "mlx" / "model.safetensors").is_file()
+
+
+def test_an_index_that_would_run_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("true",)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(UserError, match=r"the index \.metadata names posix.system"):
+        distributed(tmp_path)
