@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json, write_sealed, write_text
 from lamina.jobs.folder import Resume, hold, in_use, nothing_to_resume, refuse
 from lamina.jobs.names import CONFIG, ENVIRONMENT
+from lamina.jobs.seals import lift_seal, seal_tables
 from lamina.jobs.settings import Settings
 
 S = TypeVar("S", bound=Settings)
@@ -81,6 +82,7 @@ class Job(Generic[S]):
     def __enter__(self) -> Self:
         with ExitStack() as held:
             self.resumes = held.enter_context(self._hold())
+            self._as_sealed = lift_seal(self.folder)
             seed = getattr(self.settings, "seed", 0)
             write_json(self.folder / ENVIRONMENT, environment(seed, self.kind))  # marks the folder as ours
             self._held = held.pop_all()
@@ -89,7 +91,12 @@ class Job(Generic[S]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        return self._held.__exit__(kind, error, traceback)
+        try:
+            if error is None or self._as_sealed:  # else the job may have failed before it wrote an altered table again
+                with suppress(*([OSError] if error else [])):
+                    seal_tables(self.folder)
+        finally:
+            self._held.__exit__(kind, error, traceback)
 
     def write_json(self, name: str, data: object) -> None:
         write_json(self.folder / name, data)

@@ -21,6 +21,7 @@ STUDY = "study.yaml"
 MEASURES = "measures.json"  # of a trial in a store
 TRIAL = "trial.json"  # what decides the numbers of a trial in a store
 RESULTS = "results.csv"
+SEALED = "seal.json"  # the hashes of a job's tables, written at its end
 CLAIMS = "claims.json"
 TRANSFER = "transfer.json"
 COORDINATES = "coordinates.parquet"

@@ -16,7 +16,22 @@ from lamina.core.values import refuse_special
 from lamina.errors import UserError
 from lamina.jobs.files import DIGEST, SEAL, as_json, digest_of_json, noted, read_result, read_seal, write_json
 from lamina.jobs.manifest import MODEL, sha256
-from lamina.jobs.names import CONFIG, ENVIRONMENT, MANIFEST, MEASURES, METRICS, RESULT, TRIAL
+from lamina.jobs.names import (
+    CLAIMS,
+    CONFIG,
+    COORDINATES,
+    ENVIRONMENT,
+    MANIFEST,
+    MEASURES,
+    METRICS,
+    RESULT,
+    RESULTS,
+    SEALED,
+    SLOPES,
+    STUDY,
+    TRANSFER,
+    TRIAL,
+)
 from lamina.jobs.status import ENDED
 
 logger = logging.getLogger(__name__)
@@ -29,6 +44,7 @@ _RECORDS = (
     *("figures/*.json", "scores/*/*.json", "items/*/*.parquet"),  # of probes and evaluations
 )
 _APART = (RESULT, ENVIRONMENT, TRIAL, MEASURES)  # written again, or known by the key
+_TABLES = (STUDY, RESULTS, CLAIMS, TRANSFER, SLOPES, COORDINATES, "table.*", "tables/*.parquet")
 
 
 def write_result(folder: Path, result: Mapping[str, object]) -> None:
@@ -41,6 +57,36 @@ def write_with_seal(folder: Path, name: str, data: Mapping[str, object], pattern
     data = {key: value for key, value in as_json(data).items() if key != SEAL}
     seal = {"trial": _trial(folder), "files": hashes(folder, patterns)}
     write_json(folder / name, {**data, SEAL: {DIGEST: digest_of_json({**data, SEAL: seal}), **seal}})
+
+
+def seal_tables(folder: Path) -> None:
+    """Write seal.json, which seals what a job computed from its trials, if there is any of it. Raises OSError."""
+    if hashes(folder, _TABLES):
+        write_with_seal(folder, SEALED, {}, _TABLES)
+
+
+def lift_seal(folder: Path) -> bool:
+    """Delete seal.json before the job writes its tables again; return whether they were as sealed.
+
+    Otherwise log each table that was not, and keep the seal, which names it until it is written again. Raise UserError
+    for study.yaml, which is not written from the trials.
+    """
+    try:
+        faults = altered(folder, SEALED, missing=False)
+    except UserError as error:
+        faults = {SEALED: str(error)}
+    if STUDY in faults:
+        refuse_tables(folder)
+    for name, fault in faults.items():
+        logger.warning("%s: %s; it is written again", folder / name, fault)
+    if not faults:
+        (folder / SEALED).unlink(missing_ok=True)
+    return not faults
+
+
+def refuse_tables(folder: Path) -> None:
+    """Raise UserError for a table of a job that is not as it was sealed. A folder without seal.json has no seal."""
+    refuse_altered(folder, SEALED, missing=False)
 
 
 def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
@@ -86,10 +132,9 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
 def refuse_altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> None:
     """Raise UserError for the first record that is not as it was sealed, see ``altered``."""
     for name, fault in altered(folder, by, missing=missing).items():
-        raise UserError(
-            f"{str(folder / name)!r}: {fault} (allowed: the file as it was written; or delete the folder "
-            f"{str(folder)!r} to run it again)"
-        )
+        again = f"delete the folder {str(folder)!r} to run it again"
+        again = "--resume, which writes it again" if by == SEALED and name != STUDY else again
+        raise UserError(f"{str(folder / name)!r}: {fault} (allowed: the file as it was written; or {again})")
 
 
 def refuse_page(folder: Path) -> None:
@@ -98,6 +143,7 @@ def refuse_page(folder: Path) -> None:
     A page leaves out what is missing.
     """
     refuse_special("folder", folder)
+    refuse_tables(folder)
     if (read_result(folder) or {}).get("status") in (*ENDED, "imported"):
         refuse_altered(folder, missing=False)
     for name, fault in altered(folder, missing=False).items():

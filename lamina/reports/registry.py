@@ -85,6 +85,7 @@ def draw(folder: Path) -> Sequence[Path]:
     if kind not in _drawings:
         allowed = ", ".join(sorted(_drawings))
         raise UserError(f"folder: {str(folder)!r} has no figures to save (allowed: a folder of: {allowed})")
+    refuse_page(folder)
     return _drawings[kind](folder)
 
 

@@ -14,6 +14,7 @@ from lamina.evaluation.candidates import Candidate
 from lamina.evaluation.settings import EvalSettings
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import RESULTS
+from lamina.jobs.seals import refuse_tables
 
 
 def runs_of(path: str) -> list[Candidate] | None:
@@ -24,6 +25,7 @@ def runs_of(path: str) -> list[Candidate] | None:
     folder = Path(path).expanduser()
     if kind_of(folder) not in (Kind.COMPARE, Kind.CLAIMS, Kind.TRANSFER, Kind.MAX_LR):
         return None
+    refuse_tables(folder)
     try:
         rows = pd.read_csv(folder / RESULTS, dtype={"key": str})
         if "trial" not in rows and "key" in rows:

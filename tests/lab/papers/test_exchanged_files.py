@@ -163,3 +163,32 @@ def test_a_result_whose_seal_was_cut_out_is_named(folder, capsys):
     del data["seal"]
     (one / "result.json").write_text(json.dumps(data))
     refused(["compare", "--output", str(folder), "--resume"], capsys, "result.json", "altered")
+
+
+@pytest.mark.slow
+def test_an_edited_table_of_a_comparison_is_named_and_written_again(folder, corpus, capsys, caplog, tmp_path):
+    whole = (folder / "results.csv").read_bytes()
+    edit(folder / "results.csv")
+    for argv in (
+        ["report", str(folder)],
+        ["eval", str(folder), "--corpus", str(corpus), "--output", str(tmp_path / "eval")],
+    ):
+        refused(argv, capsys, "results.csv", "altered", "--resume, which writes it again")
+    assert main(["compare", "--output", str(folder), "--resume"]) == 0
+    assert "results.csv: altered" in caplog.text
+    assert (folder / "results.csv").read_bytes() == whole
+    assert main(["report", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("name", ["results.csv", "claims.json", "tables/end-gains.parquet"])
+def test_a_studys_tables_are_sealed_in_its_folder_and_among_the_records(stored, tmp_path, capsys, name):
+    folder = shutil.copytree(stored / "out", tmp_path / "out")
+    if name == "claims.json":
+        (folder / name).write_text('[{"verdict": "holds"}]')
+    else:
+        edit(folder / name)
+    refused(["report", str(folder)], capsys, name, "altered")
+    records = tmp_path / "records" / "mine-cpu"
+    shutil.copytree(folder, records)
+    with pytest.raises(UserError, match=re.escape(name)):
+        _ = Records(records.parent).rows

@@ -21,7 +21,8 @@ from lamina.jobs.files import write_json, write_sealed
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import CLAIMS, RESULTS, STUDY
+from lamina.jobs.names import CLAIMS, RESULTS, SEALED, STUDY
+from lamina.jobs.seals import seal_tables
 from lamina.jobs.status import ENDED
 from lamina.lab.papers.engine import verdicts
 from lamina.lab.papers.engine.plan import StudyPlan, refuse_without_effect
@@ -178,14 +179,14 @@ def run_study(
         logger.warning("store: %s", line)
     if complete.engine == "local" and any(store.complete(trial) is None for trial in wanted):
         processes.prepare()
-    try:
-        with job:
+    with job:
+        try:
             results = _run(study, plan, complete, store, job.folder, bar)
-    except KeyboardInterrupt:
-        if record:
-            _write_tables(plan, results_table(plan, store), store, job.folder)
-            _record(study, complete, job.folder, store, whole=False)
-        raise
+        except KeyboardInterrupt:
+            if record:
+                _write_tables(plan, results_table(plan, store), store, job.folder)
+                _record(study, complete, job.folder, store, whole=False)
+            raise
     if record:
         _record(study, complete, job.folder, store)
     return results
@@ -340,6 +341,7 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
     known = environment(0)  # before the records change: they are part of the repository
     looks = verdicts.looks_of(records, recorded_keys(folder)) if whole else []
     trained = _trained(records, recorded_keys(folder), store)
+    (records / SEALED).unlink(missing_ok=True)
     shutil.rmtree(records / TABLES, ignore_errors=True)
     records.mkdir(parents=True, exist_ok=True)
     for name in (RESULTS, CLAIMS) if whole else (RESULTS,):
@@ -365,6 +367,7 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
             "definition": read_mapping(study.file),
         },
     )
+    seal_tables(records)
 
 
 def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:

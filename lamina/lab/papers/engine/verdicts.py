@@ -15,6 +15,7 @@ from lamina.errors import UserError
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_claims, read_sealed
 from lamina.jobs.names import STUDY
+from lamina.jobs.seals import refuse_tables
 from lamina.lab.papers.judging.claims import Claim, judge, judgeable, load_claims
 from lamina.lab.papers.judging.findings import Verdict
 from lamina.lab.papers.judging.trials import Reader, Trials
@@ -107,6 +108,7 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
     verdicts = []
     for scale in study.scales:
         folder = records / f"{study.name}-{scale}"
+        refuse_tables(folder)
         stored = read_claims(folder)
         if stored is None and scale == "cpu" and study.file.parent == catalog_folder():
             note, labels = f"lamina study run {study.name} --scale {scale}", {"study": study.name, "scale": scale}

@@ -16,6 +16,7 @@ from typing import Any, cast
 from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.jobs.names import RESULTS
+from lamina.jobs.seals import refuse_tables
 from lamina.jobs.status import Status
 from lamina.lab.papers.judging.findings import (
     FEW,
@@ -162,6 +163,7 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
     from scipy import stats
 
     ours, other = list(values_of(trials, a).values()), list[float]()
+    refuse_tables(record)
     if (path := record / RESULTS).is_file():
         rows = pd.read_csv(path)
         other = rows.loc[(rows[axis] == value) & rows["tuned"].astype(bool), "eval_loss"].dropna().tolist()

@@ -19,7 +19,7 @@ from lamina.jobs.files import noted, read_config, read_result, write_json, write
 from lamina.jobs.folder import lock
 from lamina.jobs.manifest import MODEL, what_is_broken
 from lamina.jobs.names import CONFIG, ENVIRONMENT, MANIFEST, MEASURES, RESULTS, TRIAL
-from lamina.jobs.seals import refuse_altered
+from lamina.jobs.seals import refuse_altered, refuse_tables
 from lamina.jobs.status import ENDED, Status
 from lamina.lab.papers.trials import measures
 from lamina.lab.papers.trials.jobs import TRIAL_JOBS
@@ -97,7 +97,10 @@ class Records:
     def _files(self, name: str) -> list[Path]:
         """List the records' files of a name, the study's own last, since later ones win."""
         own = self.folder / self.own / name
-        return sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == own, path))
+        found = sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == own, path))
+        for path in found:
+            refuse_tables(self.folder / path.relative_to(self.folder).parts[0])
+        return found
 
 
 def recorded_keys(record: Path) -> list[str]:
@@ -105,6 +108,7 @@ def recorded_keys(record: Path) -> list[str]:
     import pandas as pd
 
     path = record / RESULTS
+    refuse_tables(record)
     return pd.read_csv(path.absolute(), dtype={"key": str})["key"].tolist() if path.is_file() else []
 
 
