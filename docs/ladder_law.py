@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from lamina.core.frames import Frame
-from lamina.lab.papers.judging.statistics import CONFIDENCE
+from lamina.core.intervals import CONFIDENCE
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,9 +12,9 @@ from ladder_law import COLUMNS, compute_gain, gap_trend
 from verdict_words import NONE, code, number, table
 
 from lamina.core.frames import Frame
+from lamina.core.intervals import t_interval
 from lamina.jobs.names import RESULTS
 from lamina.lab.papers.judging.checks import TRAINED
-from lamina.lab.papers.judging.statistics import t_interval
 from lamina.lab.papers.pages.drawing import Axis, Drawing, Panel, Series
 from lamina.reports.records import rows_of
 from lamina.reports.style import looks

@@ -15,12 +15,12 @@ import verdict_words as said
 from verdict_words import NONE, code, number, plain, table
 
 from lamina.core.frames import Frame
+from lamina.core.intervals import CONFIDENCE
 from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.jobs.files import write_text
 from lamina.jobs.names import CLAIMS, RESULTS
 from lamina.lab.papers.judging.checks import TRAINED, optimum, values_of
-from lamina.lab.papers.judging.statistics import CONFIDENCE
 from lamina.lab.papers.judging.trials import Trials
 from lamina.lab.papers.pages.drawing import Drawing
 from lamina.lab.papers.pages.folder import OURS, StudyFolder, arms, read_folder

@@ -874,6 +874,7 @@ def probe_folder(
 def evaluate(
     *,
     models: Names = "",
+    compare: bool = False,
     tasks: Names = "",
     num_fewshot: int | None = None,
     limit: int | None = None,

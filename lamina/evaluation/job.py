@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,12 +29,22 @@ from lamina.errors import UserError, one_line, unknown
 from lamina.evaluation import generated
 from lamina.evaluation.candidates import Candidate, Expand, candidates_of, check_candidate, load_candidate, stamp
 from lamina.evaluation.harness import WRITES, Runner
+from lamina.evaluation.paired import Paired, compared, earlier, to_frame, with_chance
 from lamina.evaluation.perplexity import Perplexity, documents_of, perplexity
 from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, item_table, number_of, scores_of, table, to_rows
 from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
-from lamina.jobs.files import disk_full, full_disk, read_config, read_json, write_json, write_parquet, write_text
+from lamina.jobs.files import (
+    disk_full,
+    finite,
+    full_disk,
+    read_config,
+    read_json,
+    write_json,
+    write_parquet,
+    write_text,
+)
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
@@ -50,6 +60,7 @@ logger = logging.getLogger(__name__)
 MOST = 64  # sequences per forward pass that are tried first, as the harness does
 LONGEST_WINDOW = 2048  # tokens, where neither the user nor the model says less
 _ABOUT = ("name", "path", "arm", "seed", "status", "left_out")  # of a candidate, in result.json
+PAIRED = "paired.csv"
 RUNNING = "it is still running, or was killed (--resume continues)"
 POLICY = ResumePolicy(what="evaluation", free=EvalSettings.free() | {"batch_size"})  # it may not have fit
 
@@ -139,10 +150,15 @@ class Evaluation:
 
     def __init__(self, settings: EvalSettings, expand: Expand, processes: Processes, *, bar: bool):
         settings.require()
+        self.earlier = earlier(settings.model_list()) if settings.compare else None
+        self.paired: list[Paired] = []
         self.processes, self.bar = processes, bar and processes.first
         self.settings, self.device = settings, checked_device(settings.device)
-        self.columns, self.tasks = what_to_run(settings)
-        self.candidates = candidates_of(settings.model_list(), expand)
+        if self.earlier is None:
+            self.columns, self.tasks = what_to_run(settings)
+            self.candidates = candidates_of(settings.model_list(), expand)
+        else:
+            self.columns, self.tasks, self.candidates = self.earlier.columns, None, self.earlier.candidates
         self.units = {column.unit: column for column in self.columns}
         self.records: dict[tuple[str, str], Json] = {}
 
@@ -151,6 +167,9 @@ class Evaluation:
         self.processes.first_per_host(self._check)
 
     def _check(self) -> None:
+        if self.earlier is not None:
+            self._compare(self.earlier.records)
+            return
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
         for candidate in self.candidates:
@@ -172,7 +191,7 @@ class Evaluation:
     def run(self, folder: Path) -> Json:
         """Evaluate, write, and return the content of result.json; raises as ``evaluate`` does."""
         self.folder = folder
-        self.records = self.processes.by_first(self._finished)
+        self.records = self.processes.by_first(self._finished) if self.earlier is None else self.earlier.records
         self._write(Status.INTERRUPTED, RUNNING)
         try:
             for number, candidate in enumerate(self.candidates, start=1):
@@ -187,7 +206,23 @@ class Evaluation:
                 raise full_disk(folder) from error
             self._end(Status.FAILED, one_line(str(error) if isinstance(error, UserError) else error))
             raise
+        try:
+            self.processes.by_first(lambda: self._compare(self.records))
+        except UserError as error:  # the data changed between two models: the scores stand
+            logger.warning("%s", error)
         return self._write(Status.FINISHED, "")
+
+    def _compare(self, records: Mapping[tuple[str, str], Json]) -> None:
+        """Compare the models with the first one on the items that both have. Raises UserError for other items."""
+        self.paired, tables = [], {}
+        if sum(not candidate.left_out for candidate in self.candidates) < 2:
+            return
+        for model, unit in records:
+            folder, name = (self.folder, model) if self.earlier is None else self.earlier.folders[model]
+            path = folder / "items" / _file_name(name) / f"{_file_name(unit)}.parquet"
+            if path.is_file():
+                tables[model, unit] = pd.read_parquet(path)
+        self.paired = compared(self.columns, self.candidates, self.scores(records), tables)
 
     def _evaluate(self, candidate: Candidate, todo: list[str], position: str) -> None:
         load = partial(load_candidate, candidate.path, self.settings, self.device)
@@ -225,7 +260,9 @@ class Evaluation:
         if self.processes.first:
             path = self._file("items", candidate.name, column.unit, ".parquet")
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_parquet(path, item_table(results.get("samples", {})))
+            items = item_table(results.get("samples", {}))
+            write_parquet(path, items)
+            return with_chance(scores_of(results), items), notes
         return scores_of(results), notes
 
     def _perplexity(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Score], list[str]]:
@@ -292,10 +329,10 @@ class Evaluation:
                     logger.warning("%s is missing or damaged (%s): it is computed again", path, one_line(error))
         return finished
 
-    def scores(self) -> dict[tuple[str, Wanted], Score]:
+    def scores(self, records: Mapping[tuple[str, str], Json] | None = None) -> dict[tuple[str, Wanted], Score]:
         """Return the scores so far, by model and column."""
         numbers = {}
-        for (model, unit), record in self.records.items():
+        for (model, unit), record in (self.records if records is None else records).items():
             for column in (column for column in self.columns if column.unit == unit):
                 number = number_of(column, from_rows(record["scores"]))
                 if number is not None:
@@ -331,7 +368,10 @@ class Evaluation:
             "units": [record for _, record in sorted(self.records.items())],
             "seconds": round(sum(record["seconds"] for record in self.records.values()), 2),
             "table": printed.to_json(),
+            "paired": finite([asdict(row) for row in self.paired]),
         }
+        if self.paired:
+            write_text(self.folder / PAIRED, to_frame(self.paired).to_csv(index=False))
         write_text(self.folder / RESULTS, rows(finished, self.candidates).to_csv(index=False))
         for name, text in (("csv", printed.csv()), ("md", printed.markdown()), ("tex", printed.latex())):
             write_text(self.folder / f"table.{name}", text)

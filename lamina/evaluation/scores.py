@@ -35,6 +35,7 @@ class Score:
         items: the number of scored items; for a perplexity, of documents.
         num_fewshot: examples before each question.
         higher_is_better: whether a larger value is better.
+        chance: what guessing among the choices scores; None without choices.
     """
 
     task: str
@@ -46,6 +47,7 @@ class Score:
     num_fewshot: int | None = None
     higher_is_better: bool | None = None
     split: str = ""
+    chance: float | None = None
 
 
 def scores_of(results: Json) -> list[Score]:
@@ -108,7 +110,12 @@ def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
         return None
     items = [score.items or 0 for score in members.values()]
     mean = statistics.fmean(score.value for score in members.values())
-    return Score(task=wanted.task, metric=str(metric), value=mean, items=sum(items), higher_is_better=True)
+    known = [score.chance for score in members.values() if score.chance is not None]
+    guessed = statistics.fmean(known) if len(known) == len(members) else None
+    own_items = sum(items)
+    return Score(
+        task=wanted.task, metric=str(metric), value=mean, items=own_items, higher_is_better=True, chance=guessed
+    )
 
 
 def is_of(task: str, name: str) -> bool:
@@ -125,13 +132,13 @@ def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
     """Make a table with one row per item.
 
     Columns: ``task``; ``filter`` (of the answers: an item has one row per filter); ``doc_id`` (the item's number in the
-    data); ``target``; ``log_likelihoods`` (nats; of each choice, or of the one continuation or text) and ``greedy``
-    (whether each is the likeliest continuation); ``answer`` (the text that the model wrote, for a task that generates);
-    ``metrics`` (JSON: the item's part in each metric).
+    data); ``doc_hash`` (of its content); ``target``; ``log_likelihoods`` (nats; of each choice, or of the one
+    continuation or text) and ``greedy`` (whether each is the likeliest continuation); ``answer`` (the text that the
+    model wrote, for a task that generates); ``metrics`` (JSON: the item's part in each metric).
     """
     return pd.DataFrame(
         [_row(task, sample) for task, listed in samples.items() for sample in listed],
-        columns=["task", "filter", "doc_id", "target", "log_likelihoods", "greedy", "answer", "metrics"],
+        columns=["task", "filter", "doc_id", "doc_hash", "target", "log_likelihoods", "greedy", "answer", "metrics"],
     )
 
 
@@ -145,6 +152,7 @@ def _row(task: str, sample: Json) -> Json:
         "task": task,
         "filter": str(sample.get("filter", "none")),
         "doc_id": int(sample["doc_id"]),
+        "doc_hash": str(sample.get("doc_hash", "")),
         "target": str(sample.get("target")),
         "log_likelihoods": numbers,
         "greedy": [bool(part[1]) for part in scored],
@@ -195,6 +203,7 @@ class ScoreTable:
 
     Attributes:
         best: the lines with each column's best number, as printed.
+        chance: what guessing scores, in percent; NaN for a column without choices.
         shares: whether each column is a share, printed in percent.
     """
 
@@ -202,13 +211,15 @@ class ScoreTable:
     lines: tuple[ScoreLine, ...]
     best: tuple[tuple[int, ...], ...]
     shares: tuple[bool, ...]
+    chance: tuple[float, ...]
 
     def to_json(self) -> Json:
         lines = [
             {"arm": line.arm, "runs": line.runs, "left_out": line.left_out, "mean": [*line.means], "std": [*line.stds]}
             for line in self.lines
         ]
-        return {"headings": [*self.headings], "best": [*self.best], "shares": [*self.shares], "lines": lines}
+        more = {"best": [*self.best], "shares": [*self.shares], "chance": [*self.chance]}
+        return {"headings": [*self.headings], **more, "lines": lines}
 
     def csv(self) -> str:
         """Return the table as CSV, with a column of means and one of standard deviations per score."""
@@ -224,6 +235,8 @@ class ScoreTable:
         for line in self.lines:
             label = "".join(f"\\{c}" if c in "|\\`*_<>[]" else c for c in " ".join(line.label.split()))
             rows.append([label, *line.texts()])
+        if any(map(math.isfinite, self.chance)):
+            rows.append(["chance", *(f"{level:.2f}" if math.isfinite(level) else "–" for level in self.chance)])
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def latex(self) -> str:
@@ -251,9 +264,11 @@ def table(
         f"{column.title} {score.metric}" if score and not column.heading and score.metric != "acc" else column.title
         for column, score in zip(columns, scores, strict=True)
     ]
+    guessed = [100.0 * score.chance if score and score.chance is not None else math.nan for score in scores]
     averaged = [at for at, share in enumerate(shares) if share]
     if len(averaged) > 1:
         titles, higher, shares = [*titles, AVERAGE], [*higher, True], [*shares, True]
+        guessed.append(statistics.fmean(guessed[at] for at in averaged))
     lines = []
     for arm in dict.fromkeys(candidate.arm for candidate in candidates):
         runs = [candidate for candidate in candidates if candidate.arm == arm]
@@ -268,7 +283,9 @@ def table(
         left_out = Counter(run.left_out for run in runs if run.left_out)
         lines.append(ScoreLine(arm=arm, means=means, stds=stds, runs=len(evaluated), left_out=left_out))
     best = tuple(_best([line.means[at] for line in lines], up) for at, up in enumerate(higher))
-    return ScoreTable(headings=tuple(titles), lines=tuple(lines), best=best, shares=tuple(shares))
+    return ScoreTable(
+        headings=tuple(titles), lines=tuple(lines), best=best, shares=tuple(shares), chance=tuple(guessed)
+    )
 
 
 def _best(values: Sequence[float], higher: bool) -> tuple[int, ...]:

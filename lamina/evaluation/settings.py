@@ -64,11 +64,11 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
 
     command_name = "eval"
     main = (
-        *("models", "tasks", "num_fewshot", "limit", "corpus", "data_dir"),
-        *("batch_size", "dtype", "device", "output"),
+        *("models", "compare", "tasks", "num_fewshot", "limit", "corpus", "data_dir"),
+        *("batch_size", "device", "output"),
     )
     order = (
-        *("models", "tasks", "num_fewshot", "limit", "data_dir"),
+        *("models", "compare", "tasks", "num_fewshot", "limit", "data_dir"),
         *(*PerplexitySettings.names(), "tokenizer", "batch_size", "dtype", "device"),
     )
 
@@ -89,6 +89,9 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     )
     num_fewshot: int | None = setting(
         None, "examples before each question (default: the set's, else the task's)", at_least(0)
+    )
+    compare: bool = setting(
+        False, "the models are folders of earlier evaluations: compare their items, evaluate nothing", decides=False
     )
     limit: int | None = setting(None, "items per task, and documents of the corpus (default: all)", at_least(1))
     data_dir: str | None = setting(
@@ -144,7 +147,9 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
             raise UserError(
                 "models: none given (allowed: a folder, a run's or a study's folder, a .gguf file, a hub name)"
             )
-        if not self.task_list() and self.corpus is None:
+        if self.compare and (self.task_list() or self.corpus is not None):
+            raise UserError("compare: the earlier evaluations decide the tasks and the text (allowed: leave them out)")
+        if not self.compare and not self.task_list() and self.corpus is None:
             raise UserError(
                 "tasks: none given (allowed: --tasks with tasks or a set, --corpus for a perplexity, or both)"
             )

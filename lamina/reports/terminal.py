@@ -173,8 +173,26 @@ def evaluation(folder: Path, result: Json) -> str:
     """Return the table of scores, the notes, and where the page and the numbers are."""
     lines = [(folder / "table.md").read_text(encoding="utf-8").rstrip()]
     lines += [f"left out: {model['name']} ({model['left_out']})" for model in result["models"] if model["left_out"]]
+    lines += _paired(result.get("paired") or [])
     notes = dict.fromkeys(f"{unit['unit']}: {note}" for unit in result["units"] for note in unit["notes"])
     return "\n".join([*lines, *(f"note: {note}" for note in notes), "", _files(folder, RESULTS)])
+
+
+def _paired(rows: list[Json]) -> list[str]:
+    """Return a line per model and task: the difference from the first model, and whether it is real."""
+    if not rows:
+        return []
+    width = max(5, *(len(row["model"]) for row in rows))
+    tasks = max(4, *(len(row["column"]) for row in rows))
+    heads = f"{'difference':>11} {'95 % interval':>18} {'p (Holm)':>9}  smallest to show"
+    lines = ["", f"minus {rows[0]['against']}, on the same items:", f"{'model':<{width}}  {'task':<{tasks}} {heads}"]
+    for row in rows:
+        low, high, p, smallest = (math.nan if row[k] is None else row[k] for k in ("low", "high", "p_holm", "smallest"))
+        lines.append(
+            f"{row['model']:<{width}}  {row['column']:<{tasks}} {row['difference']:>+11.2%} "
+            f"{f'{low:+.2%} to {high:+.2%}':>18} {p:>9.2g}  {smallest:.2%} of {row['items']:,} items"
+        )
+    return lines
 
 
 @ending_of(Kind.PROBING)

@@ -48,6 +48,7 @@ hold the table as the papers print it, results.csv every number, items/ every qu
   lamina eval models/smollm2 --tasks peri_ln --limit 200 --data-dir eval-data
   lamina eval models/smollm2 --tasks arc_easy,hellaswag@5 --output runs/smollm2
   lamina eval runs/compare --tasks peri_ln --data-dir eval-data --output runs/peri --resume=auto
+  lamina eval --compare runs/scores-a runs/scores-b --output runs/a-and-b
   lamina eval --list
 """,
     settings=settings,

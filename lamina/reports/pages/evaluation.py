@@ -55,6 +55,7 @@ def evaluation_report(folder: Path) -> Path:
         command=result.get("command"),
         sections=[
             Section("Scores", "Scores", scores),
+            Section("Paired", "Is a difference real?", _paired(result.get("paired") or [])),
             Section("Figure", "Side by side", figure(_bars(printed, color), _BARS)),
             Section("Models", "Models", table(_MODELS, models, "trials")),
             Section("Notes", "Notes", table(_NOTES, notes, "trials") if notes else ""),
@@ -82,12 +83,38 @@ _NUMBERS = (
     number("stderr", ".2g", "standard error"),
     number("items", ",.0f"),
     number("num_fewshot", ".0f", "examples"),
+    number("chance", ".3g"),
+)
+_PAIRED = (
+    text("model", kind="name"),
+    text("column", "task"),
+    text("metric"),
+    number("difference", "+.2%"),
+    number("low", "+.2%", "95 % from"),
+    number("high", "+.2%", "to"),
+    number("won", ",.0f", "it alone right"),
+    number("lost", ",.0f", "the first alone"),
+    number("p_holm", ".2g", "p (Holm)"),
+    number("smallest", ".2%", "smallest to show"),
+    number("items", ",.0f"),
 )
 _SCORES = (
     "Shares (acc, acc_norm, exact_match, ...) in percent; ± is the sample standard deviation over the runs of an arm. "
     "The best number of each column is bold. Diverged, stuck and failed runs are left out and counted."
 )
 _BARS = "The shares of the table. Bars: mean over the runs; lines: sample standard deviation where there are several."
+
+
+def _paired(rows: list[Json]) -> str:
+    """Return the table of differences from the first model; nothing for a single model."""
+    if not rows:
+        return ""
+    about = (
+        f"Each model minus {rows[0]['against']}, item by item, with a 95 % interval. p: McNemar's exact test of the "
+        "items that one of the two alone has right (a paired t test for other scores), adjusted over the tasks by "
+        "Holm's method. So many items show the smallest difference four times in five."
+    )
+    return table(_PAIRED, rows, "trials") + f'<p class="source">{escape(about)}</p>'
 
 
 def _scores(printed: Json, color: dict[str, str]) -> str:
@@ -102,7 +129,9 @@ def _scores(printed: Json, color: dict[str, str]) -> str:
             bold = row["place"] in best and len(rows) > 1 and shown != NONE
             return with_spread(f"<b>{shown}</b>" if bold else shown, row["std"][at], ".2f")
 
-        return Field(printed["headings"][at], html, "number")
+        level = (printed.get("chance") or [None] * (at + 1))[at]
+        guessed = f" (chance {level:.1f})" if is_number(level) else ""
+        return Field(printed["headings"][at] + guessed, html, "number")
 
     def runs(row: Row) -> str:
         reasons = "".join(f" {chip(str(reason), f'{count} {reason}')}" for reason, count in row["left_out"].items())

@@ -13,6 +13,7 @@ from lab.papers.synthetic_trials import rows, trials
 from scipy import stats
 from scripts import loaded
 
+from lamina.core.intervals import holm, t_interval
 from lamina.errors import UserError
 from lamina.lab.papers import judging
 from lamina.lab.papers.judging import (
@@ -281,7 +282,7 @@ DIFFERENCES = [-0.013, -0.011, -0.016, -0.012, -0.014]
 
 def test_the_interval_and_the_test_are_students():
     expected = stats.t.interval(0.95, 4, np.mean(DIFFERENCES), stats.sem(DIFFERENCES))
-    assert statistics.t_interval(DIFFERENCES) == pytest.approx(expected)
+    assert t_interval(DIFFERENCES) == pytest.approx(expected)
     assert statistics.p_above([-d for d in DIFFERENCES]) == pytest.approx(stats.ttest_1samp(DIFFERENCES, 0).pvalue)
     assert statistics.p_above(DIFFERENCES) == 1.0
 
@@ -321,7 +322,7 @@ def test_shares_of_runs_have_exact_intervals_and_tests():
     ],
 )
 def test_holm_by_hand(ps, adjusted):
-    assert statistics.holm(ps) == pytest.approx(adjusted)
+    assert holm(ps) == pytest.approx(adjusted)
 
 
 def test_the_optimum_is_the_parabolas_lowest_point_in_log_rate():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lamina.core.frames import Frame
+from lamina.core.intervals import ALPHA
 from lamina.errors import UserError
 from lamina.jobs.names import RESULTS
 from lamina.jobs.seals import refuse_tables
@@ -34,7 +35,6 @@ from lamina.lab.papers.judging.findings import (
     too_few,
 )
 from lamina.lab.papers.judging.statistics import (
-    ALPHA,
     Optimum,
     parabola_optimum,
     share_above,

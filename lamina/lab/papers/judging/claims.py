@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lamina.core.frames import Frame
+from lamina.core.intervals import ALPHA, holm, t_interval
 from lamina.core.json_types import Json
 from lamina.core.python_files import guarded, run_file
 from lamina.errors import UserError
 from lamina.evaluation.generated import CHANCES
 from lamina.lab.papers.judging.checks import NOT_TRAINED, TRAINED
 from lamina.lab.papers.judging.findings import MOST, TOO_FEW, Finding, Verdict, inconclusive
-from lamina.lab.papers.judging.statistics import ALPHA, holm, t_interval
 from lamina.lab.papers.judging.trials import NO_ARM, NotMeasured, Reads, Trials
 
 ENOUGH = 5  # pairs that must remain without the seeds of the sweep

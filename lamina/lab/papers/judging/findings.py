@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from lamina.lab.papers.judging.statistics import ALPHA, p_above, t_interval
+from lamina.core.intervals import ALPHA, t_interval
+from lamina.lab.papers.judging.statistics import p_above
 
 MOST, FEW = 2 / 3, 1 / 3  # shares of the seeds
 TOO_FEW = 3  # pairs of seeds below which a difference is not judged

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-CONFIDENCE = 0.95
-ALPHA = 1 - CONFIDENCE
+from lamina.core.intervals import CONFIDENCE, mean_and_error
+
 _DRAWS, _SEED = 2000, 20261123  # of the tau of means
 
 
@@ -18,21 +18,6 @@ class _Test(Protocol):
 
     statistic: float
     pvalue: float
-
-
-def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return Student's 95 % interval of the mean of at least two values."""
-    from scipy.special import stdtrit
-
-    mean, error = _mean_and_error(values)
-    reach = float(stdtrit(len(values) - 1, 1 - ALPHA / 2)) * error
-    return mean - reach, mean + reach
-
-
-def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    mean = math.fsum(values) / len(values)
-    squares = math.fsum((value - mean) ** 2 for value in values)
-    return mean, math.sqrt(squares / (len(values) - 1) / len(values))
 
 
 def share_interval(count: int, runs: int) -> tuple[float, float]:
@@ -67,7 +52,7 @@ def p_above(values: Sequence[float]) -> float:
     from scipy.special import stdtr
 
     if all(map(math.isfinite, values)):
-        mean, error = _mean_and_error(values)
+        mean, error = mean_and_error(values)
         if error > 1e-12 * max(1.0, abs(mean)):
             return min(1.0, 2 * float(stdtr(len(values) - 1, -mean / error)))
     return min(1.0, 2 * _signed_ranks(values))
@@ -85,19 +70,6 @@ def _signed_ranks(values: Sequence[float]) -> float:
     for rank in doubled:
         ways[rank:] = ways[rank:] + ways[:-rank]
     return float(ways[int(doubled[known > 0].sum()) :].sum() / ways.sum())
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """Adjust p values by Holm's step-down method, in their order: p_(i) * (n - i + 1), never falling, at most 1.
-
-    A NaN counts as 1.
-    """
-    ps = [1.0 if math.isnan(p) else p for p in ps]
-    adjusted, largest = [0.0] * len(ps), 0.0
-    for rank, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
-        largest = max(largest, min(1.0, ps[index] * (len(ps) - rank)))
-        adjusted[index] = largest
-    return adjusted
 
 
 def kendall(a: Sequence[float], b: Sequence[float]) -> float:

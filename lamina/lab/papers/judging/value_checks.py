@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 
+from lamina.core.intervals import ALPHA
 from lamina.lab.papers.judging.findings import (
     TOO_FEW,
     BySeed,
@@ -19,7 +20,7 @@ from lamina.lab.papers.judging.findings import (
     pairs_in,
     seeds_text,
 )
-from lamina.lab.papers.judging.statistics import ALPHA, kendall, p_above, tau_draws
+from lamina.lab.papers.judging.statistics import kendall, p_above, tau_draws
 
 _RANKED = 5  # arms below which a ranking says little
 

@@ -1,0 +1,38 @@
+"""Statistics of paired numbers that the rooms share; scipy is imported late, since that takes a while."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+CONFIDENCE = 0.95
+ALPHA = 1 - CONFIDENCE
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return Student's 95 % interval of the mean of at least two values."""
+    from scipy.special import stdtrit
+
+    mean, error = mean_and_error(values)
+    reach = float(stdtrit(len(values) - 1, 1 - ALPHA / 2)) * error
+    return mean - reach, mean + reach
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of at least two values, and its standard error."""
+    mean = math.fsum(values) / len(values)
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(squares / (len(values) - 1) / len(values))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Adjust p values by Holm's step-down method, in their order: p_(i) * (n - i + 1), never falling, at most 1.
+
+    A NaN counts as 1.
+    """
+    ps = [1.0 if math.isnan(p) else p for p in ps]
+    adjusted, largest = [0.0] * len(ps), 0.0
+    for rank, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
+        largest = max(largest, min(1.0, ps[index] * (len(ps) - rank)))
+        adjusted[index] = largest
+    return adjusted

@@ -1,0 +1,207 @@
+"""Models compared on the same items: differences, their intervals and tests; and the scores of earlier evaluations."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+
+from lamina.core.frames import Frame
+from lamina.core.intervals import ALPHA, holm, mean_and_error, t_interval
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.evaluation.candidates import Candidate
+from lamina.evaluation.scores import SHARES, Score
+from lamina.evaluation.task_sets import Wanted, columns_of
+from lamina.jobs.files import read_json
+from lamina.jobs.kinds import Kind, kind_of
+from lamina.jobs.names import RESULT
+
+POWER = 0.8
+"""How often a model that differs by the smallest difference is told from the first."""
+CHOICES = ("acc", "acc_norm")
+"""The metrics of tasks with choices, which have a level of chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paired:
+    """A model minus the first one on the items of a column; shares from 0 to 1.
+
+    Attributes:
+        low, high: the 95 % interval of the difference, Student's over the items' differences.
+        won, lost: items that this model alone has right, and those that the first alone has; None for other numbers.
+        p: of McNemar's exact test for right and wrong, else of the paired t test; two-sided.
+        p_holm: adjusted by Holm's method over the model's columns.
+        smallest: the difference that so many items show four times in five, given how often the two disagree.
+    """
+
+    model: str
+    against: str
+    column: str
+    metric: str
+    items: int
+    difference: float
+    low: float
+    high: float
+    won: int | None
+    lost: int | None
+    p: float
+    smallest: float
+    p_holm: float = math.nan
+
+
+def chance(items: Frame, metric: str) -> float | None:
+    """Return the share that guessing among the choices gets right; None for a task without choices."""
+    choices = items["log_likelihoods"].map(len)
+    if metric not in CHOICES or not len(items) or choices.min() < 2:
+        return None
+    return float((1 / choices).mean())
+
+
+def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
+    """Give each score its level of chance; a group's is the mean over all its items."""
+    found = []
+    for score in scores:
+        own = items[items["task"] == score.task]
+        found.append(replace(score, chance=chance(own if len(own) else items, score.metric)))
+    return found
+
+
+def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
+    """Return each item's part in a metric, by task and number; None if it is not one number per item."""
+    rows = items[items["filter"] == chosen] if (items["filter"] == chosen).any() else items
+    parts = rows["metrics"].map(lambda text: json.loads(text).get(metric))
+    if metric not in SHARES or not len(rows) or not parts.map(lambda part: isinstance(part, int | float)).all():
+        return None
+    keys = pd.MultiIndex.from_frame(rows[["task", "doc_id"]])
+    return pd.Series(parts.astype(float).to_numpy(), index=keys).sort_index()
+
+
+def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column: str) -> None:
+    """Raise UserError unless both tables have the same items: numbers, targets and, where known, hashes of content."""
+    hashed = ["doc_hash"] if "doc_hash" in one and "doc_hash" in other else []
+    shared = ["task", "filter", "doc_id", "target", *hashed]
+    rows = [set(map(tuple, table[shared].astype(str).to_numpy())) for table in (one, other)]
+    if rows[0] == rows[1]:
+        return
+    apart = len(rows[0] ^ rows[1])
+    raise UserError(
+        f"compare: {names[0]} and {names[1]} have different items of {column} ({apart} are in one alone; allowed: the "
+        "same data and --limit for both). Run: lamina eval with both models"
+    )
+
+
+def paired(first: Frame, other: Frame) -> Json:
+    """Compare two models' numbers on the same items, in order; returns the numbers of a Paired."""
+    from scipy.special import bdtr, ndtri, stdtr, stdtrit
+
+    differences = (other - first).tolist()
+    count, binary = len(differences), set(first) | set(other) <= {0.0, 1.0}
+    mean, error = mean_and_error(differences) if count > 1 else (differences[0], math.nan)
+    low, high = t_interval(differences) if count > 1 else (math.nan, math.nan)
+    won, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    if binary:
+        p = min(1.0, 2 * float(bdtr(min(won, lost), won + lost, 0.5)))
+    elif count > 1 and error > 0:
+        p = min(1.0, 2 * float(stdtr(count - 1, -abs(mean) / error)))
+    else:
+        p = 1.0 if mean == 0 else math.nan
+    reach = float(stdtrit(count - 1, 1 - ALPHA / 2) + ndtri(POWER)) if count > 1 else math.nan
+    smallest = reach * error
+    if binary:  # fewer items that one alone has right are never significant: 2 * 0.5**6 < 0.05
+        fewest = math.ceil(math.log2(2 / ALPHA))
+        smallest = max(smallest, fewest / count) if smallest == smallest else math.nan
+    tested = {"p": p, "smallest": smallest, "won": won if binary else None, "lost": lost if binary else None}
+    return {"items": count, "difference": mean, "low": low, "high": high, **tested}
+
+
+def compared(
+    columns: Sequence[Wanted],
+    candidates: Sequence[Candidate],
+    numbers: dict[tuple[str, Wanted], Score],
+    items: dict[tuple[str, str], Frame],
+) -> list[Paired]:
+    """Compare each model with the first on every column of shares that both have.
+
+    ``items`` has the tables by model and unit. Raises UserError if they are of different items.
+    """
+    evaluated = [candidate for candidate in candidates if not candidate.left_out]
+    rows: list[Paired] = []
+    for other in evaluated[1:]:
+        mine: list[Paired] = []
+        for column in columns:
+            first, name = evaluated[0].name, other.name
+            score = numbers.get((first, column))
+            tables = [items.get((model, column.unit)) for model in (first, name)]
+            if score is None or tables[0] is None or tables[1] is None:
+                continue
+            refuse_other_items(tables[0], tables[1], (first, name), column.title)
+            values = [values_of(table, score.metric, score.filter) for table in tables if table is not None]
+            if values[0] is None or values[1] is None:
+                continue
+            about = {"model": name, "against": first, "column": column.title, "metric": score.metric}
+            mine.append(Paired(**about, **paired(values[0], values[1])))
+        adjusted = holm([row.p for row in mine])
+        rows += [replace(row, p_holm=p) for row, p in zip(mine, adjusted, strict=True)]
+    return rows
+
+
+def to_frame(rows: Iterable[Paired]) -> pd.DataFrame:
+    """Make the table of paired.csv."""
+    return pd.DataFrame([asdict(row) for row in rows], columns=pd.Index(Paired.__dataclass_fields__))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """What earlier evaluations hold: models, columns, the scores' records, and the folders of the items by model."""
+
+    candidates: list[Candidate]
+    columns: list[Wanted]
+    records: dict[tuple[str, str], Json]
+    folders: dict[str, tuple[Path, str]]
+
+
+def earlier(paths: Sequence[str]) -> Earlier:
+    """Read finished evaluations. Raises UserError for a folder of another kind, or without a result."""
+    if len(paths) < 2 and not (paths and len(_result(paths[0])["models"]) > 1):
+        raise UserError("compare: one model (allowed: the folders of at least two evaluated models)")
+    found = Earlier(candidates=[], columns=[], records={}, folders={})
+    results = {path: _result(path) for path in dict.fromkeys(paths)}
+    names = [model["name"] for result in results.values() for model in result["models"]]
+    wanted: dict[str, Wanted] = {}
+    for path, result in results.items():
+        settings = result["settings"]
+        tasks = [name for name in str(settings.get("tasks") or "").split(",") if name]
+        wanted |= {f"{one.unit} {one.metric}": one for one in columns_of(tasks, settings.get("num_fewshot"))}
+        for model in result["models"]:
+            own = {key: model[key] for key in ("path", "arm", "seed", "status")}
+            name = model["name"]
+            if names.count(name) > 1:
+                name, own["arm"] = f"{Path(path).name}/{name}", f"{Path(path).name}/{own['arm']}"
+            found.candidates.append(Candidate(name=name, **own))
+            found.folders[name] = Path(path), model["name"]
+            records = (record for record in result["units"] if record["model"] == model["name"])
+            found.records.update({(name, record["unit"]): {**record, "model": name} for record in records})
+    units = {unit for _, unit in found.records}
+    known = [column for column in wanted.values() if column.unit in units]
+    named = {column.unit for column in known}
+    for unit in sorted(units - named):  # a text's perplexity, and the members of a tag
+        task, _, shots = unit.partition("@")
+        perplexity = {"metric": "token_perplexity", "heading": "ppl"} if unit == "perplexity" else {}
+        known.append(Wanted(task=task, num_fewshot=int(shots) if shots else None, **perplexity))
+    found.columns.extend(known)
+    return found
+
+
+def _result(path: str) -> Json:
+    folder = Path(path).expanduser()
+    if kind_of(folder) != Kind.EVALUATION or not (folder / RESULT).is_file():
+        raise UserError(f"compare: {path!r} holds no evaluation (allowed: folders that `lamina eval` wrote)")
+    result = read_json(folder / RESULT)
+    if result.get("status") != "finished":
+        raise UserError(f"compare: {path!r} is {result.get('status')}. Run: lamina eval --output {path} --resume")
+    return result
