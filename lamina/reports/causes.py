@@ -395,12 +395,12 @@ def _rate_around(rates: Mapping[int, float], step: int) -> str:
 
 def rate_jump(signs: Signs) -> tuple[int, float, float] | None:
     """Return where the learning rate jumped before the first alarm, and the rates before and after; None if not."""
-    if signs.first is None or signature(signs)["rate"] != "jumped":
+    if (first := signs.first) is None or signature(signs)["rate"] != "jumped":
         return None
     steps = sorted(signs.rates)
     pairs = [(later, signs.rates[step], signs.rates[later]) for step, later in pairwise(steps) if signs.rates[step] > 0]
     near = [pair for pair in pairs if pair[2] > JUMPED * pair[1]]
-    return min(near, key=lambda pair: abs(pair[0] - signs.first.step), default=None)
+    return min(near, key=lambda pair: abs(pair[0] - first.step), default=None)
 
 
 def _loss_around(losses: Mapping[int, float], step: int) -> str:

@@ -263,7 +263,7 @@ def _starts(steps: Ints | Floats) -> list[int]:
     """Return where steps start anew: they go back to the first ones of the run so far."""
     back = np.flatnonzero(np.diff(steps) < 0) + 1
     if len(back) > _SHUFFLED * len(steps):
-        runs = np.diff([0, *back, len(steps)])
+        runs = np.diff(np.array([0, *back.tolist(), len(steps)]))
         if len(back) > _SHOWN or runs.min() < _SHOWN:  # in no order
             return []
     starts, first = [], 0

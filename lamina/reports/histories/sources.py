@@ -32,7 +32,7 @@ from lamina.reports.histories.recordings import Columns, Recording, number_of, o
 logger = logging.getLogger(__name__)
 
 Proto: TypeAlias = Any
-"""A message of another tool's."""
+"""A message of another tool's, or a table of its rows."""
 
 _FILES = (
     "trainer_state.json",
@@ -155,7 +155,7 @@ def _of_text(data: bytes, name: str) -> Columns:
     )
 
 
-def _json_lines(text: str) -> Iterator[Json]:
+def _json_lines(text: str) -> Iterator[Mapping[str, object]]:
     for line in text.split("\n"):
         if line.strip():
             try:
@@ -247,7 +247,7 @@ def _wide(path: Path) -> Columns:
     found, parts = Columns(form="CSV"), {}
     told = _Reading(path)
     with path.open("rb") as file:
-        pieces = pd.read_csv(
+        pieces: Proto = pd.read_csv(
             file,
             sep=separator,
             chunksize=max(100, 2**22 // len(names)),
@@ -264,9 +264,9 @@ def _wide(path: Path) -> Columns:
                     continue
                 if column.dtype.kind not in "fiu":
                     words = column.astype(str).str.strip()
-                    column = pd.to_numeric(
-                        words.str.partition("/")[0] if plain(str(name)) in STEPS else words, errors="coerce"
-                    )
+                    first = words.str.partition("/")[0] if plain(str(name)) in STEPS else words
+                    numbers: Proto = pd.to_numeric(first, errors="coerce")
+                    column = numbers
                     known = known & (column.notna().to_numpy() | words.str.lower().isin(["nan", "-nan"]).to_numpy())
                 if known.any():
                     at = None if known.all() else np.flatnonzero(known) + found.rows
