@@ -140,6 +140,12 @@ def test_series_start_anew_where_other_parameters_are_trained():
         assert [alarm.step for alarm in told(steps)] == said
 
 
+def test_the_first_updates_of_parameters_that_are_trained_from_now_on_may_be_larger_than_their_peers():
+    ratios = [row(20, 0.2 if at == 2 else 0.01, layer=at, metric="update_ratio") for at in range(5)]
+    assert [alarm.rule for alarm in Alarms().see(ratios)] == ["apart"]
+    assert Alarms().see([*ratios, row(20, 3.0, layer=2, metric="trained_changed")]) == []
+
+
 @pytest.mark.parametrize(("factor", "value", "said"), [(0.7, 0.9, "fall"), (0.98, 0.9, None)])
 def test_gains_that_shrink_at_a_constant_rate_are_told(factor, value, said):
     found = told([row(20 * at, value * factor**at, metric="gain_mean")] for at in range(1, 14))
@@ -229,6 +235,8 @@ def test_a_way_back_of_all_weights_is_a_note_and_anything_further_an_alarm(away,
     wrote = [row(LATER + 1, value, layer=layer, metric=name) for layer in layers for name, value in values.items()]
     assert bool(alarms.see(wrote)) == said
     assert bool(alarms.notes) == (several and away == 0.3) or said
+    if not said:  # the model goes on from elsewhere: other gradients are its own
+        assert told(([row(step, 30.0)] for step in range(LATER + 2, LATER + 20)), alarms) == []
 
 
 @pytest.mark.parametrize(("rule", "said"), [("written_ratio", [50]), ("hidden_abs_max", [47, 50])])
@@ -433,6 +441,8 @@ def test_an_event_is_told_once_by_the_series_that_left_first():
     assert place_of([first, *weights, loss], first) == weights[0]
     assert place_of([first, weights[1], loss], first) == first
     assert place_of([loss, first], replace(loss, step=90)) == first
+    kept = replace(loss, step=90, rule="kept", metric="kept_gradient")
+    assert place_of([kept, first], kept) == kept
 
 
 def test_an_alarm_says_where_and_how_much():

@@ -326,6 +326,8 @@ def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
     Records show late what gradients and losses show at every step. If none of these alarms locates it, return the first
     one that names a place.
     """
+    if is_hard(first) and (first.sublayer, first.role) == ("model", "all"):
+        return first  # what was done to the whole training
     near = [alarm for alarm in alarms if first.step <= alarm.step <= first.step + EVENT]
     within = [alarm for alarm in near if alarm.layer >= 0 or alarm.role != "all"] or [first]
     return next(filter(says_where, within), first if first in within else within[0])

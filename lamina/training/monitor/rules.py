@@ -168,12 +168,19 @@ class Rules:
     _skipped: int = 0  # steps in a row that a loss scaler left out
     _means: int = 0  # writes to all weights,
     _total: float = 0.0  # and what was written by the last step, in all
+    _changed: dict[Place, int] = field(default_factory=dict)  # the last step at which others were trained
     _chance: bool = False  # whether layers are left out at times, so that the stream varies more
     _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
         """Judge the rows of a step; ``rate`` is the learning rate that divides updates."""
-        self._restart({row[1:4] for row in rows if row[5] == "trained_changed"})
+        changed = {row[1:4] for row in rows if row[5] == "trained_changed"}
+        self._changed |= dict.fromkeys(changed, step)
+        self._restart(changed)
+        new = {
+            owner for owner, at in self._changed.items() if step < at + INTERVAL
+        }  # Adam's first steps are the largest
+        rows = [row for row in rows if row[5] != "update_ratio" or row[1:4] not in new]
         left_out = {row[1] for row in rows if row[5] == "not_called"}
         self._chance |= bool(left_out)
         rows = [row for row in rows if row[6] != 0.0 or row[1] not in left_out or row[5] not in _IDLE]
@@ -479,6 +486,7 @@ class Rules:
             "seen": [[*series, *steps] for series, steps in self._seen.items()],
             "weights": [[*place, list(values)] for place, values in self._weights.items()],
             "course": [list(self._losses), self._sums, self._skipped],
+            "changed": [[*place, step] for place, step in self._changed.items()],
             "ways": [self._chance, self._means, self._total],
             "zeros": [[*place, *counts] for place, counts in self._zeros.items()],
         }
@@ -496,6 +504,7 @@ class Rules:
             (layer, sublayer, role): (int(step), norm, update)
             for layer, sublayer, role, (step, norm, update) in state.get("weights", [])
         }
+        self._changed = {(layer, sublayer, role): at for layer, sublayer, role, at in state.get("changed", [])}
         self._chance, self._means, self._total = state.get("ways", (False, 0, 0.0))
         self._zeros = {(layer, sublayer, role): counts for layer, sublayer, role, *counts in state.get("zeros", [])}
         losses, sums, self._skipped = state.get("course", [[], {}, 0])
