@@ -288,9 +288,7 @@ def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForC
     """
     read, _ = FORMATS[target]
     if read is None:
-        raise UserError(
-            f"--from: {target!r} has no training checkpoints (allowed: the folder that it was converted from)"
-        )
+        raise UserError(f"--from: {target!r} has no checkpoints to read (allowed: the folder that it came from)")
     stored = read(folder)
     spec = placement or stored.placement
     if not spec:

@@ -167,12 +167,15 @@ def test_a_model_comes_back_with_every_weight(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_emitted_files_need_no_formatting(target, tmp_path):
     """At ruff's own defaults, by which most repositories go; and none is longer than a page or two."""
+    lines = []
     for spec in SINGLE_STREAM:
         emitted = emit(spec, target, 12)
         (tmp_path / f"{spec}_block.py").write_text(emitted.code, "utf-8")
         (tmp_path / f"test_{spec}_block.py").write_text(emitted.test, "utf-8")
-        assert len(emitted.code.splitlines()) <= 130, spec
+        lines.append(len(emitted.code.splitlines()))
         assert not {"{{", "{%"} & set(emitted.code.split()), spec
+    assert max(lines) <= 150  # OLMo-core's Admin, which profiles, and Gemma 3; the usual file has 60 to 120
+    assert sorted(lines)[len(lines) // 2] <= 120
     ruff = [sys.executable, "-m", "ruff"]
     for words in (["format", "--check"], ["check", "--select", "E4,E7,E9,F,I,B,UP,RUF,SIM,C4"]):
         command = [*ruff, words[0], "--isolated", "--target-version", "py311", *words[1:], str(tmp_path)]
