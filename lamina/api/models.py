@@ -129,6 +129,8 @@ def convert(
     """
     model, folder = path("source", source), path("output", output)
     one_of("dtype", dtype, DTYPES)
+    if placement is not None and came_from is None:
+        raise UserError(f"--placement: {placement!r} without --from (allowed: with the checkpoint of a trainer)")
     trainers = [name for name in (to, came_from) if name is not None and name not in get_args(Target)]
     if trainers or came_from is not None:
         from lamina.ports import checkpoints

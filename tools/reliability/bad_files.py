@@ -9,10 +9,16 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.reliability.bad_values import BASE, Row, line, word
+from tools.reliability.bad_values import BASE, Row, actions, line, word
 from tools.reliability.record import called, environment_as_before
 
 _pristine: dict[Path, Path] = {}
+STEERING = "x\x1b]0;title\x07\u202e.txt"  # sets the title of a terminal's window
+# Every flag that may name a file or a folder.
+PLACES = (
+    *("corpus", "eval_corpus", "tokenizer", "backbone", "placement", "placements", "config", "from_model", "probes"),
+    *("output", "svg", "screenshot"),
+)
 
 
 def prepare(folder: Path) -> None:
@@ -43,6 +49,7 @@ def _make(folder: Path) -> None:
     (folder / "thesis" / "thesis.tex").write_text("years of work")
     (folder / "nothing").mkdir()
     (folder / "empty.txt").write_text("")
+    (folder / STEERING).write_text("")
     (folder / "short.txt").write_text("too short")
     (folder / "binary.txt").write_bytes(b"\x89PNG\x00\x01\x02\xff\xfe" * 50)
     (folder / "latin.txt").write_bytes(b"caf\xe9 " * 900)
@@ -194,6 +201,7 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
         yield "paths", ["convert", "model", place], ("output", said), {}, False
     for place in ("missing/a.svg", "nothing", "loop", "a\0b", "x" * 300, "corpus.txt/a.svg"):
         yield "paths", [*line("placements"), f"--svg={place}"], ("svg", "missing", shown(place)), {}, False
+    yield from special_files()
     for file in CONFIGS:
         for name in (drawn.choice(["compare", "coord-check", "transfer"]), "pretrain"):
             bare = [word for word in line(name) if not word.startswith(("--steps", "--batch-size", "--output"))]
@@ -209,6 +217,21 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
         yield "Python files", line("pretrain", placement=file), said, {}, file == "x-quit.py"
         yield "Python files", ["placements", file], said, {}, file == "x-quit.py"
         yield "Python files", line("probe", probes=file), said, {}, file == "x-quit.py"
+
+
+def special_files() -> Iterator[Row]:
+    """A pipe, which nobody writes into, and a name that steers a terminal, in every place of a command."""
+    for name in BASE:
+        fields = [field for field in PLACES if any(action.dest == field for action in actions(name))]
+        for field in fields:
+            said = (field, field.replace("_", "-"), field.removesuffix("s"), "from:", "pipe")
+            yield "pipes", line(name, **{field: "pipe"}), said, {}, False
+            if field not in ("output", "svg", "screenshot"):
+                yield "names that steer", line(name, **{field: STEERING}), (*said, "title"), {}, False
+        if name not in ("pretrain", "compare", "preflight", "coord-check", "transfer", "backbones"):
+            for group, place in (("pipes", "pipe"), ("names that steer", STEERING)):
+                words = [name, place, *line(name)[1 + len(BASE[name][0][:1]) :]]
+                yield group, words, ("pipe", "title"), {}, False
 
 
 FIELDS = (

@@ -171,7 +171,8 @@ def killed(
         again = {"overwrite": True} if name == "--overwrite" and not begun(folder, given) else how
         started = bench.start(given, again, size)
         # most of a process' life is its start, so a share of the kills waits until it trains
-        time.sleep(draw.uniform(0.02, seconds))
+        # and a third comes in the first second, between its first files
+        time.sleep(draw.uniform(0.02, min(seconds, 1.0) if draw.random() < 1 / 3 else seconds))
         if not any(process.is_alive() for process in started):
             trouble = bench.wait(started, 1.0)
             break
