@@ -83,6 +83,11 @@ def test_another_studys_record_is_named_and_is_nothing_to_resume(study):
         refuse_tables(study)
 
 
+def test_a_cut_study_record_is_left_to_its_own_digest(study):
+    (study / "study.yaml").write_text((study / "study.yaml").read_text()[:80])
+    refuse_tables(study)
+
+
 def test_an_edited_seal_is_named_and_a_folder_without_one_is_read(study):
     seal = study / "seal.json"
     whole = json.loads(seal.read_text())
