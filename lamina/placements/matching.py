@@ -16,6 +16,7 @@ from lamina.placements.resolution import resolve
 from lamina.placements.wirings import WIRINGS
 
 Facts: TypeAlias = Mapping[str, object]  # of a layer: "attention.pre_norm" -> "norm"; of the ends: "final_norm" -> ...
+UNSEEN = "not seen"  # a fact that any plan agrees with
 _UNMEASURED = ("weight_gain", "gate_gain", "gate_temperature")  # of the weights: no part of what is computed
 SEQUENTIAL, PARALLEL = "attention, then feed-forward", "attention and feed-forward side by side"
 _ENDS = ("embedding_norm", "embedding_scale", "final_norm", "qk_norm", "v_norm")
@@ -31,12 +32,20 @@ class Match:
     Attributes:
         placement: with its options, as ``resolve`` reads it.
         differences: a phrase for each difference of the wiring from it; empty for an exact match.
-        others: further placements that match exactly.
+        others: further placements that match exactly, at any depth.
+        here: those that match exactly, and would not with more layers or another value of what is not seen.
     """
 
     placement: str
     differences: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    here: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """The note on the plans that match here."""
+        told = "can't be told apart here, and differ at other depths or once the weights have moved"
+        return [f"{self.placement} and {', '.join(self.here)} {told}; the simplest is named"] if self.here else []
 
 
 def norm_fact(norm: Norm | None) -> str:
@@ -78,31 +87,41 @@ def end_facts(plan: Plan) -> dict[str, object]:
 
 
 def match(layers: Sequence[Facts], ends: Facts) -> Match:
-    """Return the registered placement nearest to measured facts; of exact matches, the one with the fewest options.
+    """Return the registered placement nearest to measured facts; of exact matches, the simplest.
+
+    That is the one with the fewest options given, then the fewest fields that are not a plain sum's at a larger depth.
 
     Args:
         layers: the facts of each layer; a missing field counts as the default.
         ends: the facts around the layers, without those that could not be measured.
     """
     best: tuple[float, Match] | None = None
-    exact: list[tuple[tuple[int, int], str]] = []
+    exact: list[tuple[tuple[int, int, int], str]] = []
+    deep = _DEEPER * len(layers)  # Mix-LN is Pre-LN where a quarter of the layers is none
     for spec, plan in _candidates(layers):
         distance, differences = _distance(layers, plan)
         spec, ended = _with_ends(spec, plan, ends)
         differences += ended
         options = spec.count("="), len(get(plan.placement).options)
         if not differences:
-            exact.append((options, spec))
-        distance += len(ended) / 2 + options[0] / 100 + options[1] / 1000
+            exact.append(((options[0], _more_of(resolved(spec, deep) or plan), options[1]), spec))
+        distance += len(ended) / 2 + options[0] / 100 + options[1] / 1000 + _more_of(plan) / 10_000
         if best is None or distance < best[0]:
             best = distance, Match(placement=spec, differences=tuple(differences))
     assert best is not None
     if not exact:
         return best[1]
-    first, *others = [spec for _, spec in sorted(exact, key=lambda one: one[0])]
-    deep = _DEEPER * len(layers)  # Mix-LN is Pre-LN where a quarter of the layers is none
+    first, *others = dict.fromkeys(spec for _, spec in sorted(exact, key=lambda one: one[0]))
     same = [spec for spec in others if _layers_of(spec, deep) == _layers_of(first, deep)]
-    return Match(placement=first, others=tuple(dict.fromkeys(same)))
+    plain = [spec for spec in others if spec not in same and spec.count("=") == first.count("=")]
+    return Match(placement=first, others=tuple(same), here=tuple(plain))
+
+
+def _more_of(plan: Plan) -> int:
+    """Count the fields of a plan's layers that are not a plain sum's with a norm before the branch."""
+    return sum(
+        not _same(value, _DEFAULT.get(field)) for one in plan.layers for field, value in layer_facts(one).items()
+    )
 
 
 def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
@@ -186,7 +205,7 @@ def _wrong_fields(layers: Sequence[Facts], plan: Plan) -> dict[str, list[int]]:
         expected = layer_facts(layer)
         for field in {**expected, **facts}:
             measured = facts.get(field, _DEFAULT.get(field))
-            if not _same(measured, expected.get(field)):
+            if measured != UNSEEN and not _same(measured, expected.get(field)):
                 wrong.setdefault(field, []).append(index)
     return wrong
 

@@ -15,7 +15,15 @@ from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
 from lamina.placements.matching import layer_facts
 from lamina.probes.census import census
-from lamina.probes.census.census import _MOST_PARAMETERS, _narrower, _size, _smaller, _sublayer_facts, stirred
+from lamina.probes.census.census import (
+    _MOST_PARAMETERS,
+    _narrower,
+    _size,
+    _smaller,
+    _sublayer_facts,
+    _with_fewer_heads,
+    stirred,
+)
 from lamina.probes.census.equations import BLOCK_INPUT, STREAM, BranchTerm, Factor, Sum
 from tools.reliability.tiny_families import MORE, tiny_model
 
@@ -167,6 +175,18 @@ def test_of_several_streams_the_wiring_is_measured(placement):
     assert json.loads(json.dumps(found.to_dict()))["placement"] == placement
 
 
+AT_THE_START = ["keel(wiring=hc)", "post_ln(final_norm=true, wiring=residual)", "fusenorm(wiring=dynamic_hc)"]
+
+
+@pytest.mark.parametrize("placement", [*AT_THE_START, "deepnorm(wiring=mhc)"])
+def test_of_several_streams_the_wiring_is_measured_before_training_too(placement):
+    torch.manual_seed(0)
+    model = lamina.build(llama(layers=3).config, placement, init="normal")
+    model.config.plan = None
+    found = lamina.placement_of(model)
+    assert found.placement == placement, found.verdict
+
+
 def test_the_evidence_of_several_streams_names_what_is_read_mixed_and_written():
     text = lamina.placement_of(lamina.build(llama(layers=3).config, "keel(wiring=mhc)")).text()
     assert "S' = rms(6 M S + w attention(rms(r S))); r by token, w by token, M sinkhorn" in text
@@ -215,6 +235,27 @@ def test_the_command_measures_a_folder_a_configuration_and_a_model_type(tmp_path
 )
 def test_what_is_no_model_is_one_line(words, message, tmp_path, refused):
     assert message in refused("placements", *(word.format(tmp=tmp_path) for word in words))
+
+
+def test_plans_that_one_layer_cannot_tell_apart_are_named_and_the_simplest_is_the_answer():
+    found = lamina.placement_of(llama(layers=1))
+    assert found.placement == "pre_ln"
+    assert "layernorm_scaling" in found.match.here
+    assert any(note.startswith("pre_ln and ") and "layernorm_scaling" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("wiring", ["x0", "attn_res"])
+def test_a_model_that_remembers_is_nearest_to_the_simplest(wiring):
+    found = lamina.placement_of(lamina.build(llama(layers=3).config, f"pre_ln(wiring={wiring})"))
+    assert found.match.placement == "pre_ln"
+    assert found.placement is None
+
+
+def test_a_type_that_is_too_wide_gets_fewer_heads():
+    config = _narrower(_smaller(AutoConfig.for_model("cohere")))
+    narrow = _with_fewer_heads(config)
+    assert _size(config) > _MOST_PARAMETERS > _size(narrow)
+    assert narrow.hidden_size // narrow.num_attention_heads == config.hidden_size // config.num_attention_heads
 
 
 GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 60, "n_positions": 8}

@@ -22,7 +22,7 @@ from lamina.modeling.backbones.loading import quiet, read_config
 from lamina.modeling.backbones.presets import cut_config
 from lamina.modeling.checkpoint import auto_class, load
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.placements.matching import PARALLEL, SEQUENTIAL, Facts, Match, learned_fact, match
+from lamina.placements.matching import PARALLEL, SEQUENTIAL, UNSEEN, Facts, Match, learned_fact, match
 from lamina.placements.plan import SUBLAYERS
 from lamina.probes.census.equations import (
     BLOCK_INPUT,
@@ -50,6 +50,7 @@ _FEW_LAYERS, _FEW_TOKENS = 4, 512
 # Of a model that is made of a configuration alone: those above which it gets smaller, and the most.
 _MANY_PARAMETERS, _MOST_PARAMETERS = 100_000_000, 1_000_000_000
 _FEW_EXPERTS, _FEW_CHANNELS = 16, 256
+_FEWER = 8  # times as many heads
 _CLOSE = 1e-5
 _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 
@@ -169,14 +170,15 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     ends = _ends(structure, groups, root, inputs, notes)
     notes += _shape_notes(groups)
     around = {name: _as_fact(value, _usual_kind(groups)) for name, value in ends.items() if value is not None}
+    best = match(*_with_norms_before(facts, around))
     return Census(
         model_type=kind,
         num_layers=structure.num_layers,
-        match=match(*_with_norms_before(facts, around)),
+        match=best,
         groups=tuple(groups),
         ends=ends,
         error=max(total.error for found in sums for total in found),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys([*notes, *best.notes])),
     )
 
 
@@ -228,11 +230,11 @@ def _of_streams(
     return Census(
         model_type=kind,
         num_layers=len(sums),
-        match=Match(placement=spec, differences=differences, others=tuple(others)),
+        match=replace(best, placement=spec, differences=differences, others=tuple(others)),
         groups=tuple(groups.values()),
         ends=ends,
         error=max(one.error for found in sums for one in found),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys([*notes, *best.notes])),
     )
 
 
@@ -250,6 +252,8 @@ def _stream_facts(sums: Sequence[StreamSum], usual: str) -> dict[str, object]:
     for part, one in zip(SUBLAYERS, (sums[0], sums[-1]), strict=True):
         scales = {"skip_scale": one.skip_scale, "pre_scale": one.pre_scale}
         found |= {f"{part}.{name}": scale.value for name, scale in scales.items() if abs(scale.value - 1) > _SINKHORN}
+        if one.mix in ("", "free"):  # a factor of all streams is a part of M
+            found[f"{part}.skip_scale"] = UNSEEN
         found |= {f"{part}.{name}": _as_fact(kind, usual) for name, kind in one.norms.items()}
         found[f"{part}.skip"] = one.skip
     return found
@@ -507,6 +511,9 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
         narrow = _narrower(config)
         config, count = narrow, _size(narrow)
     if count > _MOST_PARAMETERS:
+        config = _with_fewer_heads(config)
+        note, count = f"{note}, and fewer heads: the same for the width", _size(config)
+    if count > _MOST_PARAMETERS:
         raise UserError(
             f"model: {config.model_type!r} has {count:,} parameters even with {_FEW_LAYERS} layers (allowed: its "
             f"weights, or a configuration of at most {_MOST_PARAMETERS:,})"
@@ -549,6 +556,22 @@ def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:
             setattr(text, name, 0)
     if getattr(text, "vocab_size", None):
         text.vocab_size = min(text.vocab_size, _FEW_TOKENS)
+    return small
+
+
+def _with_fewer_heads(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration with an eighth of the heads, each as wide as before, if the sizes allow it."""
+    small = copy.deepcopy(config)
+    text = backbone_of(small)
+    heads, shared = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if (
+        heads % _FEWER == 0
+        and text.hidden_size % _FEWER == 0
+        and (shared % _FEWER == 0 or heads // _FEWER % shared == 0)
+    ):
+        text.num_attention_heads, text.hidden_size = heads // _FEWER, text.hidden_size // _FEWER
+        if getattr(text, "num_key_value_heads", None):
+            text.num_key_value_heads = shared // _FEWER if shared % _FEWER == 0 else shared
     return small
 
 

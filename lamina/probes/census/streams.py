@@ -231,13 +231,15 @@ class StreamLayers:
     ) -> tuple[StreamSum, Weights] | None:
         """Fit the sub-layer whose result is x; returns it with each token's weights, or None if none fits."""
         norms, total, normed = dict[str, str](), x.clone(), [False] * self.n
-        narrow = self._pairs(calls, 1)
+        narrow, last = self._pairs(calls, 1), set[Call]()
         for call, given, made in [*narrow, *self._pairs(calls, self.n)]:
             for i in range(self.n):
                 j = min(i, made.shape[1] - 1)
                 if call.is_norm and torch.equal(made[:, j], x[:, i]):
                     total[:, i], normed[i] = given[:, j], True
                     norms["post_norm"] = norm_kind(call.module, given.flatten(0, 1), made.flatten(0, 1))
+                    last.add(call)
+        narrow = [pair for pair in narrow if pair[0] not in last]  # a normed sum is a token's factor times the sum
         for (skip, source), (_, _, branch) in product(sources.items(), narrow[::-1]):
             weights, error = _by_token(total, torch.cat([source, branch], dim=1))
             if error > ROUNDING or float(weights[:, -1].abs().max()) < _SAME:
@@ -309,7 +311,8 @@ def _read(
 def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights]) -> StreamSum:
     """Return a sum with its weights classified: those of single tokens differ, and learned ones have moved."""
     one, (read, write, mix) = after
-    result = replace(one, write=_moves(before[1][1], write), error=max(one.error, before[0].error))
+    skip = one.skip if before[0].skip == STREAM else before[0].skip  # streams apart may span the block's input
+    result = replace(one, skip=skip, write=_moves(before[1][1], write), error=max(one.error, before[0].error))
     if read is not None and before[1][0] is not None:
         result = replace(result, read=CONSTANT if "read" in one.own else _moves(before[1][0], read))
     if not one.mix:
@@ -323,7 +326,7 @@ def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights])
     scale = sums.mean()
     apart = float((sums - scale).abs().amax(1).median())
     if apart < _BALANCED * float(scale) and float(mix.min()) > -_SAME * largest:
-        return replace(result, mix="sinkhorn", skip_scale=Factor(value=float(f"{float(scale):.4g}")))
+        return replace(result, mix="sinkhorn", skip_scale=Factor(value=float(f"{float(scale):.5g}")))
     return result
 
 
