@@ -113,6 +113,9 @@ def test_real_runs_end_as_they_should(command, tmp_path, capsys):
     assert "fails on the proxy" in summary["rates"][1]["risk"]
     assert "<figure>" in (folder / "report.html").read_text()
     (folder / "transfer.json").write_text(json.dumps({**summary, "verified": []}))
+    with pytest.raises(UserError, match=r"transfer\.json.*altered"):
+        report(folder)
+    (folder / "seal.json").unlink()
     with pytest.raises(UserError, match="no whole transfer"):
         report(folder)
     assert main(command) == 2
