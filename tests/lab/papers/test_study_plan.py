@@ -1,6 +1,7 @@
 """Which trials a plan asks for, from results that are made up."""
 
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -308,6 +309,25 @@ def test_a_dry_run_lists_arms_by_their_labels_and_says_the_minutes_here(tmp_path
     assert re.search(
         r"On this machine about [\d,.]+(e-\d+)? minutes with 2 workers: two steps of fast, 2, seed 0 timed", text
     )
+
+
+def test_a_dry_run_names_the_stages_and_counts_their_trials(tmp_path, corpus):
+    then = {
+        "sft": {"settings": {"data": "generated:answers", "steps": 5, "batch_size": 4}},
+        "judge": {
+            "job": "reward",
+            "from": "sft",
+            "of": {"placement": "keel"},
+            "settings": {"data": "generated:preferences", "steps": 2},
+        },
+        "tasks": {"job": "eval", "from": "sft", "skip": [{"placement": "keel"}], "settings": {"tasks": "generated"}},
+    }
+    file = write_study(tmp_path, corpus=corpus, then=then, claims="")
+    settings = StudySettings(study=str(file), workers=2)
+    plan = study_plan(read_study(file), settings)
+    wanted = Counter(trial.values["stage"] for trial in plan.wanted(lambda trial: None))
+    assert plan.stages() == {"sft": 4, "judge": 2, "tasks": 2} == {name: wanted[name] for name in then}
+    assert "then sft (sft from pretrain): 4 trials, each 5 steps of 4 rows" in dry_run_text(settings)
 
 
 def test_a_store_that_is_a_file_leaves_nothing_in_the_output(tmp_path, corpus):

@@ -88,4 +88,17 @@ def dry_run_text(settings: StudySettings) -> str:
     here = scale.name == "cpu" and TRIAL_JOBS[scale.job].trains
     workers = settings.workers or usual_workers()
     time = minutes_here(arms, frame, workers=workers, threads=settings.threads) if here else ""
-    return "\n".join(filter(None, (f"{study.name}, scale {scale.name}\n{note}{table(frame)}", time)))
+    return "\n".join(filter(None, (f"{study.name}, scale {scale.name}\n{note}{table(frame)}", *_later(plan), time)))
+
+
+def _later(plan: StudyPlan) -> list[str]:
+    """Describe the stages after the first trials, which the totals leave out."""
+    lines = []
+    counts = plan.stages()
+    for stage in plan.scale.stages:
+        settings = stage.trial(seed=0).to_dict()
+        steps, rows = settings.get("steps"), settings.get("batch_size")
+        of = f", each {steps:,} steps of {rows} rows" if steps else ""
+        lines.append(f"then {stage.name} ({stage.job} from {' and '.join(stage.inputs.values())}): ")
+        lines[-1] += f"{counts[stage.name]} trials{of}"
+    return [*lines, "The totals are of the first trials: what a stage costs depends on its rows."] if lines else []

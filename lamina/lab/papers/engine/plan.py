@@ -119,6 +119,19 @@ class StudyPlan:
                     trials.setdefault(_label(arm, scale) + row, {})[", ".join(words)] = arm.trial(scale, rate, seed)
         return trials
 
+    def stages(self) -> dict[str, int]:
+        """Return by stage how many trials it has, without reading the text."""
+        every = set(range(len(self.arms)))
+        arms, counts = {self.scale.job: every}, dict[str, int]()
+        for stage in self.scale.stages:
+            found = {n for n in every if not any(matches(self.arms[n].values, pattern) for pattern in stage.skip)}
+            found = found.intersection(*(arms.get(source, every) for source in stage.inputs.values()))
+            one = {n for n in found if all(self.arms[n].values[axis] == value for axis, value in stage.of.items())}
+            counts[stage.name] = len(one)
+            arms[stage.name] = every if stage.of and one else one  # all arms' later stages take that one's model
+        trials = len(self.scale.seeds) * (1 if self.scale.tuning is not None else len(self.scale.rates or (None,)))
+        return {name: count * trials for name, count in counts.items()}
+
     def wanted(self, result: Results) -> list[StudyTrial]:
         """Update ``chosen``, and return the trials that are needed given the results so far, seed by seed."""
         scale, wanted = self.scale, []
