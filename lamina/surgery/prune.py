@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -17,6 +19,7 @@ from lamina.jobs.files import write_json
 from lamina.modeling.backbones.conversion import saved, source_beside, written_model
 from lamina.modeling.backbones.loading import read_config
 from lamina.modeling.backbones.presets import cut_config
+from lamina.modeling.configuration_lamina import backbone_of
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import make_context, run
 from lamina.probes.engine.probe_settings import ProbeSettings
@@ -27,6 +30,7 @@ from lamina.probes.structure.hooks import evaluating
 ANGLE, HARM = "angular_distance", "layer_drop"
 _MEASURES = {ANGLE: (ANGLE, ANGLE), HARM: (f"{HARM}(meaning=remove, metric=loss)", "loss_increase")}  # probe, metric
 _MOST = 2**16  # layers
+_INDEX = ("layer_idx", "layer_id", "layer_index", "idx")
 _SAME = 1e-4  # of the largest logit: the written model against the whole one without the layers
 
 
@@ -96,15 +100,19 @@ def prune(
         with torch.no_grad(), removed(context, gone):
             expected = context.forward(few).logits.float()
     model = cast(PreTrainedModel, context.model)
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    whole, config = sum(parameter.numel() for parameter in model.parameters()), copy.deepcopy(model.config)
+    by_index = partial(_by_index, type(model), config, context.structure.layers[0].path.rpartition(".")[0], count)
     cut_layers(context, gone)
     with written_model(source, output, overwrite=overwrite) as draft:
         try:
             again = saved(model, draft, stored, dtype=torch.float32)
         except UserError as error:
-            raise UserError(f"layers: without them the model does not load: {error} (allowed: others)") from error
+            why = by_index() or str(error).replace(str(draft), str(output))
+            raise UserError(
+                f"layers: without {ranges(gone)} the model does not load: {why} (allowed: others)"
+            ) from error
         context.model = context.base = nn.Module.to(again, context.device)
-        difference = _difference(context, few, expected, gone)
+        difference = _difference(context, few, expected, gone, by_index)
         record: Pruning = {
             "source": source,
             "dropped": gone,
@@ -182,13 +190,52 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
     cut_config(config, kept, len(sites))
 
 
-def _difference(context: Context, few: dict[str, torch.Tensor], expected: torch.Tensor, gone: Sequence[int]) -> float:
+def _by_index(cls: type[PreTrainedModel], config: PreTrainedConfig, holder: str, count: int) -> str:
+    """Name the fields of a configuration that decide what some layers are by their index; empty if none is found."""
+
+    def kinds(changed: PreTrainedConfig) -> list[str]:
+        with torch.device("meta"):
+            layers = cast(nn.ModuleList, cls(changed).get_submodule(holder))
+        return [
+            str(
+                [
+                    (n, {k: v for k, v in vars(m).items() if isinstance(v, int | str) and k not in _INDEX}, type(m))
+                    for n, m in layer.named_modules()
+                ]
+            )
+            for layer in layers
+        ]
+
+    text, found = backbone_of(config), list[str]()
+    usual = kinds(config)
+    for name, value in list(vars(text).items()):
+        index = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= count
+        if not (index or isinstance(value, list)) or name in ("num_hidden_layers", "layer_types"):
+            continue
+        other = copy.deepcopy(config)
+        setattr(backbone_of(other), name, [*value[1:]] if isinstance(value, list) else value % count + 1)
+        try:
+            same = [a == b for a, b in zip(usual, kinds(other), strict=True)]
+        except Exception:  # a value that the model does not take says nothing
+            continue
+        if not all(same) and any(same):
+            found.append(f"{name}: {value}")
+    return f"config.json describes layers by their index ({', '.join(found)})" if found else ""
+
+
+def _difference(
+    context: Context,
+    few: dict[str, torch.Tensor],
+    expected: torch.Tensor,
+    gone: Sequence[int],
+    by_index: Callable[[], str],
+) -> float:
     """Return how far the written model's logits are from the expected ones. Raises UserError if that is too far."""
     with torch.no_grad():
         difference = float((context.forward(few).logits.float() - expected).abs().max())
     if not difference <= _SAME * float(expected.abs().max()):
         raise UserError(
-            f"layers: without {ranges(gone)} the written model's logits differ by {difference:.3g} from those of "
-            "the whole one that skips them: its configuration describes layers by their index (allowed: others)"
+            f"layers: without {ranges(gone)} the written model's logits differ by {difference:.3g} from those of the "
+            f"whole one that skips them: {by_index() or 'its layers depend on their index'} (allowed: others)"
         )
     return difference

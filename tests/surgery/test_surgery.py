@@ -155,6 +155,17 @@ def test_a_pruned_model_is_the_whole_one_that_skips_the_layers(make, tmp_path):
     assert record["num_layers"] == len(layers) - 1
 
 
+def test_a_refusal_names_the_field_that_counts_layers(tmp_path, monkeypatch):
+    monkeypatch.setitem(SIZES, "vocab_size", 300)
+    model = tiny_model("deepseek_v3").eval()  # its first layer has no experts
+    model.save_pretrained(tmp_path / "model")
+    text = {"corpus": write(tmp_path), "tokenizer": "bytes", "sequences": 2, "sequence_length": 16}
+    with pytest.raises(UserError, match=r"layers: without 0 .*by their index .*first_k_dense_replace: 1") as error:
+        lamina.prune(tmp_path / "model", tmp_path / "out", layers=[0], **text)
+    assert ".out." not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
 def write(folder):
     path = folder / "text.txt"
     path.write_text("To be, or not to be, that is the question. " * 20)
