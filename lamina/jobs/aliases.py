@@ -97,7 +97,7 @@ def suggestion(name: str, offered: Collection[str]) -> str | None:
     known = {other: setting for other in others if (setting := meaning(other, offered, near=True)) is not None}
     if name in others:
         return known.get(name)
-    match = nearest_name(name, offered, cutoff=0.67) or nearest_name(name, known, cutoff=0.85)
+    match = nearest_name(name, offered, cutoff=0.67) or nearest_name(name, known, cutoff=0.75)
     return known.get(match, match) if match else None
 
 

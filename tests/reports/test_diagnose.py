@@ -12,6 +12,8 @@ from training.watching.loops import NanoGpt, Tokens, loop
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.jobs import seals
+from lamina.jobs.files import read_result
 from lamina.reports.causes import CAUSES, Learned, Signs, causes_of, open_changes, signature
 from lamina.reports.diagnosis import gather, loss_rise
 from lamina.training.monitor.alarms import Alarm
@@ -163,6 +165,7 @@ def test_a_damaged_watched_json_is_one_line(tmp_path, broken, refused, layers):
     damaged = tmp_path / "run"
     shutil.copytree(broken, damaged)
     (damaged / "watched.json").write_text(json.dumps({"record": 1, "layers": layers}))
+    (damaged / "result.json").unlink()  # whose seal would tell the change first
     for command in ("diagnose", "report"):
         said = refused(command, damaged)
         assert "layers: " in said
@@ -176,6 +179,7 @@ def test_an_alarm_of_another_version_is_left_out_and_said(tmp_path, broken, capl
     path = folder / "alarms.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(line) + "\n" for line in [lines[0] | change, *lines]))
+    seals.write_result(folder, read_result(folder))  # as that version would have
     assert gather(folder).alarms == gather(broken).alarms
     assert "alarms.jsonl: alarms left out that this version does not know: 1" in caplog.text
 
@@ -194,14 +198,13 @@ def test_a_run_that_diverged_has_risen(tmp_path, broken):
     folder = tmp_path / "other"
     shutil.copytree(broken, folder)
     (folder / "alarms.jsonl").unlink()
-    result = json.loads((folder / "result.json").read_text())
-    (folder / "result.json").write_text(json.dumps({**result, "status": "diverged"}))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 38, "tokens": None, "loss": None, "diverged": "a reason"}) + "\n")
     for part in (folder / "layers").glob("*.parquet"):
         rows = pd.read_parquet(part)
         rows.loc[rows["metric"] == "step_loss", "value"] = 2.0
         rows.to_parquet(part)
+    seals.write_result(folder, {**read_result(folder), "status": "diverged"})
     evidence = gather(folder)
     assert evidence.rose == 38
     assert "The loss rose at step 38 of 40 (status: diverged)." in " ".join(lamina.diagnose(folder).sentences)
