@@ -27,10 +27,12 @@ class _Calls(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
-        held = node.func.value if isinstance(node.func, ast.Attribute) else None
-        if not (node.args and isinstance(held, ast.Name) and held.id == self.owner):
+        called = node.func
+        if not (node.args and isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name)):
             return node
-        name = node.func.attr
+        if called.value.id != self.owner:
+            return node
+        name = called.attr
         self.found.add(name)
         if name in self.before:
             node.args[0] = self._call(self.before[name], node.args[0])
@@ -51,7 +53,7 @@ def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[
     name = f"{base.__name__}.forward"
     wrappers, forward = list[FunctionType](), base.forward
     while isinstance(forward, FunctionType) and hasattr(forward, "__wrapped__"):
-        wrappers, forward = [forward, *wrappers], forward.__wrapped__
+        wrappers, forward = [forward, *wrappers], vars(forward)["__wrapped__"]
     tree = _tree(forward)
     if tree is None or not isinstance(forward, FunctionType) or not forward.__code__.co_argcount:
         raise ValueError(f"{name}: its source is not available (needed: a method that is defined in a file)")
@@ -67,7 +69,7 @@ def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[
         raise ValueError(f"{name}: its source is another than what runs (needed: a file that is unchanged since)")
     for wrapper in wrappers:
         cells = wrapper.__closure__ or ()
-        holds = [cell.cell_contents is wrapper.__wrapped__ for cell in cells]
+        holds = [cell.cell_contents is vars(wrapper)["__wrapped__"] for cell in cells]
         if not any(holds):
             raise ValueError(f"{name}: {wrapper.__qualname__} wraps it out of sight (needed: a plain decorator)")
         closure = (CellType(made) if held else cell for cell, held in zip(cells, holds, strict=True))
@@ -112,7 +114,7 @@ def _twin(
     functools.update_wrapper(twin, original)
     twin.__kwdefaults__ = original.__kwdefaults__
     if wrapped is None:
-        del twin.__wrapped__
+        del vars(twin)["__wrapped__"]
     else:
-        twin.__wrapped__ = wrapped
+        vars(twin)["__wrapped__"] = wrapped
     return twin

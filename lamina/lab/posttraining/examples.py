@@ -229,6 +229,7 @@ def _of_file(path: Path) -> Dataset | Sequence[Fields]:
     """Read a file's rows, keeping texts as they are written."""
     import datasets
     import pandas as pd
+    from datasets.exceptions import DatasetGenerationError
 
     files, reader = glob.escape(str(path.resolve())), READERS[inner_suffix(path)]
     texts: Json = {}
@@ -238,7 +239,7 @@ def _of_file(path: Path) -> Dataset | Sequence[Fields]:
         texts["keep_default_na"] = False
     try:
         rows = cast("Dataset", datasets.load_dataset(reader, data_files=files, split="train", **texts))
-    except datasets.exceptions.DatasetGenerationError:  # a column's type is that of the file's first 10 MB
+    except DatasetGenerationError:  # a column's type is that of the file's first 10 MB
         if reader != "json":
             raise
         rows = None

@@ -20,8 +20,8 @@ from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.utils import ADAPTER_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from lamina.core.architectures import ROLES
 from lamina.core.registry import Registry

@@ -137,7 +137,7 @@ def _pack(
     body = length - len(prefix) - len(suffix)
     if body < 1:
         raise UserError(f"sequence_length: {length} leaves no room beside {len(prefix) + len(suffix)} special tokens")
-    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None and not suffix else None
+    end = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) and not suffix else None
     if end is not None and size is not None and end >= size:
         if notes is not None and len(texts) > 1:
             notes.append(f"{source}: the model's vocabulary of {size} lacks the end of a text, {end}: left out")

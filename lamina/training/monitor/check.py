@@ -452,7 +452,7 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _gain(norm: nn.Module) -> torch.Tensor | None:
