@@ -181,7 +181,9 @@ def test_stacked_projections_are_normed_part_by_part(scopes, tmp_path):
     attention = model.model.layers[1].attention.module
     assert type(attention.Wqkv) is torch.nn.Linear
     x = torch.randn(2, 7, 32)
-    for index, (name, part) in enumerate(zip("qkv", attention.normed_stack(x).chunk(3, dim=-1), strict=True)):
+    for index, (name, part) in enumerate(
+        zip("qkv", attention.normed_stack(attention.Wqkv(x)).chunk(3, dim=-1), strict=True)
+    ):
         expected = x @ attention.Wqkv.weight[32 * index : 32 * index + 32].T
         scope = scopes[name == "v"]
         if scope != "off":

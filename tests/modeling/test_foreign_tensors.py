@@ -174,7 +174,7 @@ def test_tied_weights_may_be_stored_once_or_twice(tmp_path):
 
 def test_a_reward_model_goes_through_the_same_check(tmp_path):
     pytest.importorskip("trl")
-    from posttraining.tiny import write_model
+    from lab.posttraining.tiny import write_model
 
     from lamina.lab.posttraining.rewards import _of_model
 

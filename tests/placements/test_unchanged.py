@@ -38,11 +38,14 @@ BEFORE = {
 }
 
 
+LATER = ("scaled", "pre_ln")  # choices of keel's first_layer that came afterwards
+
+
 def specs(name):
     """The placement with every value of its switches and choices, and with the options that all placements take."""
     found = [name]
     for option in get(name).options:
-        choices = [value for value in get_args(option.type) if isinstance(value, str)]
+        choices = [value for value in get_args(option.type) if isinstance(value, str) and value not in LATER]
         found += [
             f"{name}({option.name}={c})" for c in (["true", "false"] if isinstance(option.default, bool) else choices)
         ]

@@ -255,15 +255,22 @@ def _lines(files: str) -> list[Fields]:
     (document,) = cast("Dataset", datasets.load_dataset("text", data_files=files, split="train", sample_by="document"))
     text = str(cast(Fields, document)["text"])
     with suppress(ValueError):
-        known = json.loads(text)
+        known = _json_of(text)
         return known if isinstance(known, list) else [known]
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            rows += [json.loads(line)] if line.strip() else []
+            rows += [_json_of(line)] if line.strip() else []
         except ValueError as error:
             raise ValueError(f"line {number} is cut short or no JSON: {one_line(error)}") from None
     return rows
+
+
+def _json_of(text: str) -> Json:
+    """Parse JSON. Raises ValueError, also for half a surrogate pair, which no tokenizer reads."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def generated_rows(name: str, source: str) -> Iterator[Json]:

@@ -201,7 +201,7 @@ def test_a_base_model_can_end_its_turns_by_another_token(tuned, tmp_path):
     """As TRL's own script has Qwen's base model end them, by the token that its template ends a turn with."""
     folder, _ = tuned("ends", steps=1, trl={"eos_token": "!"})
     assert AutoTokenizer.from_pretrained(folder / "model").eos_token == "!"
-    assert GenerationConfig.from_pretrained(folder / "model").eos_token_id == ord("!")
+    assert ord("!") in GenerationConfig.from_pretrained(folder / "model").eos_token_id  # beside the model's own
 
 
 def test_an_argument_of_trl_s_own_reaches_its_trainer(tuned):

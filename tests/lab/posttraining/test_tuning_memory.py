@@ -51,7 +51,7 @@ def test_with_lora_the_policy_without_its_matrices_is_the_reference(job, base, t
         given |= {"algorithm": job, "reward_function": f"{rewards}:vowels", "max_answer": 4, "beta": 0.5}
     run, part = (dpo, DpoTrainer) if job == "dpo" else (rlhf, PolicyTrainer)
     loaded, policy = [], Start.policy
-    monkeypatch.setattr(Start, "policy", lambda self: loaded.append(policy(self)) or loaded[-1])
+    monkeypatch.setattr(Start, "policy", lambda self, *given: loaded.append(policy(self, *given)) or loaded[-1])
     run({**given, "output": str(tmp_path / "one")}, bar=False)
     assert len(loaded) == 1
 
