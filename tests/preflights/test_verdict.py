@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from scripts import loaded
 
 from lamina.placements import resolve
 from lamina.preflights.verdict import (
@@ -23,6 +22,7 @@ from lamina.preflights.verdict import (
     verdict_of,
 )
 from lamina.training.settings import PretrainSettings
+from tools.calibration import preflight_calibration, preflight_fit
 
 FINE = Features(
     step=32, finite=1.0, excess=-0.30, excess_error=0.02, context=0.32, similarity=0.49, jacobian=-0.05,
@@ -174,9 +174,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def scripts():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))  # one imports the other
-        yield tuple(loaded(f"benchmarks/{name}.py") for name in ("preflight_calibration", "preflight_fit"))
+    return preflight_calibration, preflight_fit
 
 
 def test_the_pages_tables_are_those_of_the_records(scripts):

@@ -37,7 +37,7 @@ from lamina.jobs.status import ENDED
 from lamina.preflights.settings import PreflightSettings
 from lamina.training.settings import PretrainSettings
 
-FOLDER = Path(__file__).parent / "results" / "preflight"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "preflight"
 # so many cases of a set, a turn each in this order: what is there when it is cut short is a sample of everything
 SETS = {"grid": 204, "held_out": 54, "default": 34, "more": 46, "slow": 120, "unseen": 120, "reviewed": 10}
 OTHER_TEXT = 60  # of the studies' settings, trained on the second corpus
