@@ -33,7 +33,7 @@ from lamina.training.settings import PretrainSettings, RunSettings
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "lamina" / "preflights" / "calibration.json"
 PAGE = ROOT / "docs" / "preflight.md"
-JUDGED = Path(__file__).parent / "results" / "preflight" / "judged.json"
+JUDGED = ROOT / "benchmarks" / "results" / "preflight" / "judged.json"
 FITTED = ("grid", "more", "slow", "trials")
 JUDGED_ON = ("default", "held_out", "unseen", "reviewed", "other depths", "other text")
 MARGIN = RunSettings.stuck_margin
