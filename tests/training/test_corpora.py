@@ -231,7 +231,8 @@ def test_a_file_that_is_lost_meanwhile_is_one_line_and_the_run_can_go_on(train, 
 
 def test_the_order_of_a_run_cannot_be_changed_when_it_goes_on(train, tmp_path):
     train(steps=2)
-    for changed in ({"streaming": False}, {"shuffle_buffer": 5}):
+    usual = PretrainSettings.default("shuffle_buffer")
+    for changed in ({"streaming": False, "shuffle_buffer": usual}, {"shuffle_buffer": 5}):
         (tmp_path / "run" / "result.json").unlink(missing_ok=True)
         with pytest.raises(UserError, match=f"{next(iter(changed))}: .* differs from the run's"):
             train(steps=2, resume=True, **changed)
