@@ -1,7 +1,8 @@
-"""Types of JSON content."""
+"""JSON content: its types, and how a text of it is parsed."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,3 +10,10 @@ Json = dict[str, Any]
 """A JSON object as it was read: names to values that nobody has checked yet."""
 RunState = Mapping[str, Any]
 """The content of a checkpoint's run_state.json: JSON by name. Empty at the beginning of the run."""
+
+
+def parsed(text: str) -> Json:
+    """Parse JSON. Raises ValueError, also for half a surrogate pair, which no tokenizer reads."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value

@@ -110,11 +110,13 @@ def test_the_layers_of_a_pages_figures_are_those_of_the_model(kind, tmp_path, mo
 def test_the_figures_of_the_studies_count_layers_and_states_from_0():
     shown = 0
     for path in sorted(FIGURES.glob("*.json")):
+        firsts = []  # a panel may lack the first layers, where its quantity is not defined
         for title, values in axes_of(json.loads(path.read_text("utf-8"))):
             if title in ("layer", "first layer", "state (0: the embedding)"):
-                assert min(values) == 0, path.name
+                firsts.append(min(values))
                 assert max(values) % 2 == (not title.startswith("state")), path.name  # all the depths are even
                 shown += 1
+        assert not firsts or min(firsts) == 0, path.name
     assert shown > 20
 
 

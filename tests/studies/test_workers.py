@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from lab.papers.study_files import note_the_gpu
 from training.tiny_runs import SMALL, wait_for
 
 from lamina.jobs.files import read_result, write_json
@@ -107,10 +108,7 @@ def built_for_gpus(monkeypatch):
 @pytest.mark.parametrize(("visible", "workers", "seen"), [("0,3", 4, ["0", "0", "3", "3"]), ("5", None, ["5"] * 4)])
 def test_trials_share_out_the_gpus_that_the_study_sees(built_for_gpus, monkeypatch, tmp_path, visible, workers, seen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    tasks = {
-        name: Task(settings=PretrainSettings(output=str(tmp_path / name)), job="studies.study_files:note_the_gpu")
-        for name in "abcd"
-    }
+    tasks = {name: Task(settings=PretrainSettings(output=str(tmp_path / name)), job=note_the_gpu) for name in "abcd"}
     found = {}
     running.run_tasks(
         tasks, done=0, workers=workers, bar=False, ended=lambda name, result: found.update({name: result})

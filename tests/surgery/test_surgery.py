@@ -190,9 +190,10 @@ def test_a_measure_chooses_the_layers(trained, tmp_path, by):
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers) == 2
 
 
-def test_a_layer_that_is_named_twice_is_one(trained, tmp_path):
-    record = lamina.prune(trained, tmp_path / "out", layers=[1, 0, 1], **TEXT)
-    assert (record["dropped"], record["num_layers"]) == ([0, 1], 2)
+def test_a_layer_that_is_named_twice_is_a_mistake(trained, tmp_path):
+    with pytest.raises(UserError, match="layers: 1 is named twice"):
+        lamina.prune(trained, tmp_path / "out", layers=[1, 0, 1], **TEXT)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_measure_may_have_options(trained, tmp_path):

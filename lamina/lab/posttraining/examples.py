@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lamina.core.json_types import Json
+from lamina.core.json_types import Json, parsed
 from lamina.core.values import home
 from lamina.data.sources import hub_datasets
 from lamina.data.sources.file_documents import inner_suffix
@@ -255,22 +255,15 @@ def _lines(files: str) -> list[Fields]:
     (document,) = cast("Dataset", datasets.load_dataset("text", data_files=files, split="train", sample_by="document"))
     text = str(cast(Fields, document)["text"])
     with suppress(ValueError):
-        known = _json_of(text)
+        known = parsed(text)
         return known if isinstance(known, list) else [known]
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            rows += [_json_of(line)] if line.strip() else []
+            rows += [parsed(line)] if line.strip() else []
         except ValueError as error:
             raise ValueError(f"line {number} is cut short or no JSON: {one_line(error)}") from None
     return rows
-
-
-def _json_of(text: str) -> Json:
-    """Parse JSON. Raises ValueError, also for half a surrogate pair, which no tokenizer reads."""
-    value = json.loads(text)
-    json.dumps(value, ensure_ascii=False).encode()
-    return value
 
 
 def generated_rows(name: str, source: str) -> Iterator[Json]:
