@@ -1,7 +1,7 @@
 """`make bench-gpu`: what a GPU gives, in one command of at most nine minutes. Each result is written when it is there.
 
     python benchmarks/gpu.py --output benchmarks/results/gpu.json
-    python benchmarks/gpu.py --device cpu --size smoke --output /tmp/smoke.json      # the same path, on a CPU
+    python benchmarks/gpu.py --device cpu --size smoke --output smoke.json    # the same path, on a CPU
 
 The plan, in seconds on an H100 with 16 cores:
 
