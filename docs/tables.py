@@ -31,7 +31,13 @@ _OF_DOCS = (
     *("evaluate", "loss-spiked", "studies", "posttraining", "census"),
 )
 PAGES = tuple(f"docs/{name}.md" for name in _OF_DOCS)
-SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tools/reliability/NAME.py
+SUITES = {  # tools/reliability/NAME.py: what each of its cases does
+    "command_lines": "calls a command with an invalid value, file or pipe",
+    "damaged_files": "cuts, edits, deletes or exchanges a file of a run, study, checkpoint or cache",
+    "models": "loads a saved model with broken files",
+    "kills": "kills a run at a random moment and resumes it",
+    "families": "probes a small random model of a model family of transformers",
+}
 
 
 _STAR = "\\*"
@@ -97,17 +103,14 @@ def train_step_table(name: str) -> str:
         f"d {s['hidden_size']}, {s['num_hidden_layers']} layers, vocabulary {s['vocab_size']:,}, "
         f"batch {s['batch_size']} × "
         f"{s['sequence_length']}, fp32, {'compiled' if s.get('compiled') else 'eager'}, {s['threads']} "
-        f"thread{'s' * (s['threads'] > 1)}, {s.get('clock', 'seconds on the wall')}; "
-        f"{machine['processor'] or machine['platform']}, "
-        f"{machine['cores']} cores; torch {record['versions']['torch']}, "
-        f"transformers {record['versions']['transformers']}; "
-        f"{record['date']}, revision {record['revision']}."
+        f"thread{'s' * (s['threads'] > 1)} of {machine['cores']} CPU cores, {s.get('clock', 'seconds on the wall')}. "
+        + _where(name)
     )
     known, shown = names(), {r["model"] for r in record["results"]}
     if absent := len([each for each in known if each not in shown]) if shown >= {"pre_ln", "post_ln"} else 0:
-        where += f" {len(known) - absent} of {len(known)} placements have a row: the others are not measured yet."
+        where += f" {len(known) - absent} of {len(known)} placements have a row. We have not measured the others."
     if record["revision"].endswith("-dirty"):
-        where += " `-dirty`: the working tree had changes that were not committed."
+        where += " The working tree had changes that were not committed."
     return "\n".join([*rows, "", where])
 
 
@@ -133,7 +136,7 @@ def training_table(name: str) -> str:
         lines += [""] if lines[-1] else []
     products = ", ".join(f"{name} {rate:,.0f}" for name, rate in record["products_gflops_per_second"].items())
     left_out = "".join(f" {name} left out: {why}." for name, why in record["left_out"].items())
-    return "\n".join([*lines, f"Products: {products} GFLOP/s.{left_out} {_where(record, record['threads'])}"])
+    return "\n".join([*lines, f"Products: {products} GFLOP/s.{left_out} {_where(name)}"])
 
 
 def gpu_table(name: str) -> str:
@@ -161,7 +164,7 @@ def gpu_table(name: str) -> str:
         lines.append("")
     if "time_ratio" in (watched := record["stages"].get("watch", {})):
         lines += [f"A loop at 400M with `lamina.watch` takes {watched['time_ratio']:.3f} x its time without.", ""]
-    return "\n".join([*lines, _where(record, None)])
+    return "\n".join([*lines, _where(name)])
 
 
 def depth_table(name: str) -> str:
@@ -191,7 +194,7 @@ def depth_table(name: str) -> str:
             f"| {row['step_seconds']:.1f} s | {row['peak_memory_mib']:,} MiB "
             f"| {row['losses'][0]:.2f} to {row['losses'][-1]:.2f} in {len(row['losses'])} steps |"
         )
-    return "\n".join([*lines, "", _where(record, None)])
+    return "\n".join([*lines, "", _where(name)])
 
 
 _FRONT_PAGE = {
@@ -265,36 +268,16 @@ def _difference(by_seed: pd.Series, digits: int) -> str:
 
 
 def reliability_table() -> str:
-    """The counts of each reliability suite's record, then each suite's groups, then every fault it found."""
+    """A row per reliability suite: what it does, how often the result was right; then every fault that it found."""
     records = {name: record for name in SUITES if (record := _record(name, "docs/reliability"))}
-    lines = ["| suite | cases | right | seed | time | date, revision |", "|---|---|---|---|---|---|"]
-    for name in SUITES:
-        if name not in records:
-            lines.append(f"| {_title(name)} | not run yet | | | | |")
-            continue
-        record = records[name]
-        lines.append(
-            f"| {_title(name)} | {record['cases']:,} | {record['cases'] - len(record['faults']):,} | {record['seed']} "
-            f"| {record['seconds'] / 60:.1f} min | {record['date']}, {record['revision']} |"
-        )
-    machines = [_where(record, None).rpartition("; ")[0] for record in records.values()]
-    lines += ["", *(f"{machine}." for machine in dict.fromkeys(machines))]
-    for suite, record in records.items():
-        groups: dict[str, list[int]] = {}
-        for group, counts in record["groups"].items():
-            name = group.partition(",")[0] if len(record["groups"]) > 20 else group  # of "COMMAND, DAMAGE" the command
-            cases, right = groups.get(name, [0, 0])
-            groups[name] = [cases + sum(counts.values()), right + counts.get("right", 0)]
-        counts = ", ".join(f"{name} {right:,}/{cases:,}" for name, (cases, right) in groups.items())
-        lines += ["", f"**{_title(suite).capitalize()}**, right of all by group: {counts}."]
-        if record["faults"]:
-            lines += ["", "Faults:", ""]
-            lines += [f"- {f['outcome']}: {f['group']}: {f['name']}: {f['detail']}" for f in record["faults"]]
+    lines = ["| suite | what each case does | right | cases |", "|---|---|---:|---:|"]
+    for name, record in records.items():
+        right = record["cases"] - len(record["faults"])
+        link = f"[{name.replace('_', ' ')}](reliability/{name}.json)"
+        lines.append(f"| {link} | {SUITES[name]} | {right:,} | {record['cases']:,} |")
+    faults = [fault for record in records.values() for fault in record["faults"]]
+    lines += ["", *(f"- {f['outcome']}: {f['group']}: {f['name']}: {f['detail']}" for f in faults)] if faults else []
     return "\n".join(lines)
-
-
-def _title(suite: str) -> str:
-    return suite.replace("_", " ")
 
 
 def families_sentence() -> str:
@@ -306,11 +289,11 @@ def families_sentence() -> str:
     unrun = sum("could not be run" in why for why in found["refused"].values())
     right = len(set(found["measured"]) - faults)
     return (
-        f"Verified on {right} families of transformers {record['versions']['transformers']}, as tiny "
-        f"models with random weights: each probe's numbers equal independent formulas, or it says in one line why it "
-        f"does not apply there. {len(found['refused'])} more are refused as a whole, in one line, "
-        f"{unrun} of them because a model so small does not run on tokens or images alone. "
-        f"{record['date']}, revision {record['revision']}."
+        f"We checked the probes on {right} model families of transformers {record['versions']['transformers']}, with "
+        "tiny models and random weights. Each probe's numbers equal independent formulas, or Lamina prints why the "
+        f"probe does not apply. Lamina rejects {len(found['refused'])} more families with a one-line error. {unrun} of "
+        "them do not run so small, or need more than tokens or images. "
+        "[The record](reliability/families.json) names every family."
     )
 
 
@@ -335,15 +318,9 @@ def _label(row: dict[str, Any]) -> str:
     return f"{row['name']}, {row['precision']}, {'compiled' if row['compile'] == 'on' else 'eager'}"
 
 
-def _where(record: dict[str, Any], threads: int | None) -> str:
-    machine, versions = record["machine"], record["versions"]
-    what = machine.get("gpu") or f"{machine['processor'] or machine['platform']}, {machine['cores']} cores"
-    what += f" ({machine['cpu_capability']})" if machine.get("cpu_capability") else ""
-    what += f", {threads} thread{'s' * (threads > 1)}" if threads and "gpu" not in machine else ""
-    return (
-        f"{what}; torch {versions['torch']}, transformers {versions['transformers']}; {record['date']}, revision "
-        f"{record['revision']}."
-    )
+def _where(name: str, folder: str = "benchmarks/results") -> str:
+    """Where a record has what a page leaves out."""
+    return f"[The record](../{folder}/{name}.json) names the machine, the versions and the date."
 
 
 def tables() -> dict[str, str]:
@@ -374,7 +351,7 @@ def tables() -> dict[str, str]:
     }
     for name, table in made.items():
         record = _record(name)
-        found[name] = table(record, _where(record, None) if record else "")
+        found[name] = table(record, _where(name) if record else "")
     found |= {"families": families_sentence()}
     return found | {
         "training-cpu": training_table("training-cpu"),
