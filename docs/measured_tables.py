@@ -60,6 +60,19 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     return "\n".join([*lines, *(f"\n{line}" for line in said), "", *texts, "", where])
 
 
+def alarms_sentence(record: dict[str, Any] | None) -> str:
+    """How good the alarms of watched runs were where nothing was fitted on, in two sentences."""
+    if record is None:
+        return _unmeasured("alarms")
+    counts = record["parts"]["judged"]
+    return (
+        f"In watched test runs, an alarm came before the loss rose in {counts['before']} of {counts['rose']} failures. "
+        f"The location was right in {counts['place']} of {counts['placed']}, and the cause in {counts['cause']} of "
+        f"{counts['failures']}. Of {counts['healthy_steps']:,} healthy steps, {counts['alarmed_steps']} had an alarm "
+        "([evidence](evidence/alarms.md))."
+    )
+
+
 def _marked(name: str, counts: dict[str, Any]) -> str:
     return name if counts["fitted"] else rf"{name} \*"
 

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 from measured_tables import (
     after_pretraining_table,
+    alarms_sentence,
     alarms_table,
     census_table,
     evaluation_table,
@@ -28,7 +29,7 @@ from lamina.placements.wirings import WIRINGS
 ROOT = Path(__file__).resolve().parent.parent
 _OF_DOCS = (
     *("benchmarks", "convert", "placements", "probes", "reliability", "run-folder", "vision", "watch"),
-    *("evaluate", "loss-spiked", "studies", "posttraining", "census"),
+    *("evaluate", "loss-spiked", "evidence/alarms", "studies", "posttraining", "census"),
 )
 PAGES = tuple(f"docs/{name}.md" for name in _OF_DOCS)
 SUITES = {  # tools/reliability/NAME.py: what each of its cases does
@@ -352,6 +353,7 @@ def tables() -> dict[str, str]:
     for name, table in made.items():
         record = _record(name)
         found[name] = table(record, _where(name) if record else "")
+    found["alarms-in-short"] = alarms_sentence(_record("alarms"))
     found |= {"families": families_sentence()}
     return found | {
         "training-cpu": training_table("training-cpu"),
@@ -360,14 +362,15 @@ def tables() -> dict[str, str]:
     }
 
 
-def filled(text: str) -> str:
-    """A page with its generated tables as they are now."""
+def filled(text: str, page: Path) -> str:
+    """The text of a page with its generated tables as they are now."""
+    up = "../" * len(page.relative_to(ROOT / "docs").parent.parts)  # the tables' links are those of docs/
     for name, table in tables().items():
-        block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
+        block = f"<!-- {name} -->\n{table.replace('](', f']({up}')}\n<!-- /{name} -->"
         text = re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.DOTALL)
     return text
 
 
 if __name__ == "__main__":
     for page in (ROOT / name for name in PAGES):
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(filled(page.read_text(encoding="utf-8"), page), encoding="utf-8")

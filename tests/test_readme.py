@@ -27,7 +27,7 @@ def test_the_generated_tables_are_up_to_date():
     assert len(module.PAGES) > 10
     for page in (ROOT / name for name in module.PAGES):
         text = page.read_text(encoding="utf-8")
-        assert module.filled(text) == text, "run python docs/tables.py"
+        assert module.filled(text, page) == text, "run python docs/tables.py"
 
 
 def run_as_a_script(code: str, folder: Path) -> str:

@@ -69,7 +69,7 @@ def test_a_step_that_comes_twice_is_judged_as_two_values():
 
 
 def test_the_page_says_how_often_in_a_row_a_gradient_must_stand_out():
-    page = (Path(__file__).parents[2] / "docs" / "loss-spiked.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "evidence" / "alarms.md").read_text()
     words = dict(enumerate(("three", "four", "five", "six", "seven", "eight", "nine"), 3))
     model = words[math.floor(limits()["rise/step_gradient_norm"]) + 1]
     assert f"stands out {words[LASTS]} times in a row (the whole model's: {model})" in page
