@@ -180,7 +180,7 @@ def evaluation_table(record: dict[str, Any] | None, where: str) -> str:
 
 
 def after_pretraining_table(record: dict[str, Any] | None, where: str) -> str:
-    """A row per placement that examples/after_pretraining.py took through the stages."""
+    """A row per placement that tools/runs/whole_path.py took through the stages."""
     if record is None:
         return _unmeasured("after_pretraining")
     rows = [

@@ -1,5 +1,6 @@
 """The scripts of examples/ run at a size that takes seconds. The notebooks run when the site is built (test_site)."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -19,18 +20,64 @@ def test_notebooks_are_committed_without_outputs():
 
 
 def test_every_example_has_a_test():
-    here = Path(__file__).read_text("utf-8") + (ROOT / "tests/lab/posttraining/test_whole_path.py").read_text("utf-8")
-    examples = list((ROOT / "examples").glob("*.py"))
-    assert len(examples) > 1
-    assert all(path.stem in here for path in examples)
+    here = Path(__file__).read_text("utf-8")
+    examples = [path.stem for path in (ROOT / "examples").glob("*.py")]
+    assert len(examples) == 5
+    assert all(f"test_{name}_" in here for name in examples)
 
 
-def test_watch_a_loop_trains_and_writes_the_page(tmp_path, monkeypatch, capsys):
+def test_wire_own_modules_trains_and_writes_the_page(tmp_path, monkeypatch, capsys):
     arguments = ["--folder", str(tmp_path / "run"), "--steps", "3", "--num-layers", "2", "--placement", "keel"]
-    monkeypatch.setattr(sys, "argv", ["watch_a_loop.py", *arguments])
-    loaded("examples/watch_a_loop.py").main()
+    monkeypatch.setattr(sys, "argv", ["wire_own_modules.py", *arguments])
+    loaded("examples/wire_own_modules.py").main()
     assert re.search(r"loss \d\.\d+; the page is ", capsys.readouterr().out)
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def run_example(name, arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+    loaded(f"examples/{name}.py").main()
+    return capsys.readouterr().out
+
+
+def test_build_keel_finds_no_difference(tmp_path, monkeypatch, capsys):
+    block = tmp_path / "keel_block.py"
+    out = run_example("build_keel", ["--num-layers", 3, "--output", block], monkeypatch, capsys)
+    assert out.count("largest difference 0.0e+00") == 3
+    assert "alpha" in block.read_text("utf-8")
+
+
+def test_find_the_spike_names_the_planted_step_and_the_rate(tmp_path, monkeypatch, capsys):
+    out = run_example("find_the_spike", ["--folder", tmp_path / "run", "--steps", 60], monkeypatch, capsys)
+    assert "times 40 at step 40" in out
+    assert "learning rate too high" in out
+    assert "from 0.003 to 0.12 at step 41" in out
+    assert (tmp_path / "run" / "diagnosis.html").is_file()
+
+
+def test_inspect_and_prune_names_the_placement_and_removes_a_layer(tmp_path, monkeypatch, capsys, tiny_checkpoint):
+    arguments = [tiny_checkpoint, "--folder", tmp_path / "seen", "--tokenizer", "bytes"]
+    out = run_example("inspect_and_prune", arguments, monkeypatch, capsys)
+    assert "placement: peri_ln" in out
+    assert "Dropping layer" in out
+    assert re.search(r"without layers \[\d\] the loss is \d\.\d+", out)
+    assert (tmp_path / "seen" / "probed" / "report.html").is_file()
+    pruned = json.loads((tmp_path / "seen" / "pruned" / "config.json").read_text("utf-8"))
+    assert pruned["num_hidden_layers"] == 2
+
+
+@pytest.fixture
+def tiny_checkpoint(tmp_path):
+    """A Peri-LN model of bytes with 3 layers, saved."""
+    from transformers import LlamaConfig
+
+    import lamina
+
+    config = LlamaConfig(
+        num_hidden_layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=258
+    )
+    lamina.build(config, "peri_ln").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""What examples/after_pretraining.py reaches: by placement the minutes of each stage, and the held-out reward's gain.
+"""What tools/runs/whole_path.py reaches: by placement the minutes of each stage, and the held-out reward's gain.
 
     pip install -e '.[posttrain]'
     make commonsense-data
     python -m tools.runs.after_pretraining --data data/commonsense170k.jsonl
 
-Runs the example, or goes on where it was, and ends with 1 unless every placement's reward has risen with its 95 %
+Runs it, or goes on where it was, and ends with 1 unless every placement's reward has risen with its 95 %
 interval above zero.
 """
 
@@ -18,7 +18,6 @@ from pathlib import Path
 
 from benchmarks import common
 
-EXAMPLE = common.ROOT / "examples" / "after_pretraining.py"
 STAGES = ("pretrain", "sft", "reward", "rlhf")
 GAIN = ("reward_gain", "reward_gain_low", "reward_gain_high", "eval_reward", "eval_kl")
 
@@ -33,7 +32,7 @@ def row_of(folder: Path) -> dict[str, object]:
 
 
 def main() -> int:
-    """Run the example and write the record."""
+    """Run the path and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="Commonsense170K as JSON lines")
     parser.add_argument("--folder", type=Path, default=Path("runs/after-pretraining"))
@@ -41,8 +40,8 @@ def main() -> int:
         "--output", type=Path, default=common.ROOT / "benchmarks" / "results" / "after_pretraining.json"
     )
     given = parser.parse_args()
-    command = [sys.executable, str(EXAMPLE), "--data", str(given.data), "--folder", str(given.folder)]
-    subprocess.run(command, check=True)
+    command = [sys.executable, "-m", "tools.runs.whole_path", "--data", str(given.data), "--folder", str(given.folder)]
+    subprocess.run(command, check=True, cwd=common.ROOT)
     folders = sorted(path.parent for path in given.folder.glob("*/rlhf"))
     rows = [row_of(folder) for folder in folders]
     ran = json.loads((folders[0] / "pretrain" / "environment.json").read_text(encoding="utf-8"))

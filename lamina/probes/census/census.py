@@ -105,6 +105,9 @@ class Census:
             return f"{self.match.placement}{others}"
         return f"none of Lamina's; nearest is {self.match.placement}, differs: {'; '.join(self.match.differences)}"
 
+    def __str__(self) -> str:
+        return self.text()
+
     def text(self) -> str:
         """Return the answer with its evidence, for a terminal."""
         layers = [f"{self.num_layers} layer{'s' * (self.num_layers != 1)}"] if self.num_layers else []

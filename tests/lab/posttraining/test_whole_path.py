@@ -1,4 +1,4 @@
-"""examples/after_pretraining.py runs through, and resumes what was stopped."""
+"""tools/runs/whole_path.py runs through, and resumes what was stopped."""
 
 import json
 
@@ -7,13 +7,13 @@ from scripts import loaded
 
 
 def script():
-    return loaded("examples/after_pretraining.py")
+    return loaded("tools/runs/whole_path.py")
 
 
 @pytest.mark.slow
-def test_the_example_takes_two_placements_through_four_stages(tmp_path, monkeypatch, capsys):
+def test_it_takes_two_placements_through_four_stages(tmp_path, monkeypatch, capsys):
     example = script()
-    arguments = ["after_pretraining.py", "--folder", str(tmp_path), "--rows", "64", "--scale", "0.01"]
+    arguments = ["whole_path.py", "--folder", str(tmp_path), "--rows", "64", "--scale", "0.01"]
     monkeypatch.setattr("sys.argv", arguments)
     example.main()
     assert capsys.readouterr().out.count("finished, held-out reward") == 2

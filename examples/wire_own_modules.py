@@ -1,6 +1,6 @@
 """A model and a loop of your own: Lamina's wiring around plain modules, and the layer monitor around the loop.
 
-    python examples/watch_a_loop.py [--placement peri_ln] [--folder runs/own-loop] [--steps 200]
+    python examples/wire_own_modules.py [--placement peri_ln] [--folder runs/own-loop] [--steps 200]
 
 Nothing here comes from transformers. What to expect: a loss near 1 after 200 steps, in about a minute on two cores,
 and runs/own-loop/report.html.

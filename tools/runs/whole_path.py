@@ -1,7 +1,7 @@
 """The whole path at a tiny size: pretrain two placements, then SFT, a reward model, and a policy for each.
 
     pip install '.[posttrain]'
-    python examples/after_pretraining.py [--folder runs/after-pretraining] [--data commonsense170k.jsonl] [--scale 1]
+    python -m tools.runs.whole_path [--folder runs/after-pretraining] [--data commonsense170k.jsonl] [--scale 1]
 
 Each stage is a job with a folder. Run the same command again after a kill: stages that have ended are left as they are,
 and the one that was killed resumes from its last checkpoint. ``make commonsense-data`` makes Commonsense170K's data.

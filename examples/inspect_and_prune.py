@@ -1,0 +1,47 @@
+"""A checkpoint that you have: where its norms sit, what each layer does, and which layer you can remove.
+
+    python examples/inspect_and_prune.py MODEL [--folder runs/inspected] [--drop 1] [--tokenizer bytes]
+
+MODEL is a folder with a config.json and safetensors, or a name on the Hugging Face hub. Give --tokenizer bytes for a
+model of bytes without a tokenizer. What to expect: a minute for a model of a few million parameters; the page
+runs/inspected/probed/report.html, and a smaller model in runs/inspected/pruned.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import lamina
+
+
+def main() -> None:
+    """Look, measure, prune."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--folder", type=Path, default=Path("runs/inspected"))
+    parser.add_argument("--drop", type=int, default=1, help="how many layers to remove")
+    parser.add_argument("--corpus", default="embedded", help="the text to measure on: a file or a folder")
+    parser.add_argument("--tokenizer", help="for a model that has none: bytes, or a folder")
+    options = parser.parse_args()
+    text = {"corpus": options.corpus, **({"tokenizer": options.tokenizer} if options.tokenizer else {})}
+
+    print(lamina.placement_of(options.model))
+    probed = options.folder / "probed"
+    result = lamina.api.probe_folder(
+        checkpoint=options.model, probes="hidden_states,layer_drop", output=str(probed), overwrite=True, **text
+    )
+    for probe in result["probes"].values():
+        print(*probe["sentences"], sep="\n")
+    print(f"the page is {probed / 'report.html'}")
+    pruned = lamina.prune(
+        options.model, options.folder / "pruned", by="layer_drop", drop=options.drop, overwrite=True, **text
+    )
+    print(
+        f"without layers {pruned['dropped']} the loss is {pruned['loss']:.3f} nats per token; "
+        f"it was {pruned['loss_before']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
