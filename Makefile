@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= demo
+# By whole files, whose tests share what they trained.
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile
 export PEERS ?= $(HOME)/.cache/lamina/bench-peers
 PEER_PACKAGES := litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
 	x-transformers==2.31.10 torch-einops-utils==0.2.0 einops==0.8.2 einx==0.4.3 frozendict==2.5.1 loguru==0.7.3
@@ -18,10 +20,10 @@ demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
 
 test: $(VENV)/.development
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(TESTS) $(ARGS)
 
 test-all: $(VENV)/.development
-	$(BIN)/python -m pytest -n 2 -m "" $(ARGS)
+	$(TESTS) -m "" $(ARGS)
 
 # Needs a GPU, and what the extra posttrain and pytest need, of whatever Python is there (make PYTHON=...).
 test-gpu:

@@ -1,9 +1,4 @@
-"""Run by torchrun: the type in which each placement's parameters are gathered for a forward pass sharded in bf16."""
-
-import json
-import sys
-from datetime import timedelta
-from pathlib import Path
+"""For two_processes.py: the type in which each placement's parameters are gathered for a forward pass sharded in bf16."""
 
 import torch
 from torch import distributed
@@ -32,14 +27,3 @@ def gathered(placement):
     with torch.autocast("cpu", torch.bfloat16):
         model(ids).logits.sum().backward()
     return types
-
-
-if __name__ == "__main__":
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
-    path = Path(sys.argv[1])
-    types = {placement: gathered(placement) for placement in json.loads(path.read_text())}
-    if distributed.get_rank() == 0:
-        path.with_suffix(".types").write_text(json.dumps(types))
-    distributed.barrier()
-    distributed.destroy_process_group()

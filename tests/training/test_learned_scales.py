@@ -1,13 +1,12 @@
 """Learned scales, and norms of one's own: one process, DDP and FSDP2 train them alike, and read each other's."""
 
 import json
-from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from training.test_distributed import curve, torchrun, train
+from training.test_distributed import curve, train
 from training.tiny_runs import SMALL, cut_at, result, settings
 from transformers import AutoModelForCausalLM
 
@@ -134,19 +133,6 @@ def test_a_sharded_checkpoint_holds_scalars_and_their_optimizer_states_as_one_pr
             assert torch.allclose(states[0][name][key], value, rtol=1e-3, atol=1e-6)
 
 
-def test_a_learned_scale_leaves_the_rest_of_its_block_gathered_in_bf16(tmp_path):
-    plan = tmp_path / "placements.json"
-    plan.write_text(json.dumps(["keel", *PLACEMENTS_THAT_LEARN]))
-    done = torchrun(Path(__file__).with_name("gathered_types.py"), plan)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for placement, types in json.loads(plan.with_suffix(".types").read_text()).items():
-        in_blocks = {name: kind for name, kind in types.items() if ".layers." in name}
-        matrices = {name for name, kind in in_blocks.items() if kind == "torch.bfloat16"}
-        assert matrices == {name for name in in_blocks if name.endswith("_proj.weight")}, placement
-        scales = {name for name in in_blocks if is_of_the_wiring(name)}
-        assert bool(scales) == (placement != "keel")
-
-
 OWN = """
 from lamina.modeling import LaminaNorm
 from lamina.modeling.building import norm
@@ -166,11 +152,30 @@ def own(num_layers: int) -> Plan:
 """
 
 
-def test_two_processes_train_a_model_with_it(corpus, tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    given = settings(corpus, tmp_path / "run", **{**SMALL, "placement": str(tmp_path / "own.py"), "steps": 2})
-    config = tmp_path / "settings.json"
-    config.write_text(json.dumps(given.to_dict()))
-    done = torchrun("-m", "lamina", "pretrain", "--config", config)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "run" / "result.json").is_file()
+@pytest.fixture(scope="module")
+def told(corpus, tmp_path_factory):
+    """A model with a norm of one's own is trained by two processes; and the types of gathered parameters."""
+    folder = tmp_path_factory.mktemp("told")
+    (folder / "own.py").write_text(OWN)
+    given = settings(corpus, folder / "run", **{**SMALL, "placement": str(folder / "own.py"), "steps": 2})
+    (folder / "settings.json").write_text(json.dumps(given.to_dict()))
+    placements = ["keel", *PLACEMENTS_THAT_LEARN]
+    plan = [{"argv": ["pretrain", "--config", str(folder / "settings.json")]}, *({"gathered": p} for p in placements)]
+    (code, *types), (other_code, *_) = train(folder, plan)
+    assert code == other_code
+    return code, folder / "run", dict(zip(placements, types, strict=True))
+
+
+def test_a_learned_scale_leaves_the_rest_of_its_block_gathered_in_bf16(told):
+    for placement, types in told[-1].items():
+        in_blocks = {name: kind for name, kind in types.items() if ".layers." in name}
+        matrices = {name for name, kind in in_blocks.items() if kind == "torch.bfloat16"}
+        assert matrices == {name for name in in_blocks if name.endswith("_proj.weight")}, placement
+        scales = {name for name in in_blocks if is_of_the_wiring(name)}
+        assert bool(scales) == (placement != "keel")
+
+
+def test_two_processes_train_a_model_with_it(told):
+    code, run, _ = told
+    assert code == 0
+    assert (run / "result.json").is_file()

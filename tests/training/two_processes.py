@@ -1,4 +1,7 @@
-"""Run by torchrun, in each of its processes: the runs of a JSON file, one after the other (imports are the cost)."""
+"""Run by torchrun, in each of its processes: what a JSON file lists, one after the other (imports are the cost).
+
+Runs by their settings, command lines of Lamina's, and placements whose parameters' types are told.
+"""
 
 import json
 import os
@@ -11,6 +14,9 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from gathered_types import gathered
+
+from lamina.cli import main as lamina
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training.checkpointing.checkpoints import Background
@@ -70,6 +76,9 @@ def main(path):
     said = []
     for run in json.loads(Path(path).read_text()):
         LaminaTrainer.training_step, Background.begin = _STEP, _BEGIN
+        if "argv" in run or "gathered" in run:
+            said.append(lamina(run["argv"]) if "argv" in run else gathered(run["gathered"]))
+            continue
         if run["settings"]["async_checkpoints"]:
             written_late(run["settings"]["steps"])
         if "terminate" in run:
