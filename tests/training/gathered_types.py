@@ -1,4 +1,4 @@
-"""For two_processes.py: the type in which each placement's parameters are gathered for a forward pass sharded in bf16."""
+"""For two_processes.py: in which type each placement's parameters are gathered for a forward pass sharded in bf16."""
 
 import torch
 from torch import distributed

@@ -12,9 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import distributed
-
 from gathered_types import gathered
+from torch import distributed
 
 from lamina.cli import main as lamina
 from lamina.errors import UserError
