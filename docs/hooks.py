@@ -89,6 +89,7 @@ def notebook_page(path: Path) -> str:
 def ran(path: Path) -> Any:
     """A notebook after it has run in an empty folder, with ``small.json``'s parameters behind its own."""
     notebook = nbformat.read(path, as_version=4)
+    notebook.cells = [cell for cell in notebook.cells if "colab" not in cell.metadata.get("tags", ())]
     (at,) = (at for at, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ()))
     small = json.loads(path.with_name("small.json").read_text(encoding="utf-8"))[path.stem]
     notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(small, metadata={"small": True}))

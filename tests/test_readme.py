@@ -1,10 +1,12 @@
 """README, the recipes and docs/architecture.md say what the program does now."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -100,19 +102,44 @@ def described(folder: Path) -> str:
     return (folder / "lamina.egg-info" / "PKG-INFO").read_text("utf-8").replace("\n        ", "\n")
 
 
-def test_the_package_shows_the_readme_with_links_to_the_public_home(tmp_path):
-    for name in ("README.md", "LICENSE", "setup.py", "pyproject.toml"):
+@pytest.fixture
+def checkout(tmp_path):
+    """The files of this checkout that name its public home, or would."""
+    for name in ("README.md", "LICENSE", "setup.py", "pyproject.toml", "CITATION.cff", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path)
     for folder in ("lamina", "studies"):
         (tmp_path / folder).mkdir()
-    assert README.strip() in described(tmp_path)  # no public home yet
-    project = (tmp_path / "pyproject.toml").read_text("utf-8")
-    home = '[project.urls]\nRepository = "https://forge.org/lamina"\n\n[project.optional-dependencies]'
-    (tmp_path / "pyproject.toml").write_text(project.replace("[project.optional-dependencies]", home, 1), "utf-8")
-    text = described(tmp_path)
+    shutil.copytree(ROOT / "docs" / "notebooks", tmp_path / "docs" / "notebooks")
+    return tmp_path
+
+
+def test_the_package_shows_the_readme_with_links_to_the_public_home(checkout):
+    assert README.strip() in described(checkout)  # no public home yet
+    give = loaded("docs/home.py").give
+    give("https://github.com/first/try", checkout)
+    give("https://github.com/owner/lamina.git", checkout)
+    text = described(checkout)
     assert len(LINK.findall(text)) == len(LINK.findall(README))
     for image, target, _ in LINK.findall(text):
-        assert target.startswith(f"https://forge.org/lamina/{'raw' if image else 'blob'}/main/"), target
+        assert target.startswith(f"https://github.com/owner/lamina/{'raw' if image else 'blob'}/main/"), target
+    project = tomllib.loads((checkout / "pyproject.toml").read_text("utf-8"))
+    assert project["project"]["urls"]["Repository"] == "https://github.com/owner/lamina"
+    assert yaml.safe_load((checkout / "CITATION.cff").read_text("utf-8"))["repository-code"].endswith("owner/lamina")
+    assert "first/try" not in "".join(path.read_text("utf-8") for path in checkout.rglob("*.*") if path.is_file())
+    with pytest.raises(SystemExit, match="OWNER/NAME"):
+        give("https://example.org/lamina", checkout)
+
+
+def test_notebooks_get_a_badge_and_install_lamina_in_colab(checkout):
+    loaded("docs/home.py").give("https://github.com/owner/lamina", checkout)
+    for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        before = json.loads(path.read_text("utf-8"))["cells"]
+        title, badge, install, *rest = json.loads((checkout / "docs" / "notebooks" / path.name).read_text("utf-8"))[
+            "cells"
+        ]
+        assert f"/github/owner/lamina/blob/main/docs/notebooks/{path.name})" in badge["source"][0]
+        assert install["source"] == ['%pip install -q "lamina[train] @ git+https://github.com/owner/lamina"']
+        assert [title, *rest] == before
 
 
 def test_the_number_of_placements_is_right():
