@@ -103,12 +103,14 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
         found = reasons if row["match"] is None else layouts
         found.setdefault(_reason(row["unknown"]) if row["match"] is None else _layout(row["match"]), []).append(name)
     lines = ["| layout | count | model types |", "|---|---|---|"]
-    for layout, names in sorted(layouts.items(), key=lambda one: -len(one[1])):
+    shared = {layout: names for layout, names in layouts.items() if len(names) > 1}
+    for layout, names in sorted(shared.items(), key=lambda one: -len(one[1])):
         told = sorted(names, key=lambda name: not name.startswith("**"))  # first those that convert takes
         more = f", and {len(told) - 6} more" if len(told) > 6 else ""
         lines.append(f"| {layout} | {len(names)} | {', '.join(told[:6])}{more} |")
     untold = "; ".join(f"{reason}: {len(names)}" for reason, names in reasons.items())
-    return "\n".join([*lines, "", f"Not known: {untold}.", "", where])
+    alone = f"{len(layouts) - len(shared)} more model types have a layout of their own"
+    return "\n".join([*lines, "", f"{alone}. Not known: {untold}.", "", where])
 
 
 def _layout(match: dict[str, Any]) -> str:

@@ -28,8 +28,8 @@ from lamina.placements.wirings import WIRINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 _OF_DOCS = (
-    *("benchmarks", "convert", "placements", "probes", "reliability", "run-folder", "vision", "watch"),
-    *("evaluate", "loss-spiked", "evidence/alarms", "studies", "posttraining", "census"),
+    *("benchmarks", "edit-layers", "placements", "inspect", "reliability", "run-folder", "vision", "watch"),
+    *("evaluate", "loss-spiked", "evidence/alarms", "studies", "posttraining"),
 )
 PAGES = tuple(f"docs/{name}.md" for name in _OF_DOCS)
 SUITES = {  # tools/reliability/NAME.py: what each of its cases does
@@ -77,7 +77,7 @@ def columns_table() -> str:
 def verified_types() -> str:
     """The model types whose wiring is tested against transformers: all that Lamina knows."""
     others = [row.title for row in ARCHITECTURES.values() if row.conversion is None]
-    return f"what [`lamina convert`](convert.md) takes, {', '.join(others)}."
+    return f"what [`lamina convert`](edit-layers.md#convert-from-transformers-and-back) takes, {', '.join(others)}."
 
 
 def conversions_table() -> str:

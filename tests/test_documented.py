@@ -21,11 +21,11 @@ from lamina.probes.engine import registry as probes
 
 TYPED = {page: parts for page, parts in typed().items() if parts}
 FULL = {"posttraining.md", *(f"lamina {job} --help" for job in ("sft", "reward", "rlhf", "dpo"))}  # epochs, not steps
-FAST = {"posttraining.md", "convert.md", "distributed.md", "loss-spiked.md", "serving.md", "watch.md"}
+FAST = {"posttraining.md", "edit-layers.md", "distributed.md", "loss-spiked.md", "serving.md", "watch.md"}
 FAST |= {f"lamina {job} --help" for job in ("convert", "generate", "reward")}
 PYTHON_ELSEWHERE = {  # pages whose Python is run by the test of their own
     "README.md": "tests/test_readme.py",
-    "probes.md": "tests/probes/test_probes_docs.py",
+    "inspect.md": "tests/probes/test_probes_docs.py",
     "serving.md": "tests/modeling/test_serving.py",
     "wire.md": "tests/modeling/test_wiring.py",
 }

@@ -28,7 +28,7 @@ class Conversion:
         gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
         rounds: the place where transformers rounds and Lamina does not, in words. In float32 the logits agree up to the
             last bits.
-        note: a line for the table of docs/convert.md.
+        note: a line for the table of docs/edit-layers.md.
     """
 
     placement: str

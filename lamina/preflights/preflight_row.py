@@ -49,7 +49,7 @@ PREFLIGHT = JobRow(
     run=preflight,
     returns=(
         "Returns one row per planned run: its verdict, the reason, what to change, and the numbers behind "
-        "them (docs/preflight.md). With ``output``, it also writes a folder: preflight.csv, layers.parquet, "
+        "them (docs/evidence/preflight.md). With ``output``, it also writes a folder: preflight.csv, layers.parquet, "
         "preflight.json (from which `lamina report` makes the page) and report.html."
     ),
     outcome="pd.DataFrame",

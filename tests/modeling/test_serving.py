@@ -79,7 +79,7 @@ def test_models_are_exported(tmp_path, monkeypatch):
 
 
 def test_the_table_of_equal_architectures_names_placements_and_architectures():
-    convert = PAGE.with_name("convert.md").read_text(encoding="utf-8")
+    convert = PAGE.with_name("edit-layers.md").read_text(encoding="utf-8")
     table = convert[convert.index("| placement on a Llama |") :]
     rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|", table, re.M)
     assert {architecture for _, architecture in rows} == EQUIVALENTS.keys() - {"qwen2"}  # that needs biases

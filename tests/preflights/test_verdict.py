@@ -1,4 +1,4 @@
-"""The verdict on recorded burn-ins, and that docs/preflight.md says its mistakes as the records give them."""
+"""The verdict on recorded burn-ins, and that docs/evidence/preflight.md says its mistakes as the records give them."""
 
 import json
 import math

@@ -17,7 +17,7 @@ from lamina.probes.engine.registry import listed, read
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "probes.md").read_text(encoding="utf-8")
 OWN = (DOCS / "own.md").read_text(encoding="utf-8")
-GALLERY = (DOCS / "gallery.md").read_text(encoding="utf-8")
+INSPECT = (DOCS / "inspect.md").read_text(encoding="utf-8")
 
 
 def test_every_probe_has_its_heading_and_no_other():
@@ -27,7 +27,7 @@ def test_every_probe_has_its_heading_and_no_other():
 
 def test_the_python_example_runs():
     names: dict = {}
-    exec(re.findall(r"```python\n(.*?)```", TEXT, re.S)[0], names)
+    exec(re.findall(r"```python\n(.*?)```", INSPECT, re.S)[0], names)
     assert set(names["distances"]["size"]) == {1, 2, 3, 4}
 
 
@@ -49,7 +49,7 @@ def test_the_probe_of_ones_own_measures_what_it_says(tmp_path, tiny_llama):
         registry.make(spec.replace("limit", "limt"))
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"!\[[^]]*\]\((?!http)([^)#]+)\)", GALLERY))))
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"!\[[^]]*\]\((?!http)([^)#]+)\)", INSPECT))))
 def test_every_picture_is_there_and_small(link):
     assert (DOCS / link).stat().st_size < 150_000
 

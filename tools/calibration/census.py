@@ -1,6 +1,6 @@
 """Measures the placement of every decoder of the installed transformers, on tiny models with random weights.
 
-Writes benchmarks/results/census.json, from which docs/tables.py makes the table of docs/census.md.
+Writes benchmarks/results/census.json, from which docs/tables.py makes the table of docs/inspect.md.
 
     python -m tools.calibration.census --output benchmarks/results/census.json
 """

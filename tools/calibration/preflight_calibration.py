@@ -6,7 +6,7 @@
 
 `runs` trains each case with lamina's own pretraining (runs.jsonl, a line a case), `measure` does each one's burn-in
 (measurements.jsonl, its features at every measurement), `fit` writes lamina/preflights/calibration.json from the sets
-FITTED, `judge` writes judged.json and the tables of docs/preflight.md from JUDGED_ON.
+FITTED, `judge` writes judged.json and the tables of docs/evidence/preflight.md from JUDGED_ON.
 
 grid: all placements x {12, 24, 48} layers x {normal, scaled} x two rates. more: drawn at random, wider in rates,
 initializers and shapes. held_out: another draw with other depths, rates and another seed. default: the recipe of

@@ -1,4 +1,4 @@
-"""From recorded runs and burn-ins to the rules' numbers, and from others to the tables of docs/preflight.md."""
+"""From recorded runs and burn-ins to the rules' numbers, and to the tables of docs/evidence/preflight.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lamina.training.settings import PretrainSettings, RunSettings
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "lamina" / "preflights" / "calibration.json"
-PAGE = ROOT / "docs" / "preflight.md"
+PAGE = ROOT / "docs" / "evidence" / "preflight.md"
 JUDGED = ROOT / "benchmarks" / "results" / "preflight" / "judged.json"
 FITTED = ("grid", "more", "slow", "trials")
 JUDGED_ON = ("default", "held_out", "unseen", "reviewed", "other depths", "other text")
