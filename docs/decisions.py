@@ -7,6 +7,7 @@ old sentence cannot outlive its verdict, and none stands beside the verdict of a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,28 +35,29 @@ _UNDECIDED = (
 _FRONT_PAGE = """## How much the initializer decides
 
 One comparison of five placements, with three initializers and on two texts. Each placement has its own best learning
-rate in each column. The first column was [registered](preregistration/front-page.md) before its trials.
+rate in each column. The first column was
+[registered](../studies/preregistration/front-page.md) before its trials.
 
 <!-- front-page -->
 <!-- /front-page -->
 
 - **Branches scaled by depth** (`small_scaled`): FuseNorm (SpanNorm) is below Pre-LN on both texts. Keel and Peri-LN are
   above Pre-LN. The last matrix of each branch starts smaller by the root of twice the number of blocks.
-- **No branch scaled** (`normal(std=0.0924)`, [registered](preregistration/front-page-unscaled.md)): all four placements
-  are below Pre-LN. Peri-LN's norms on the branches' outputs undo such a scaling in the forward pass.
+- **No branch scaled** (`normal(std=0.0924)`, [registered](../studies/preregistration/front-page-unscaled.md)): all
+  four placements are below Pre-LN. Peri-LN's norms on the branches' outputs undo such a scaling in the forward pass.
 - **A standard deviation of 0.02** (`scaled`), 4.5 times too small for this width: Keel is below Pre-LN, and Mix-LN and
   Peri-LN are above. One of FuseNorm's runs got stuck.
 
 A comparison at one initializer therefore says as much about the initializer, so tune both. All of this is one shape and
 one length of training: it says how fast models of this shape start to learn. After 20 tokens per parameter, in
-shallower models, the order is another one ([the ladder](results/ladder.md)). There, parameters are counted without the
-embeddings."""
+shallower models, the order is another one ([the ladder](results/ours.md#ladder)). There, parameters are counted
+without the embeddings."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 
-def page(verdicts: list[Json], scale: str) -> str:
-    """The page of advice, the decided questions first; ``scale`` says of what size the trials are."""
-    known = {str(one["claim"]): one for one in best(verdicts)}
+def page(verdicts: list[Json], scale: str, links: Mapping[str, str]) -> str:
+    """The page of advice, the decided questions first; ``scale``: the models' sizes, ``links``: a study's details."""
+    known = {str(one["claim"]): {**one, "link": links[one["study"]]} for one in best(verdicts)}
     questions: list[Question] = yaml.safe_load((HERE / "decisions.yaml").read_text(encoding="utf-8"))
     advised = [(question, _advice(question, known)) for question in questions]
     sections = [_section(*each, known) for each in sorted(advised, key=lambda each: not each[1])]
@@ -66,7 +68,7 @@ def _introduction(scale: str) -> str:
     return f"""# Which placement should I use?
 
 Each piece of advice is written for one [verdict](methods.md), and stands here only while the records give it;
-[the results](results/index.md) have every claim. {scale} Take the advice as what to compare first, not as what to ship:
+[the results](results/ours.md) have every claim. {scale} Take the advice as what to compare first, not as what to ship:
 run [`lamina compare`](compare.md) or one of these [studies](studies.md) on your own text."""
 
 
@@ -104,7 +106,7 @@ def _section(question: Question, advice: list[str], known: dict[str, Json]) -> s
 
 def _evidence(one: Json) -> str:
     """The verdict as a link, and what it rests on."""
-    facts = [f"[{one['verdict']}](results/{one['study']}.md)", f"`{one['claim']}`"]
+    facts = [f"[{one['verdict']}]({one['link']})", f"`{one['claim']}`"]
     interval, parts = one.get("interval"), one.get("parts") or []
     if interval and len(parts) == 1:  # of several parts the margin is the closest one's
         compared, _, more = str(parts[0]).partition(": difference")
@@ -116,4 +118,4 @@ def _evidence(one: Json) -> str:
 
 
 def _open(one: Json) -> str:
-    return f"[`{one['claim']}`](results/{one['study']}.md)"
+    return f"[`{one['claim']}`]({one['link']})"

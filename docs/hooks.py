@@ -1,7 +1,6 @@
-"""Hooks of the site (mkdocs.yml): pages from files at the root, and links to what is no page.
+"""Hooks of the site (mkdocs.yml): its first page is README.md, and links to files that are no page.
 
-README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site where they stand; nothing is copied. A link to a file
-of the repository that the site does not hold becomes its text, once the file is known to exist.
+A link to a file of the repository that the site does not hold becomes its text, once the file is known to exist.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from nbclient import NotebookClient
 logger = logging.getLogger("mkdocs.hooks")  # mkdocs counts its warnings under --strict
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {"README.md": "index.md"}
 DOCS = ROOT / "docs"
 PLOTLY = "assets/plotly.min.js"
 _PLOTLY = f'<script src="../{PLOTLY}"></script>'  # from a folder below the site's
 PACKED = ROOT / "lamina" / "reports" / "assets" / "plotly-cartesian.min.js.gz"
-STUDIES = "results/*.md"
+RESULTS = "results/"  # the pages of claims: found by links, not by the navigation or the search
 _SEARCH = 'data-md-component="search" role="dialog" aria-label="Search"'
 _OPTIONS = '{responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]}'
 _PICTURE = re.compile(r"^!\[[^\]\[]*\]\((?P<path>[^)\s]+\.svg)\)$", re.MULTILINE)
@@ -41,26 +40,6 @@ _LINK = re.compile(
     r"(?P<code>^```.*?^```|`[^`\n]+`)|(?P<image>!?)\[(?P<label>[^\]\[]*)\]\((?P<target>[^)\s]+)\)",
     re.DOTALL | re.MULTILINE,
 )
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages of the results into the navigation: they are generated, so mkdocs.yml does not name them."""
-    config.nav = _with_results(config.nav or [])
-    return config
-
-
-def _with_results(nav: list[Any]) -> list[Any]:
-    """Navigation with the studies' pages in the place of ``results/*.md``."""
-    items: list[Any] = []
-    for item in nav:
-        if isinstance(item, dict):
-            item = {name: _with_results(part) if isinstance(part, list) else part for name, part in item.items()}
-        if item == STUDIES:
-            pages = sorted(path.name for path in (DOCS / "results").glob("*.md") if path.name != "index.md")
-            items += [{Path(name).stem: f"results/{name}"} for name in pages]
-        else:
-            items.append(item)
-    return items
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -121,7 +100,9 @@ def _reference() -> dict[str, str]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let each link of a page lead to a page or a file of the site."""
+    """Let each link of a page lead to a page or a file of the site, and keep the results out of the search."""
+    if page.file.src_uri.startswith(RESULTS):
+        page.meta["search"] = {"exclude": True}
     source = _SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return with_figures(site_links(markdown, source, files), page.file)
 
@@ -155,12 +136,14 @@ def site_links(markdown: str, source: str, files: Files) -> str:
 
 
 def _drawn(name: str, drawn: dict[str, Any]) -> str:
-    """A figure in its place."""
+    """A figure in its place; one that is folded away is drawn when it is opened, as only then its width is known."""
     drawn["layout"].pop("template", None)
     text = json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<div id="{name}" style="height:{drawn["layout"].get("height", 420)}px"></div>\n'
-        f'<script>{{const drawn = {text}; Plotly.newPlot("{name}", drawn.data, drawn.layout, {_OPTIONS});}}</script>'
+        f'<script>{{const drawn = {text}; const fold = document.getElementById("{name}").closest("details"); '
+        f'const draw = () => Plotly.newPlot("{name}", drawn.data, drawn.layout, {_OPTIONS}); '
+        'fold && !fold.open ? fold.addEventListener("toggle", draw, {once: true}) : draw();}</script>'
     )
 
 

@@ -5,7 +5,7 @@ that all arms share:
 
     L = E + A_arm / N^a + B_arm / D^b        N parameters without embedding, D tokens
 
-fitted by the Huber loss on log L. docs/preregistration/ladder.md says what is tested on it.
+fitted by the Huber loss on log L. studies/preregistration/ladder.md says what is tested on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes docs/results/ladder.md: losses and gaps against compute, over the ladder's sizes that ran."""
+"""The section on the ladder of docs/results/ours.md: losses and gaps against compute, over the sizes that ran."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _TREND_AT = 10.0  # tokens per parameter, which all sizes have
 _LEAST_SIZES = 2
 _SAYS = """\
 A point is a mean over seeds, at the rate that each arm's sweep at S1 chose. A run gives four losses: its own end, and
-three branches that decay earlier. [The registration](../preregistration/ladder.md) has the design, the primary
-comparison, and what was changed. **Nothing is drawn beyond the sizes that ran, and nothing is known there**: at 100M
-parameters and above, the error of a slope is as large as most gaps. A slope's interval takes seeds of one size for
-independent pairs; it knows nothing of other texts and shapes. Parameters are counted without the embeddings."""
+three branches that decay earlier. [The registration](../../studies/preregistration/ladder.md) has the design, the
+primary comparison, and what was changed. **Nothing is drawn beyond the sizes that ran, and nothing is known there**:
+at 100M parameters and above, the error of a slope is as large as most gaps. A slope's interval takes seeds of one size
+for independent pairs; it knows nothing of other texts and shapes. Parameters are counted without the embeddings."""
 
 
 def losses(records: Path) -> Frame:
@@ -120,28 +120,30 @@ def _line(arm: str, look: Any, rows: Frame, value: str) -> Series:
     return Series(label=arm, look=look, x=tuple(rows["flops"]), y=tuple(rows[value]), **ends)
 
 
-def page(trials: Frame, figures: Sequence[Drawing]) -> str:
-    """Return the page."""
+def section(trials: Frame, figures: Sequence[Drawing]) -> str:
+    """Return the section."""
     found, arms = gaps(trials), [arm for arm in sorted(trials["arm"].unique()) if arm != REFERENCE]
-    pictures = [f"### {one.title}\n\n![{one.title}](figures/{one.name}.svg)\n\n{one.caption}" for one in figures]
     cells = [
         [str(size), f"{per:g}", *(_interval(*own[own["arm"] == arm][["gap", "low", "high"]].iloc[0]) for arm in arms)]
         for (size, per), own in found.groupby(["size", "per_parameter"])
     ]
-    return (
-        "\n\n".join(
-            [
-                "<!-- Made from studies/records by `make results-docs`. -->",
-                "# The ladder: losses and gaps against compute",
-                _SAYS,
-                *pictures,
-                "### The gaps to Pre-LN",
-                table(["size", "tokens per parameter:", *(f"{code(arm)}:" for arm in arms)], cells),
-                "### The trend, and what a loss costs",
-                _trends(trials, arms),
-            ]
-        )
-        + "\n"
+    return "\n\n".join(
+        [
+            "### ladder",
+            "Losses and gaps against compute, over the sizes of the studies `ladder-s1` to `ladder-s3`.",
+            '<details markdown="1">\n<summary>All numbers and figures</summary>',
+            _SAYS,
+            *(
+                part
+                for one in figures
+                for part in (f"**{one.title}**", f"![{one.title}](figures/{one.name}.svg)", one.caption)
+            ),
+            "**The gaps to Pre-LN**",
+            table(["size", "tokens per parameter:", *(f"{code(arm)}:" for arm in arms)], cells),
+            "**The trend, and what a loss costs**",
+            _trends(trials, arms),
+            "</details>",
+        ]
     )
 
 

@@ -1,12 +1,13 @@
-"""The pages of docs/results, made from the records of studies: one of all claims, and one per study."""
+"""The five pages of docs/results, made from the records of studies: a page per paper, and one of our own."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from lamina.core.yaml_files import read_mapping
 from lamina.jobs.files import write_text
 from lamina.jobs.names import CLAIMS, RESULTS
 from lamina.lab.papers.judging.checks import TRAINED, optimum, values_of
+from lamina.lab.papers.judging.findings import Verdict
 from lamina.lab.papers.judging.trials import Trials
 from lamina.lab.papers.pages.drawing import Drawing
 from lamina.lab.papers.pages.folder import OURS, StudyFolder, arms, read_folder
@@ -32,81 +34,99 @@ from lamina.lab.papers.study_catalog import StudyDefinition
 from lamina.reports.records import rows_of
 
 PAPERS = {
-    "fusenorm": "FuseNorm (SpanNorm, arXiv 2601.22580)",
-    "keel": "Keel (arXiv 2601.19895)",
-    "mix_ln": "Mix-LN (arXiv 2412.13795)",
-    "peri_ln": "Peri-LN (arXiv 2502.02732)",
-    "field": "Others, and our own",
+    "fusenorm": ("fusenorm", "FuseNorm (SpanNorm)", "2601.22580"),
+    "keel": ("keel", "Keel", "2601.19895"),
+    "mix_ln": ("mix-ln", "Mix-LN", "2412.13795"),
+    "peri_ln": ("peri-ln", "Peri-LN", "2502.02732"),
+    "field": ("ours", "Our own comparisons, and other papers", ""),
 }
+"""By a study's ``paper``: the name of its page, the page's title, and the paper's number at arXiv."""
+_FIELD = "field"
 _HOW = (
-    "A difference is paired over seeds, each arm at its own best learning rate, with Student's 95 % interval. What "
-    "holds and what fails is tested at the same level, with Holm's correction over all claims of the study, and over "
-    "the looks where seeds were added after one. Of losses and scores, runs that failed are ranked last. "
-    "[Methods](../methods.md) has the rules, those of power too."
-)
-_SCALE = (
-    "**A verdict is about its scale and no more.** The papers train models hundreds to thousands of times larger than "
-    "those of scale cpu, on more than a hundred thousand times more text."
+    "**A verdict is about models of this size and no more.** The papers train models hundreds to thousands of times "
+    "larger, on more than a hundred thousand times more text. [Methods](../methods.md) explains each verdict and its "
+    "test. `studies/records` has every number."
 )
 WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
 _SWEPT = 3  # rates from which on their interval says something
 _TOLERANCE = f"rates within {WITHIN:g} nats of the best, factors of 2:"
-_SHOWN = 2  # numbers of a claim on the page of all; its own page has the rest
 _GENERATED = "<!-- Made from studies/records by `make results-docs`. -->"
 
 
-def index(studies: Sequence[StudyDefinition], verdicts: Sequence[Json], folders: Iterable[StudyFolder]) -> str:
-    """The page of all claims."""
-    parts = [
-        _GENERATED,
-        "# What the papers claim, and what we found",
-        said.counts(verdicts),
-        _on_scale(list(folders)),
-        table(["verdict", "it means"], [[f"**{verdict}**", words[-1]] for verdict, words in said.WORDS.items()]),
-        _HOW,
-    ]
-    for paper, title in PAPERS.items():
-        own = [study for study in studies if study.paper == paper]
-        rows = [_claim(study, one) for study in own for one in verdicts if one["study"] == study.name]
-        if own:
-            parts.append(f"## {title}")
-        if rows:
-            parts.append(table(["claim", "verdict", "ours", "paper", "seeds:", "scale"], rows))
-        if silent := [study for study in own if study.name not in {one["study"] for one in verdicts}]:
-            links = [f"[{study.name}]({study.name}.md) ({plain(study.title)})" for study in silent]
-            parts.append(f"Measured without a claim: {'; '.join(links)}.")
-    return "\n\n".join(parts) + "\n"
+def link(study: StudyDefinition) -> str:
+    """Where a study is, from docs/results."""
+    return f"{PAPERS.get(study.paper, PAPERS[_FIELD])[0]}.md#{study.name}"
 
 
-def study_page(
+def paper_page(
+    paper: str,
+    studies: Sequence[StudyDefinition],
+    verdicts: Sequence[Json],
+    folders: Mapping[str, Mapping[str, StudyFolder]],
+    figures: Mapping[str, Mapping[str, list[Drawing]]],
+) -> str:
+    """Return the page of a paper's claims; ``folders`` and ``figures`` are by study and scale."""
+    _, title, number_ = PAPERS[paper]
+    names = {study.name for study in studies}
+    own = [one for one in verdicts if one["study"] in names]
+    ran = [folder for study in studies for folder in folders.get(study.name, {}).values()]
+    source = f"[The paper](https://arxiv.org/abs/{number_}). " if number_ else ""
+    heading = f"# {title}: the paper's claims on our small models" if number_ else f"# {title}"
+    order = [*said.PLAIN.values()]
+    shown = [one for one in said.best(own) if said.is_whole(one) or one["verdict"] not in _UNDECIDED]
+    rows = [_claim(one) for one in sorted(shown, key=lambda one: order.index(said.verdict(one)))]
+    return "\n\n".join(
+        [
+            _GENERATED,
+            heading,
+            f"{source}{said.counts(own)} {on_scale(ran)}".strip(),
+            _HOW,
+            *([table(["claim", "verdict", "what we measured", "in the paper", "details"], rows)] if rows else []),
+            "The table has every main claim, and each part of a claim that these models decided. The details below "
+            "have all parts.",
+            "## Details",
+            *(
+                part
+                for study in studies
+                for part in study_section(study, own, folders.get(study.name, {}), figures.get(study.name, {}))
+            ),
+        ]
+    )
+
+
+def study_section(
     study: StudyDefinition,
     verdicts: Sequence[Json],
     folders: Mapping[str, StudyFolder],
     figures: Mapping[str, list[Drawing]],
-) -> str:
-    """Return the page of one study; ``folders`` and ``figures`` are by scale."""
+) -> list[str]:
+    """Return the parts of a study's section, folded below its heading; ``folders`` and ``figures`` are by scale."""
     own = [one for one in verdicts if one["study"] == study.name]
-    parts = [
-        _GENERATED,
-        f"# {study.name}: {plain(study.title)}",
-        "Lamina's own." if study.source == OURS else f"{plain(study.source)}. {PAPERS.get(study.paper, study.paper)}.",
-    ]
+    source = "" if study.source == OURS else f" From {plain(study.source)}."
+    inside, later = [], []
     for name, scale in study.scales.items():
         here = [one for one in own if one["scale"] == name]
-        says = "".join(f"\n- {plain(one.get('says') or one['claim'])}" for one in here)
         if name in folders:
             earlier = folders[name].definition_of_scale != read_mapping(study.file)["scales"][name]
-            parts += _ran(folders[name], here, figures.get(name, []), earlier=earlier)
+            inside += _ran(folders[name], here, figures.get(name, []), earlier=earlier)
         elif scale.needs:
-            parts += [f"## At scale {name}", f"Not decidable at this scale: {plain(scale.needs)}"]
+            later.append(f"Not decidable at scale {name}: {plain(scale.needs)}.")
         else:
-            again = f"Not run yet: {code(said.command(study.name, name))}"
-            parts += [f"## At scale {name}", f"{again}\n{says}" if says else again]
-    return "\n\n".join(parts) + "\n"
+            later.append(f"Not run yet: {code(said.command(study.name, name))}.")
+            says = [f"- {plain(one.get('says') or one['claim'])}" for one in here]
+            later += ["\n".join(says)] if says else []
+    return [
+        f"### {study.name}",
+        f"{plain(study.title)}.{source}",
+        '<details markdown="1">\n<summary>All numbers and figures</summary>',
+        *inside,
+        *later,
+        "</details>",
+    ]
 
 
-def _on_scale(folders: Sequence[StudyFolder]) -> str:
-    """How small the trials are, from their records."""
+def on_scale(folders: Sequence[StudyFolder]) -> str:
+    """Say how small the models are, from their records."""
     sentences = []
     for scale in ("cpu", "gpu", "paper"):
         tables = [folder.results for folder in folders if folder.scale == scale]
@@ -114,26 +134,25 @@ def _on_scale(folders: Sequence[StudyFolder]) -> str:
         tokens = [value for rows in tables for value in rows["tokens"].dropna()]
         if parameters and tokens:
             count = len({key for rows in tables for key in rows["key"]})
-            sizes = f"{_span(parameters)} parameters and {_span(tokens)} tokens each"
-            sentences.append(f"At scale {scale}: {count:,} trials of {sizes}.")
-    return " ".join([*sentences, _SCALE])
+            sizes = f"{_span(parameters)} parameters, trained on {_span(tokens)} tokens each"
+            where = "" if scale == "cpu" else f" at scale {scale}"
+            sentences.append(f"{count:,} trials{where} of models with {sizes}.")
+    return " ".join(sentences)
 
 
 def _span(values: Sequence[float]) -> str:
-    low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
+    low, high = (f"{number:,.0f}" if number < 1e4 else f"{number / 1e6:.2g}M" for number in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 
-def _claim(study: StudyDefinition, one: Json) -> list[str]:
-    says = plain(one.get("says") or study.title)
-    link = f"[{plain(one['claim'])}]({study.name}.md)"
+def _claim(one: Json) -> list[str]:
+    says = plain(one.get("says") or one["claim"])
     return [
-        f"{link}<br>{says}" if "/" in str(one["claim"]) else f"**{link}**<br>{says}",
-        f"**{one['verdict']}**",
-        said.ours(one, most=_SHOWN),
+        f"**{says}**" if said.is_whole(one) else says,
+        said.verdict(one),
+        said.in_short(one),
         plain(one.get("paper") or NONE),
-        str(one.get("seeds") or NONE),
-        str(one["scale"]),
+        f"[{plain(one['claim'])}](#{one['study']})",
     ]
 
 
@@ -144,12 +163,12 @@ def _ran(
     headings = ["claim", "verdict", "ours", "paper", "margin and 95 % interval", "p (Holm):", "seeds:", "note"]
     now = code(said.command(folder.name, folder.scale))
     old = f"**These trials are of an earlier design.** Those of the present one are not on record: {now}."
-    parts = [f"## At scale {folder.scale}", old if earlier else "", said.summary(verdicts)]
+    parts = ["" if folder.scale == "cpu" else f"**At scale {folder.scale}**", old if earlier else ""]
     if verdicts:
         parts.append(table(headings, [said.row(one) for one in verdicts]))
     for drawing in drawings:
         picture = f"![{plain(drawing.title)}]({FIGURES}/{drawing.name}.svg)"
-        parts += [f"### {plain(drawing.title)}", picture, plain(drawing.caption)]
+        parts += [f"**{plain(drawing.title)}**", picture, plain(drawing.caption)]
     parts += [*resolution(folder), _arms(folder), _provenance(folder, verdicts)]
     return [part for part in parts if part]
 
@@ -173,7 +192,7 @@ def _arms(folder: StudyFolder) -> str:
         }
         for row in rows_of(rows)
     ]
-    return "### The arms\n\n" + table(list(cells[0]), [[*each.values()] for each in cells])
+    return "**The arms**\n\n" + table(list(cells[0]), [[*each.values()] for each in cells])
 
 
 def tolerances(folder: StudyFolder) -> dict[str, str]:
@@ -252,7 +271,7 @@ def resolution(folder: StudyFolder) -> list[str]:
         *([f"At no rate did all seeds of these train: {', '.join(map(plain, lost))}."] if lost else []),
     ]
     return [
-        "### What this size can decide",
+        "**What this size can decide**",
         table(list(cells[0]), [[*each.values()] for each in cells]),
         " ".join(words),
     ]
@@ -260,6 +279,7 @@ def resolution(folder: StudyFolder) -> list[str]:
 
 _POWER = 0.9
 _COLUMNS = ("placement", "best_rate", "optimum", "at_edge", "loss", "std", "seeds")
+_UNDECIDED = (Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE, Verdict.NOT_RUN)
 _PAIRED = ("difference", "paired_std", "detectable")
 
 
@@ -338,9 +358,15 @@ _DIGITS = 5  # of the numbers in a figure
 
 
 def write_results(
-    verdicts: Sequence[Json], studies: Sequence[StudyDefinition], records: Path, folder: Path, *, draw: bool = True
+    verdicts: Sequence[Json],
+    studies: Sequence[StudyDefinition],
+    records: Path,
+    folder: Path,
+    *,
+    draw: bool = True,
+    ladder: str = "",
 ) -> list[Path]:
-    """Write a page of all claims and a page per study; returns the paths of the pages.
+    """Write a page per paper that has a study; returns the paths of the pages.
 
     ``folder`` holds nothing else: what an earlier call wrote and this one did not is deleted.
 
@@ -349,31 +375,41 @@ def write_results(
         studies: the catalog.
         records: a folder ``STUDY-SCALE`` for each study that ran.
         draw: whether the figures are drawn, too (SVG, and JSON for the site); it needs matplotlib.
+        ladder: the last section of our own page.
     """
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
     pages: dict[Path, str] = {}
-    drawn: set[Path] = set()
-    folders: list[StudyFolder] = []
+    kept: set[Path] = {folder / f"{FIGURES}/{name}" for name in re.findall(rf"\({FIGURES}/([^)]+)\)", ladder)}
+    folders: dict[str, dict[str, StudyFolder]] = {}
+    figures: dict[str, dict[str, list[Drawing]]] = {}
     for study in studies:
-        places = {scale: records / f"{study.name}-{scale}" for scale in study.scales}
-        ran = {
-            scale: read_folder(place)
-            for scale, place in places.items()
-            if (place / RESULTS).is_file() and (place / CLAIMS).is_file()
-        }
-        figures = {scale: chosen(one)[0][:_FIGURES_OF_A_PAGE] for scale, one in ran.items()}
-        folders += ran.values()
-        pages[folder / f"{study.name}.md"] = study_page(study, verdicts, ran, figures)
-        for drawing in (drawing for listed in figures.values() for drawing in listed) if draw else ():
-            drawn |= write_drawing(drawing, folder)
-    pages[folder / "index.md"] = index(studies, verdicts, folders)
+        folders[study.name] = ran = read_folders(study, records)
+        figures[study.name] = {scale: chosen(one)[0][:_FIGURES_OF_A_PAGE] for scale, one in ran.items()}
+        for drawing in (drawing for listed in figures[study.name].values() for drawing in listed) if draw else ():
+            kept |= write_drawing(drawing, folder)
+    for paper, (name, *_) in PAPERS.items():
+        if own := [study for study in studies if (study.paper if study.paper in PAPERS else _FIELD) == paper]:
+            last = [ladder] if ladder and paper == _FIELD else []
+            pages[folder / f"{name}.md"] = (
+                "\n\n".join([paper_page(paper, own, verdicts, folders, figures), *last]) + "\n"
+            )
     for path, text in pages.items():
         write_text(path, text)
     stale = [*folder.glob("*.md"), *((folder / FIGURES).iterdir() if draw else ())]
     for path in stale:
-        if path not in pages and path not in drawn:
+        if path not in pages and path.with_suffix(".svg") not in kept and path not in kept:
             path.unlink()
     return sorted(pages)
+
+
+def read_folders(study: StudyDefinition, records: Path) -> dict[str, StudyFolder]:
+    """Return the records of a study by scale, of the scales that ran."""
+    places = {scale: records / f"{study.name}-{scale}" for scale in study.scales}
+    return {
+        scale: read_folder(place)
+        for scale, place in places.items()
+        if (place / RESULTS).is_file() and (place / CLAIMS).is_file()
+    }
 
 
 def write_drawing(drawing: Drawing, folder: Path) -> set[Path]:

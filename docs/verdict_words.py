@@ -40,63 +40,39 @@ def number(value: object, form: str) -> str:
     return format(value, form).replace("-", "−") if known else NONE
 
 
-WORDS = {
-    Verdict.HOLDS: ("holds", "hold", "Held", "our trials show it"),
-    Verdict.HOLDS_AT_ISO_LOSS: (
-        *("holds at iso-loss", "hold at iso-loss", "Held at equal loss, too"),
-        "our trials show it, and at equal loss of pretraining, too",
-    ),
-    Verdict.EXPLAINED: (
-        *("is explained by the loss", "are explained by the loss", "Explained by the loss"),
-        "our trials show it, but at equal loss of pretraining it is gone",
-    ),
-    Verdict.REVERSED: ("is reversed", "are reversed", "The opposite", "our trials show the opposite, at this scale"),
-    Verdict.EXCLUDED: (
-        *("is excluded", "are excluded", "Excluded"),
-        "a difference as large as the smallest that counts is excluded, at this scale",
-    ),
-    Verdict.PART_FAILED: (
-        *("has a part that failed", "have a part that failed", "Failed in a part"),
-        "our trials show that a part of it is false; each link has its own verdict",
-    ),
-    Verdict.FAILS: (
-        *("fails", "fail", "Contradicted"),
-        "a count of runs or a formula contradicts it, or a difference where it claims none, at this scale",
-    ),
-    Verdict.INCONCLUSIVE: (
-        *("is inconclusive", "are inconclusive", "Not decided by these trials"),
-        "the difference is inside the spread over seeds",
-    ),
-    Verdict.NEEDS_SCALE: (
-        *("needs a larger scale", "need a larger scale", "Not decidable at this scale"),
-        "this scale cannot decide it; the note says why",
-    ),
-    Verdict.NOT_RUN: (
-        *("has not been run yet", "have not been run yet", "Not run yet"),
-        "not all of its planned trials have been trained; the command is beside it",
-    ),
+PLAIN = {
+    Verdict.HOLDS: "supported",
+    Verdict.HOLDS_AT_ISO_LOSS: "supported, also at equal loss",
+    Verdict.EXPLAINED: "explained by a lower loss",
+    Verdict.REVERSED: "opposite",
+    Verdict.EXCLUDED: "not supported",
+    Verdict.FAILS: "not supported",
+    Verdict.PART_FAILED: "not supported in a part",
+    Verdict.INCONCLUSIVE: "cannot tell",
+    Verdict.NEEDS_SCALE: "cannot tell at this size",
+    Verdict.NOT_RUN: "not run yet",
 }
-"""Of each verdict: what one claim does, what several do, the head of their list, and what the verdict means."""
+"""Each verdict of the records in the words of the pages, in the order in which the pages list them."""
+
+
+def verdict(one: Json) -> str:
+    """The verdict of a claim in the words of the pages."""
+    return PLAIN.get(one["verdict"], str(one["verdict"]))
+
+
+def is_whole(one: Json) -> bool:
+    """Whether a verdict is about a study's main claim, not about a part of it."""
+    return "/" not in str(one["claim"])
 
 
 def counts(verdicts: Sequence[Json]) -> str:
-    """Count the claims by verdict: first the claims of the studies, then with their parts.
-
-    Each claim counts once, at the scale where it was decided.
-    """
-    whole = [one for one in verdicts if "/" not in str(one["claim"])]
-    sentences = [f"Of {len(best(whole))} claims, {_numbers(best(whole))}."]
-    if len(whole) < len(verdicts):
-        sentences.append(f"Their parts counted by themselves, of {len(best(verdicts))} {_numbers(best(verdicts))}.")
-    return " ".join(sentences) if verdicts else "There is no claim yet."
-
-
-def _numbers(by_claim: Sequence[Json]) -> str:
-    words = []
-    for verdict, (one, several, *_) in WORDS.items():
-        if number := sum(each["verdict"] == verdict for each in by_claim):
-            words.append(f"**{number}** {one if number == 1 else several}")
-    return listed(words)
+    """Count the main claims by verdict. Each counts once, at the scale where it was decided."""
+    whole = best(filter(is_whole, verdicts))
+    by_word: dict[str, int] = {}
+    for word in PLAIN.values():
+        by_word[word] = sum(verdict(one) == word for one in whole)
+    words = [f"**{count}** {word}" for word, count in by_word.items() if count]
+    return f"{len(whole)} main claims: {listed(words)}." if whole else "There is no claim yet."
 
 
 def best(verdicts: Iterable[Json]) -> list[Json]:
@@ -117,31 +93,31 @@ def best(verdicts: Iterable[Json]) -> list[Json]:
     return list(chosen.values())
 
 
-def summary(verdicts: Sequence[Json]) -> str:
-    """Summarize the claims, a sentence per verdict."""
-    sentences = []
-    for verdict, (_, _, head, _) in WORDS.items():
-        said = [plain(one.get("says") or one["claim"]).rstrip(".") for one in verdicts if one["verdict"] == verdict]
-        if said:
-            sentences.append(f"**{head}:** {'; '.join(said)}.")
-    return "\n\n".join(sentences)
-
-
 def command(study: str, scale: str) -> str:
     """How to run a study again."""
     return f"lamina study run {study}" + ("" if scale == "cpu" else f" --scale {scale}")
 
 
-def ours(one: Json, *, most: int | None = None) -> str:
-    """Say what we found, or how to find it: a line per part, at most ``most``, the deciding ones first."""
+def ours(one: Json) -> str:
+    """Say what we found, or how to find it: a line per part, the deciding ones first."""
     if one["verdict"] == Verdict.NOT_RUN:
         return code(command(one["study"], one["scale"]))
     if one["verdict"] == Verdict.NEEDS_SCALE:
         return plain(one.get("note") or NONE)
+    return "<br>".join(plain(part) for part in one.get("parts") or [one.get("ours") or NONE])
+
+
+def in_short(one: Json) -> str:
+    """Say what we found in one line: the values that decided, or why they cannot."""
+    note = str(one.get("note") or NONE)
+    if one["verdict"] == Verdict.NEEDS_SCALE:
+        return "some settings did not beat a table of bigrams" if "bigrams" in note else plain(note)
+    if one["verdict"] == Verdict.NOT_RUN:
+        return ours(one)
     parts = one.get("parts") or [one.get("ours") or NONE]
-    shown = [plain(part) for part in parts[:most]]
-    more = len(parts) - len(shown)
-    return "<br>".join([*shown, *([f"and {more} more"] if more else [])])
+    first = re.sub(rf"^({'|'.join(map(re.escape, PLAIN))}): ", "", str(parts[0]))
+    more = f" (1 of {len(parts)} comparisons)" if len(parts) > 1 else ""
+    return plain(re.split(r": difference | \(95 %", first)[0]) + more
 
 
 def row(one: Json) -> list[str]:
@@ -153,7 +129,7 @@ def row(one: Json) -> list[str]:
     note = "" if one["verdict"] in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE) else plain(one.get("note") or "")
     return [
         f"{plain(one.get('says') or '')} ({code(one['claim'])})",
-        f"**{one['verdict']}**",
+        f"**{verdict(one)}**",
         ours(one),
         plain(one.get("paper") or NONE),
         margin + (within.replace("[", "&#91;").replace("]", "&#93;") if margin != NONE else ""),

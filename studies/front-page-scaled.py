@@ -1,4 +1,4 @@
-"""The four seeds against Pre-LN, at 0.02: the sensitivity that docs/preregistration/front-page.md names."""
+"""The four seeds against Pre-LN, at 0.02: the sensitivity that studies/preregistration/front-page.md names."""
 
 from lamina.lab.papers.judging import Finding, Trials, claim, lower
 

@@ -1,4 +1,4 @@
-"""The four seeds against Pre-LN, on a second text: the confirmation that docs/preregistration/front-page.md names."""
+"""The four seeds against Pre-LN, on a second text: the confirmation of studies/preregistration/front-page.md."""
 
 from lamina.lab.papers.judging import Finding, Trials, claim, lower
 

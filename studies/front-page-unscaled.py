@@ -1,4 +1,4 @@
-"""The four seeds against Pre-LN, no branch scaled by depth: docs/preregistration/front-page-unscaled.md has it."""
+"""The four seeds against Pre-LN, no branch scaled by depth: studies/preregistration/front-page-unscaled.md has it."""
 
 from lamina.lab.papers.judging import Finding, Trials, claim, lower
 

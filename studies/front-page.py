@@ -1,4 +1,4 @@
-"""The four seeds against Pre-LN, as docs/preregistration/front-page.md has it."""
+"""The four seeds against Pre-LN, as studies/preregistration/front-page.md has it."""
 
 from lamina.lab.papers.judging import Finding, Trials, claim, lower
 

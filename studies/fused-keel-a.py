@@ -1,4 +1,4 @@
-"""Gate A of the race, as docs/preregistration/fused-keel.md has it."""
+"""Gate A of the race, as studies/preregistration/fused-keel.md has it."""
 
 from lamina.lab.papers.judging import Finding, Trials, claim, lower
 

@@ -1,4 +1,4 @@
-"""Gaps to Pre-LN at the ladder's second step: the primary comparison of docs/preregistration/ladder.md."""
+"""Gaps to Pre-LN at the ladder's second step: the primary comparison of studies/preregistration/ladder.md."""
 
 from lamina.lab.papers.judging import Finding, Trials, claim, lower
 

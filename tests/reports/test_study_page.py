@@ -138,7 +138,7 @@ def page_of(results, name: str) -> str:
 
 
 def test_texts_of_claims_show_as_they_are(results):
-    text = page_of(results, "mix-ppl")
+    text = page_of(results, "mix-ln")
     assert "Post-LN &lt;b&gt;does not&lt;/b&gt; train &#124; at all" in text
     assert "&#91;a&#93;(b) \\*c\\*" in text
     assert all(line.count("|") in (0, 6, 7, 9) for line in text.splitlines())
@@ -169,9 +169,9 @@ def test_the_pages_are_the_same_again_and_what_is_gone_goes(results):
 
 def test_a_record_of_an_earlier_design_says_so(results):
     earlier = "**These trials are of an earlier design.** Those of the present one are not on record: `lamina study run"
-    assert earlier not in page_of(results, "mix-ppl")
+    assert earlier not in page_of(results, "mix-ln")
     write_results(results, looks=3)
-    assert earlier in page_of(results, "mix-ppl")
+    assert earlier in page_of(results, "mix-ln")
     write_results(results)
 
 
@@ -211,7 +211,7 @@ def sweep() -> StudyFolder:
 
 def test_the_table_has_optima_spreads_and_what_five_pairs_show():
     heading, table, sentence = pages.resolution(sweep())
-    assert heading == "### What this size can decide"
+    assert heading == "**What this size can decide**"
     keel, pre = table.splitlines()[2:]  # the lowest loss first
     differences = [(2.45 + k) - (2.6 + p) for k, p in zip(NOISE["keel"], NOISE["pre_ln"], strict=True)]
     std = statistics.stdev(differences)

