@@ -67,6 +67,7 @@ def test_a_misspelled_command_line(refused, argv, said):
         ({"report_to": "tensorbord"}, "tensorbord"),
         ({"backbone": 300 * "x"}, "backbone: 'xxx"),
         ({"eval_data_dir": "items"}, "eval_data_dir: 'items' has no effect here (allowed: with --eval-tasks)"),
+        ({"run_code": True}, "run_code: True has no effect here (allowed: with --eval-tasks)"),
     ],
 )
 def test_a_value_without_meaning(refused, tiny, command, given, said):
