@@ -14,26 +14,6 @@ from lamina.jobs.aliases import suggestion
 from lamina.surgery.prune import refuse_twice
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["placements", "keel(alpha=1,alpha=2)"], "'alpha' is given twice"),
-        (["probe", "no-model", "--probes", "spectra(few_tokens=warn,few_tokens=warn)"], "'few_tokens' is given twice"),
-        (["pretrain", "--steps", "1_000"], "--steps: '1_000' (allowed: a whole number"),
-        (["pretrain", "--learning-rate", "1_0e-3"], "--learning-rate: '1_0e-3' (allowed: a number"),
-        (["compare", "--learning-rates", "1_0,2"], "learning_rates: '1_0,2'"),
-        (["pretrain", "--shuffle-buffer", "7"], "shuffle_buffer: 7 has no effect here (allowed: with --streaming)"),
-        (["pretrain", "--report-to", "none,tensorboard"], "report_to: 'none,tensorboard' is none and another"),
-        (["prune", "no-model", "--layers", "0,0", "--output", "out"], "layers: 0 is named twice"),
-        (["prune", "no-model", "--layers", "1-3,2", "--output", "out"], "layers: 2 is named twice"),
-        (["probe", "no-model", "no-other"], "unexpected argument 'no-other'"),
-        (["rlhf", "--max-new-token", "3"], "did you mean '--max-answer'?"),
-    ],
-)
-def test_it_is_refused(refused, argv, said):
-    assert said in refused(*argv)
-
-
 def test_layers_that_are_named_twice_are_refused_from_python():
     with pytest.raises(UserError, match="layers: 1 is named twice"):
         refuse_twice([0, 1, 1])

@@ -387,28 +387,6 @@ def test_under_autocast_the_weights_are_those_of_float32(wiring):
     assert torch.equal(seen[0], seen[1])
 
 
-@pytest.mark.parametrize(
-    ("base", "options", "reason"),
-    [
-        ("fusenorm", {"wiring": "attn_res"}, "the memory holds the block's input"),
-        ("fusenorm", {"wiring": "parallel"}, "'block_input' has no meaning with skip 'block_input'"),
-        ("keel", {"wiring": "residual"}, "plain sum beside normed ones"),
-        ("keel", {"wiring": "siamese"}, "its second stream is a plain sum"),
-        ("pre_ln", {"wiring": "mhcc"}, "did you mean 'mhc'"),
-        ("pre_ln", {"size": 4}, "needs wiring"),
-        ("pre_ln", {"wiring": "mhc", "size": 1}, "size: 1 is not a whole number of at least 2"),
-        *(("pre_ln", {"wiring": wiring, "size": 0}, "size: 0") for wiring in ("mhc", "hc", "attn_res")),
-        ("pre_ln", {"wiring": "mhc", "size": 10**6}, "size: 1000000 is too large"),
-        ("pre_ln", {"wiring": "x0", "size": 4}, "size: 4 has no effect"),
-        ("post_ln", {"wiring": "residual", "final_norm": False}, "final_norm: False"),
-    ],
-)
-def test_what_has_no_meaning_is_refused_in_a_line(base, options, reason):
-    with pytest.raises(UserError, match=reason) as refusal:
-        resolve(base, 4, **options)
-    assert "\n" not in str(refusal.value)
-
-
 @pytest.mark.parametrize("base", ["pre_ln", "doge", "admin"])
 def test_a_block_of_depth_begins_without_a_skip_also_where_skips_are_learned(base):
     attention = resolve(base, 4, wiring="attn_res", size=2).layers[2].attention

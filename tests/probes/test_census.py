@@ -223,20 +223,6 @@ def test_the_command_measures_a_folder_a_configuration_and_a_model_type(tmp_path
     assert "random weights" in record["notes"][0]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["keel", "--of", "llama"], "--of: 'llama' beside the placement 'keel'"),
-        (["--of", "lama"], "unknown model 'lama'; did you mean 'llama'?"),
-        (["--of", "{tmp}"], "holds no saved model (config.json is missing)"),
-        (["--json"], "json: True has no effect here (allowed: with --of)"),
-        (["--of", "llama", "--svg", "{tmp}/a.svg"], "has no effect here (allowed: without --of)"),
-    ],
-)
-def test_what_is_no_model_is_one_line(words, message, tmp_path, refused):
-    assert message in refused("placements", *(word.format(tmp=tmp_path) for word in words))
-
-
 def test_plans_that_one_layer_cannot_tell_apart_are_named_and_the_simplest_is_the_answer():
     found = lamina.placement_of(llama(layers=1))
     assert found.placement == "pre_ln"

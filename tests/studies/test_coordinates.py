@@ -166,31 +166,3 @@ def test_the_folder_the_page_and_going_on(corpus, tmp_path, capsys):
     assert pd.read_parquet(folder / "coordinates.parquet").equals(after), "a seed that is left out is not forgotten"
     assert main([*argv, "--steps", "2", "--resume"]) == 2
     assert "steps: 2 differs from the check's 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"widths": "64"}, "widths: '64' is one width"),
-        ({"widths": "64,x"}, "widths: '64,x' is not a comma-separated list"),
-        ({"seeds": "1,1"}, "seeds: '1,1' is not"),
-        ({"tolerance": 0.0}, "tolerance: 0.0"),
-        ({"steps": 0}, "steps: 0 is not a whole number of at least 1"),
-        ({"width_scaling": "none", "base_width": 48}, "base_width: 48 has no effect"),
-        ({"depths": "8"}, "depths: '8' is one depth"),
-        ({"depths": "8,16", "widths": "32,64"}, "widths: '32,64' has no effect with depths"),
-        ({"depths": "8,16", "num_layers": 12}, "num_layers: 12 has no effect with depths"),
-        ({"hidden_size": 32}, "hidden_size: 32 has no effect without depths"),
-        ({"depths": "8,16", "width_scaling": "mup"}, "base_width: none given"),
-        ({"depth_scaling": "completep"}, "base_depth: none given"),
-    ],
-)
-def test_settings_without_meaning_are_one_line(given, message):
-    with pytest.raises(UserError, match=message):
-        CoordCheckSettings(**given)
-
-
-def test_a_width_that_the_backbone_cannot_have_is_refused_before_anything_is_written(corpus, tmp_path):
-    with pytest.raises(UserError, match="hidden_size: 33"):
-        coord_check(settings(corpus, tmp_path / "check", widths="32,33"), bar=False)
-    assert not (tmp_path / "check").exists()

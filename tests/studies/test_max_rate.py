@@ -11,7 +11,7 @@ from lamina.jobs.kinds import Kind, kind_of
 from lamina.reports.pages.max_rate import spread, summarize
 from lamina.studies.compare import run_max_rate
 from lamina.studies.max_rate_rules import MaxRateRules, find_stop
-from lamina.studies.settings import MaxRateSettings, MaxRateStudySettings
+from lamina.studies.settings import MaxRateSettings
 
 FAST = {"precision": "fp32", "compile": "off"}
 QUICK = {**SMALL, "steps": 60, "logging_steps": 5, "eval_steps": 60, "window": 2, "init": "normal"} | FAST
@@ -142,21 +142,3 @@ def test_other_thresholds_do_not_mix_with_finished_trials(studied):
     folder, _ = studied
     with pytest.raises(UserError, match=r"plateau_margin: 0.2 differs from the study's 0.05"):
         lamina.max_lr(output=str(folder), plateau_margin=0.2, resume=True, bar=False)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"plateau_factor": 1.0}, "plateau_factor: 1.0"),
-        ({"max_learning_rate": 0.0}, "max_learning_rate: 0.0"),
-        ({"spike_patience": 500}, "spike_patience: 500 steps are more than steps = 300"),
-        ({"placements": "pre_ln,pre_ln"}, "names one twice"),
-        ({"learning_rate": 1e-3}, "unknown setting 'learning_rate'"),
-        ({"warmup": 10}, "unknown setting 'warmup'"),
-        ({"window": 0}, "window: 0"),
-    ],
-)
-def test_bad_settings_are_one_line(given, message):
-    with pytest.raises(UserError, match=message) as error:
-        MaxRateStudySettings.from_dict(given)
-    assert "\n" not in str(error.value)

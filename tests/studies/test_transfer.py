@@ -5,14 +5,14 @@ import math
 
 import pandas as pd
 import pytest
-from training.tiny_runs import SMALL, flags
+from training.tiny_runs import flags
 
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.reports import report
 from lamina.reports.terminal import transferred
 from lamina.studies.settings import TransferSettings
-from lamina.studies.transfer import role_rates, summarize, transfer
+from lamina.studies.transfer import role_rates, summarize
 
 SIZES = {"backbone": "llama-nano", "num_layers": 2, "sequence_length": 16, "batch_size": 2, "threads": 1}
 
@@ -135,33 +135,3 @@ def test_rates_are_verified_at_another_width_and_what_had_ended_is_not_run_again
     assert "Verified at width 32: 2 of 2" in capsys.readouterr().out
     assert main([*again, "--steps", "20"]) == 2
     assert "steps: 20 differs" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"width_scaling": "none"}, "width_scaling: 'none' transfers nothing"),
-        ({"base_width": 32}, "base_width: 32 is not proxy_width 64"),
-        ({"hidden_size": 64}, "proxy_width: 64 is not below the target's hidden_size 64"),
-        ({"hidden_size": 48}, "proxy_width: 64 is not below the target's hidden_size 48"),
-        ({"learning_rates": "x"}, "learning_rates: 'x'"),
-        ({"verify_width": 128}, "verify_width: 128 without verify_rates"),
-        ({"verify_rates": "1e-3,-1"}, "verify_rates: -1"),
-        ({"verify_width": 64, "verify_rates": "1e-3"}, "verify_width: 64 is also proxy_width"),
-        ({"proxy_width": 0}, "proxy_width: 0 is not a whole number"),
-        ({"num_heads": 2}, "num_heads: 2"),
-        ({"backbone": "no-such"}, "unknown backbone"),
-        ({"best_margin": -1.0}, "best_margin: -1.0"),
-    ],
-)
-def test_settings_without_meaning_are_one_line(given, message):
-    with pytest.raises(UserError, match=message):
-        TransferSettings(**given)
-
-
-def test_a_tied_backbone_is_refused_before_anything_is_written(corpus, tmp_path):
-    tied = {**SMALL, "backbone": "llama-310m-proxy", "hidden_size": 64, "num_heads": None}
-    chosen = TransferSettings(**tied, proxy_width=16, corpus=str(corpus), output=str(tmp_path / "out"))
-    with pytest.raises(UserError, match="--untie-embeddings"):
-        transfer(chosen, bar=False)
-    assert not (tmp_path / "out").exists()

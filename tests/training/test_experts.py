@@ -206,18 +206,6 @@ def test_a_dense_model_trains_as_ever(trained, tmp_path, trainers):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"expert_balance": "biased"}, r"expert_balance: 'biased'; did you mean 'bias'\? \(allowed: auto, none, bias"),
-        ({"expert_balance_rate": -1.0}, "expert_balance_rate: -1.0"),
-    ],
-)
-def test_a_bad_setting_is_refused_by_name(changed, message, corpus, tmp_path):
-    with pytest.raises(UserError, match=message):
-        settings(corpus, tmp_path, **changed)
-
-
 def test_a_balance_that_the_backbone_cannot_have_is_refused_before_anything_runs(folder, corpus, tmp_path):
     with pytest.raises(UserError, match="expert_balance: 'loss' needs a backbone with experts"):
         resolve_run(settings(corpus, tmp_path, expert_balance="loss"))

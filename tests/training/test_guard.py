@@ -11,13 +11,11 @@ import pytest
 import torch
 from training.tiny_runs import at_step, last_step, layers, records, result
 
-from lamina.errors import UserError
 from lamina.training import run as training
 from lamina.training.checkpointing.resuming import Rollbacks
 from lamina.training.monitor import recorder
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.optimization.order import TrainOrder
-from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 
@@ -352,21 +350,6 @@ def test_the_last_good_checkpoint_is_not_pruned(trained, tmp_path, monkeypatch):
     found = trained(**{**ROLLBACK, "save_steps": 2}, keep=1, divergence_patience=9)
     (told,) = found["rollbacks"]
     assert (told["step"], told["diverged_at"], told["skipped"]) == (4, 14, (5, 14))
-
-
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"rollback": 1}, "--save-steps"),
-        ({"rollback": -1, "save_steps": 1}, "rollback: -1"),
-        ({"rollback_factor": 0.0}, "rollback_factor"),
-        ({"rollback_factor": 1.5}, "rollback_factor"),
-        ({"rollback_skip": -1}, "rollback_skip"),
-    ],
-)
-def test_settings_without_meaning_are_refused(changed, named):
-    with pytest.raises(UserError, match=named):
-        PretrainSettings(**changed)
 
 
 def test_the_order_of_data_is_every_block_once_a_turn_for_any_number_of_processes():

@@ -258,12 +258,6 @@ def test_what_does_not_fit_is_one_line(of_images, name):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("changed", [{"mixup": 0.8}, {"image_size": 32}, {"mask_ratio": 0.2}])
-def test_settings_of_other_objectives_are_refused(tiny, changed):
-    with pytest.raises(UserError, match=f"{next(iter(changed))}: .* has no effect on the objective 'causal_lm'"):
-        resolve_run(tiny(**changed))
-
-
 def test_augmentation_without_its_library_says_what_to_install(of_images, monkeypatch):
     import sys
 

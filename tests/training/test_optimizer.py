@@ -133,19 +133,6 @@ def test_a_run_older_than_the_setting_goes_on_with_the_cosine():
         POLICY.merge(stored, {"schedule": "wsd"}, defaults)
 
 
-def test_the_decay_and_the_warm_up_must_fit_into_the_steps():
-    with pytest.raises(UserError, match=r"decay: 60 steps and 50 of warm-up are more than steps = 100.*at most 50"):
-        PretrainSettings(schedule="wsd", steps=100, warmup=50, decay=0.6)
-    with pytest.raises(UserError, match=r"schedule: 'wds'; did you mean 'wsd'\? \(allowed: cosine, wsd\)"):
-        PretrainSettings(schedule="wds")
-    with pytest.raises(UserError, match=r"decay_shape: 'sqrt'; did you mean '1-sqrt'\? \(allowed: linear"):
-        PretrainSettings(schedule="wsd", decay_shape="sqrt")
-    with pytest.raises(UserError, match="decay: 0"):
-        PretrainSettings(schedule="wsd", decay=0)
-    with pytest.raises(UserError, match=r"decay: 0\.3 has no effect here \(allowed: with --schedule wsd"):
-        PretrainSettings(decay=0.3)
-
-
 VALUES = [
     *(None, True, False, 0, 1, 2, -1, 3.5, 0.5, 1e30, float("nan"), 10**400),
     *("", "x", "no", "auto", "0.5", "cosine", [], [1], ["a"], {}, {"a": 1}),
@@ -186,35 +173,6 @@ def test_every_argument_is_ours_or_fixed_or_an_option_or_refused_with_the_list()
 @pytest.mark.parametrize("scheduler", SCHEDULES)
 def test_the_schedules_that_are_allowed_train(trained, scheduler):
     assert trained(trainer={"lr_scheduler_type": scheduler})["steps"] == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"lr_scheduler_type": "warmup_stable_decay"}, "--schedule wsd"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "allowed: linear, cosine,"),
-        ({"lr_scheduler_type": "greedy"}, "allowed: linear, cosine,"),
-        (
-            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}},
-            "'polynomial' can't be used like",
-        ),
-        ({"lr_scheduler_kwargs": {"no_such": 1}}, "no_such"),
-        ({"optim": "sgd", "optim_args": "momentum=x"}, r"trainer\.optim: 'sgd' can't be used here"),
-        ({"optim": "no_such_optimizer"}, r"trainer.*no_such_optimizer"),
-        ({"dataloader_prefetch_factor": 2}, "dataloader_num_workers of at least 1"),
-        ({"bf16": True}, r"trainer\.bf16: set by --precision"),
-        ({"fp16": True}, r"trainer\.fp16: set by --precision"),
-        ({"torch_compile": True}, r"trainer\.torch_compile: set by --compile"),
-    ],
-)
-def test_what_can_not_work_is_said_before_the_run(options, said):
-    with pytest.raises(UserError, match=said):
-        training_arguments(PretrainSettings(trainer=options))
-
-
-def test_a_schedule_of_trainers_beside_wsd_is_refused():
-    with pytest.raises(UserError, match="the run's schedule is 'wsd'"):
-        training_arguments(PretrainSettings(schedule="wsd", trainer={"lr_scheduler_type": "linear"}))
 
 
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
@@ -306,20 +264,6 @@ def test_updates_have_the_spectral_norm_of_the_base_width(scheme):
     ratios = torch.tensor(norms[128]) / torch.tensor(norms[32])
     assert ratios.median() == pytest.approx(2.0 if scheme == "none" else 1.0, rel=0.1)
     assert ratios.max() / ratios.min() < 1.3
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"trainer.optim": "adafactor"}, ("optimizer", "'muon'", "adafactor")),
-        ({"optimizer": "mun"}, ("optimizer", "'mun'", "adamw")),
-    ],
-)
-def test_what_muon_does_not_go_with_is_one_line(tmp_path, corpus, refused, given, words):
-    tiny = {**SMALL, "corpus": corpus, "output": tmp_path / "run"}
-    line = refused("pretrain", *flags(**{**tiny, **MUON, **given}))
-    assert all(word in line for word in words), line
-    assert not (tmp_path / "run").exists()
 
 
 def test_parts_of_weights_are_refused():

@@ -12,7 +12,6 @@ from training.tiny_runs import cut_at, layers, records
 
 import lamina
 from lamina import build
-from lamina.errors import UserError
 from lamina.probes.structure.hooks import undisturbed
 from lamina.reports import report
 from lamina.training.monitor import scheduled_probes as scheduled
@@ -193,9 +192,3 @@ def test_a_probe_that_cannot_measure_is_a_note_and_the_others_and_the_run_go_on(
     page = report(tmp_path / "run").read_text(encoding="utf-8")
     assert "Mean square during training" in page
     assert said in page
-
-
-def test_unknown_probes_are_refused_before_anything_is_written(trained, tmp_path):
-    with pytest.raises(UserError, match="no_such"):
-        trained(probe_every=1, probes="no_such")
-    assert not (tmp_path / "run").exists()

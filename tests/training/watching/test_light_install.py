@@ -21,12 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import lamina
 from lamina.cli import main
 
-folder = sys.argv[1]
 torch.manual_seed(0)
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
 """
 LOOP = """
+folder = sys.argv[1] + "/loop"
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 ids = torch.randint(0, 64, (4, 16))
 for part in (0, 1):  # the second one resumes, and goes on where records were cut back
@@ -43,6 +43,7 @@ for part in (0, 1):  # the second one resumes, and goes on where records were cu
             monitor.step(loss)
 """
 TRAINER = """
+folder = sys.argv[1] + "/trainer"
 data = [{"input_ids": (ids := torch.arange(16) % 7), "labels": ids}] * 64
 arguments = TrainingArguments(folder + "-model", max_steps=12, report_to="none", save_strategy="no", use_cpu=True)
 Trainer(model, arguments, train_dataset=data, callbacks=[lamina.LayerMonitor(folder, every=4)]).train()
@@ -58,43 +59,48 @@ print("codes", [main(words) for words in (["diagnose", folder], ["report", folde
 NEEDED = f"needs pandas, pyarrow, plotly, jinja2 (to install them: {install('report')})"
 
 
-def light(script, folder):
-    words = [sys.executable, "-c", LIGHT + script + SAID, str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=folder.parent)
+@pytest.fixture(scope="module")
+def light(tmp_path_factory):
+    """A folder with the records of a loop and of a Trainer, and what one process said of each: out and error."""
+    folder = tmp_path_factory.mktemp("light")
+    apart = 'for stream in (sys.stdout, sys.stderr):\n    print("----", file=stream)\n'
+    words = [sys.executable, "-c", LIGHT + LOOP + SAID + apart + TRAINER + SAID, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return done
+    said = zip(done.stdout.split("----"), done.stderr.split("----"), strict=True)
+    return folder, dict(zip(("loop", "trainer"), said, strict=True))
 
 
-@pytest.mark.parametrize("script", [LOOP, TRAINER], ids=["a loop", "Trainer"])
-def test_recording_and_diagnosing_need_no_heavy_package(tmp_path, script):
-    done = light(script, tmp_path / "run")
-    assert f"the page: {NEEDED}." in done.stdout
-    assert "codes [0, 2, 2, 2]" in done.stdout
-    said = [line for line in done.stderr.splitlines() if line.startswith("lamina: ")]
+@pytest.mark.parametrize("name", ["loop", "trainer"])
+def test_recording_and_diagnosing_need_no_heavy_package(light, name):
+    run, (out, err) = light[0] / name, light[1][name]
+    assert f"the page: {NEEDED}." in out
+    assert "codes [0, 2, 2, 2]" in out
+    said = [line for line in err.splitlines() if line.startswith("lamina: ")]
     assert [re.findall(r"pip install '.*\[(\w+)\]'", line) for line in said] == [
         ["report"],
         ["train"],
         ["posttrain"],
     ]
-    assert "parts are missing" not in done.stderr
-    assert not list(tmp_path.glob("*/layers/*.parquet"))
-    if script is LOOP:
-        assert "layer 1 (feed-forward)" in done.stdout
+    assert "parts are missing" not in err
+    assert not list(run.glob("layers/*.parquet"))
+    if name == "loop":
+        assert "layer 1 (feed-forward)" in out
 
     # where everything is installed, the same records make the same diagnosis and a page
     import lamina
     from lamina.reports.records import read_run
     from lamina.training.monitor.writers import read_rows
 
-    found = lamina.diagnose(tmp_path / "run")
-    assert "\n".join(found.sentences) in done.stdout
+    found = lamina.diagnose(run)
+    assert "\n".join(found.sentences) in out
     assert "plotly" in found.page.read_text(encoding="utf-8")
-    assert "plotly" in lamina.report(tmp_path / "run").read_text(encoding="utf-8")
-    rows = read_rows(tmp_path / "run")
-    table = read_run(tmp_path / "run").trials[0].layers
+    assert "plotly" in lamina.report(run).read_text(encoding="utf-8")
+    rows = read_rows(run)
+    table = read_run(run).trials[0].layers
     assert [tuple(row) for row in table.itertuples(index=False)] == rows
     steps = [row[0] for row in rows if row[5] == "step_loss"]
-    assert steps == list(range(1, 1 + json.loads((tmp_path / "run" / "result.json").read_text())["steps"]))
+    assert steps == list(range(1, 1 + json.loads((run / "result.json").read_text())["steps"]))
 
 
 def test_the_extras_that_commands_name_are_those_of_the_package():
