@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, mark_reported, one_line, out_of_memory
-from lamina.evaluation.containment import contained, template_error
 from lamina.jobs.files import disk_full
 from lamina.modeling.processes import ALONE, Processes
 
@@ -46,7 +45,7 @@ class Runner:
         chat_template: whether the questions go into the tokenizer's chat template.
         system: the system's turn in the template.
         generation: arguments of ``generate`` that replace the tasks' own.
-        run_code: whether a task's own code, and code that the model writes, is run.
+        run_code: whether code that the model writes is run.
         processes: the processes that share the items.
     """
 
@@ -110,7 +109,7 @@ class Runner:
             "fewshot_as_multiturn": True,
             "confirm_run_unsafe_code": self.run_code,
         }
-        with quiet_harness(bar) as warnings, contained(self.run_code), without_cache(self.model):
+        with quiet_harness(bar) as warnings, without_cache(self.model):
             try:
                 self._prepare(built, num_fewshot)
                 options["lm"] = self.language_model
@@ -154,7 +153,7 @@ class Runner:
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TemplateError):
-            return template_error(error)
+            return f"its template can't be filled in: {one_line(error)}"
         if isinstance(error, AssertionError) and not str(error):
             return f"an answer is empty, or longer than the model's context of {self._longest} tokens"
         return f"the harness can't score it: {one_line(error)}"

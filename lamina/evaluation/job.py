@@ -120,8 +120,8 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
     if not settings.task_list():
         return columns, None
     wanted = columns_of(settings.task_list(), settings.num_fewshot)
-    folders = [generated.cached()] if any(column.task in generated.NAMES for column in wanted) else []
-    tasks = Tasks.find(settings.data_dir, *folders, run_code=settings.run_code)
+    ours = generated.cached() if any(column.task in generated.NAMES for column in wanted) else None
+    tasks = Tasks.find(settings.data_dir, generated=ours, run_code=settings.run_code)
     source = "DIR/tasks/*.yaml in --data-dir"
     tasks.require([column.task for column in wanted], source=source, others=[*SETS, GENERATED])
     for column in wanted:
@@ -429,12 +429,13 @@ class TaskMeasure:
     tasks: Tasks
 
     @staticmethod
-    def find(names: str, data_dir: str | None, limit: int, batch_size: int, seed: int) -> TaskMeasure:
+    def find(
+        names: str, data_dir: str | None, limit: int, batch_size: int, seed: int, *, run_code: bool = False
+    ) -> TaskMeasure:
         """Find the tasks and read their data. Raises UserError about the setting eval_tasks."""
+        reading = {"limit": limit or None, "batch_size": batch_size, "seed": seed, "run_code": run_code}
         try:
-            settings = EvalSettings(
-                tasks=names, data_dir=data_dir, limit=limit or None, batch_size=batch_size, seed=seed
-            )
+            settings = EvalSettings(tasks=names, data_dir=data_dir, **reading)
             columns, tasks = what_to_run(settings)
             assert tasks is not None
             for task in dict.fromkeys(column.task for column in columns):

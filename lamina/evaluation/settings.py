@@ -116,7 +116,9 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         {}, "arguments of generate for tasks that write, e.g. --generation.temperature 0.6", mapping
     )
     run_code: bool = setting(
-        False, "run Python code of a task file in --data-dir, or that a model writes (HumanEval, MBPP)", decides=False
+        False,
+        "run the task files in --data-dir, which are code, and code that a model writes (HumanEval, MBPP)",
+        decides=False,
     )
     seed: int = changed(0, help="seed of the few-shot examples")
     output: str = changed("eval")

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
-from lamina.core.values import number, one_of, whole_number
+from lamina.core.values import number, one_of, switch, whole_number
 from lamina.errors import UserError
 from lamina.evaluation.harness import Runner
 from lamina.evaluation.task_files import Tasks
@@ -78,7 +78,8 @@ class LayerDrop(Probe):
         meaning: remove, branch, or "all" (default).
         metric: loss, perplexity or "all" (default).
         task: an lm-evaluation-harness task in place of the loss (pip install lm-eval).
-        include_path: a folder of the task's own YAML.
+        include_path: a folder of the task's own YAML, which is code: it needs run_code.
+        run_code: whether task files in include_path, and code that the model writes, may run.
         task_metric: which of the task's metrics (default acc).
         limit: the task's first so many documents.
         score: your own measure in place of the loss (Python only): a callable from the model to a number.
@@ -102,6 +103,7 @@ class LayerDrop(Probe):
         metric: str = "all",
         task: str | None = None,
         include_path: str | None = None,
+        run_code: bool = False,
         task_metric: str = "acc",
         limit: int | None = None,
         score: Callable[[nn.Module], float] | None = None,
@@ -124,7 +126,8 @@ class LayerDrop(Probe):
         self._read: list[Mapping[str, torch.Tensor]] = []
         self.task = None
         if task is not None:
-            self.task = HarnessTask(str(task), include_path=include_path, metric=task_metric, limit=limit)
+            folder = {"include_path": include_path, "run_code": switch("run_code", run_code)}
+            self.task = HarnessTask(str(task), metric=task_metric, limit=limit, **folder)
 
     def cost(self, context: Context) -> float:
         tokens = context.tokens(context.most(self.sequences, _SEQUENCES))
@@ -482,20 +485,30 @@ class PassesWithoutLayers(ExitStack):
 
 
 class HarnessTask:
-    """A task of lm-eval. Raises UserError if lm-eval is not installed, has no such task, or the task would run code."""
+    """A task of lm-eval. Raises UserError without lm-eval, for an unknown task, or a file without run_code."""
 
-    def __init__(self, name: str, *, include_path: str | None = None, metric: str = "acc", limit: int | None = None):
+    def __init__(
+        self,
+        name: str,
+        *,
+        include_path: str | None = None,
+        run_code: bool = False,
+        metric: str = "acc",
+        limit: int | None = None,
+    ):
         if include_path is not None and not Path(include_path).is_dir():
             raise UserError(f"include_path: {include_path!r} is not a folder (allowed: a folder of task YAML)")
         if limit is not None:
             whole_number("limit", limit)
-        self.name, self.metric, self.limit, self.higher_is_better = name, metric, limit, True
+        self.name, self.metric, self.limit, self.run_code, self.higher_is_better = name, metric, limit, run_code, True
         try:
-            self._tasks = Tasks.find(None, *([Path(include_path)] if include_path is not None else []))
+            folders = [Path(include_path)] if include_path is not None else []
+            self._tasks = Tasks.find(None, *folders, run_code=run_code)
             self._tasks.require([name], source="*.yaml in include_path")
             self._tasks.build(name)
         except UserError as error:
-            raise UserError(f"task: {str(error).removeprefix('tasks: ')}") from None
+            reason = str(error).removeprefix("tasks: ").replace("--run-code", "run_code=true")
+            raise UserError(f"task: {reason}") from None
 
     def measure(self, context: Context) -> tuple[float, float]:
         """Return the metric's value and standard error (NaN without one) for the model as it is now."""
@@ -503,7 +516,8 @@ class HarnessTask:
             raise UserError(f"task: {self.name!r} is text, and the checkpoint has no tokenizer (allowed: --tokenizer)")
         assert isinstance(context.model, PreTrainedModel)
         rows = len(context.batches[0]["input_ids"])
-        runner = Runner(model=context.model, tokenizer=context.tokenizer, batch_size=rows, limit=self.limit)
+        options = {"batch_size": rows, "limit": self.limit, "run_code": self.run_code}
+        runner = Runner(model=context.model, tokenizer=context.tokenizer, **options)
         output, _ = runner.run(self._tasks.build(self.name), None)
         results = output["results"][self.name]
         key = next((k for k in results if k.split(",")[0] == self.metric), None)

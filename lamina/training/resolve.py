@@ -231,7 +231,12 @@ def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
     from lamina.evaluation.job import TaskMeasure  # needs the harness only now
 
     return TaskMeasure.find(
-        settings.eval_tasks, settings.eval_data_dir, settings.eval_task_limit, settings.batch_size, settings.seed
+        settings.eval_tasks,
+        settings.eval_data_dir,
+        settings.eval_task_limit,
+        settings.batch_size,
+        settings.seed,
+        run_code=settings.run_code,
     )
 
 

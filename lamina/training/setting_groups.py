@@ -311,6 +311,11 @@ class RecordSettings(Settings, group="records"):
         path,
         decides=False,
     )
+    run_code: bool = setting(
+        False,
+        "for eval_tasks, run the task files in eval_data_dir, which are code, and code that a model writes",
+        decides=False,
+    )
     save_steps: int = setting(
         0, "steps between two checkpoints (0 for the final model only)", at_least(0), decides=False
     )

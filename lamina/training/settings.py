@@ -191,7 +191,7 @@ class PretrainSettings(
         if self.pause_step is not None and self.pause_step > self.steps:
             raise UserError(f"pause_step: {self.pause_step} (allowed: at most the {self.steps} of --steps)")
         if self.eval_tasks is None:
-            self.refuse_unused("eval_data_dir", allowed="with --eval-tasks")
+            self.refuse_unused("eval_data_dir", "run_code", allowed="with --eval-tasks")
         if not self.rollback:
             self.refuse_unused("rollback_factor", "rollback_skip", allowed="with --rollback")
         if self.cuda_graphs:

@@ -47,7 +47,18 @@ def write_study(folder, rows, kind):
 def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys):
     other = saved_model(tmp_path / "pre_ln", "pre_ln")
     out = tmp_path / "out"
-    argv = ["eval", str(model), str(other), "--tasks", "quiz,quiz@2", "--data-dir", str(data_dir), "--limit", "8"]
+    argv = [
+        "eval",
+        str(model),
+        str(other),
+        "--tasks",
+        "quiz,quiz@2",
+        "--data-dir",
+        str(data_dir),
+        "--run-code",
+        "--limit",
+        "8",
+    ]
     assert main([*argv, "--corpus", str(text), "--output", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "| model | ppl | quiz | quiz@2 | Avg. |" in printed
@@ -85,11 +96,11 @@ def test_a_killed_evaluation_resumes_with_what_is_missing(model, data_dir, text,
 
     monkeypatch.setattr(job.Evaluation, "_score", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        lamina.evaluate(**given, tasks="quiz", data_dir=str(data_dir))
+        lamina.evaluate(**given, tasks="quiz", data_dir=str(data_dir), run_code=True)
     assert result(out)["status"] == "interrupted"
     assert (out / "report.html").is_file()
     with pytest.raises(UserError, match="in use"):
-        lamina.evaluate(**given, tasks="quiz", data_dir=str(data_dir))
+        lamina.evaluate(**given, tasks="quiz", data_dir=str(data_dir), run_code=True)
     assert lamina.evaluate(output=str(out), resume=True, bar=False)["status"] == "finished"
     assert asked == ["perplexity", "quiz", "quiz"]
     assert lamina.evaluate(output=str(out), tasks="quiz,quiz@1", resume=True, bar=False)["status"] == "finished"
@@ -182,7 +193,13 @@ def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_evaluated(model, data_dir, tmp_path, given, says):
-    base = {"models": str(model), "tasks": "quiz", "data_dir": str(data_dir), "output": str(tmp_path / "out")}
+    base = {
+        "models": str(model),
+        "tasks": "quiz",
+        "data_dir": str(data_dir),
+        "run_code": True,
+        "output": str(tmp_path / "out"),
+    }
     given = given | ({"models": given["models"].format(model=model)} if "models" in given else {})
     with pytest.raises(UserError, match=says) as raised:
         lamina.evaluate(**{**base, **given}, bar=False)
@@ -201,7 +218,14 @@ def test_a_diverged_run_alone_has_nothing_to_evaluate(tmp_path, text):
 @pytest.mark.parametrize("changed", ["nothing", "model", "text", "data"])
 def test_a_score_is_computed_again_once_what_it_rests_on_has_changed(data_dir, text, tmp_path, changed):
     place = saved_model(tmp_path / "one")
-    given = {"models": str(place), "corpus": str(text), "tasks": "quiz", "data_dir": str(data_dir), "limit": 4}
+    given = {
+        "models": str(place),
+        "corpus": str(text),
+        "tasks": "quiz",
+        "data_dir": str(data_dir),
+        "run_code": True,
+        "limit": 4,
+    }
     before = lamina.evaluate(**given, output=str(tmp_path / "out"), bar=False)["units"]
     if changed == "model":
         shutil.rmtree(place)
@@ -221,7 +245,14 @@ def test_a_score_is_computed_again_once_what_it_rests_on_has_changed(data_dir, t
 @pytest.mark.parametrize("damage", ["zeroed", "cut", "deleted", "edited"])
 def test_damaged_items_are_made_again(model, data_dir, tmp_path, damage):
     out = tmp_path / "out"
-    given = {"models": str(model), "tasks": "quiz", "data_dir": str(data_dir), "output": str(out), "bar": False}
+    given = {
+        "models": str(model),
+        "tasks": "quiz",
+        "data_dir": str(data_dir),
+        "run_code": True,
+        "output": str(out),
+        "bar": False,
+    }
     before = lamina.evaluate(**given)["units"][0]["scores"]
     (file,) = out.glob("items/*/quiz.parquet")
     whole = file.read_bytes()
@@ -281,7 +312,9 @@ def test_what_a_model_or_text_lacks_is_said_before_the_folder_is_touched(model, 
     spoil(place)
     given = {name: value.format(folder=tmp_path) if name == "corpus" else value for name, value in given.items()}
     with pytest.raises(UserError, match=says):
-        lamina.evaluate(models=str(place), tasks="quiz", data_dir=str(data_dir), output=str(out), bar=False, **given)
+        lamina.evaluate(
+            models=str(place), tasks="quiz", data_dir=str(data_dir), run_code=True, output=str(out), bar=False, **given
+        )
     assert not out.exists()
 
 
@@ -337,7 +370,19 @@ def test_answers_are_written_as_the_user_says_after_the_system_s_turn(written, t
         return generate(self, input_ids, **options)
 
     monkeypatch.setattr(GenerationMixin, "generate", seen)
-    words = ["eval", str(folder), "--tasks", "written", "--data-dir", str(written), "--limit", "4", "--batch-size", "1"]
+    words = [
+        "eval",
+        str(folder),
+        "--tasks",
+        "written",
+        "--data-dir",
+        str(written),
+        "--run-code",
+        "--limit",
+        "4",
+        "--batch-size",
+        "1",
+    ]
     assert main([*words, "--output", str(tmp_path / "plain")]) == 0
     more = ["--chat-template", "--system", "Be brief.", "--generation.temperature", "0.5"]
     more += ["--generation.max_gen_toks", "9"]  # a temperature samples, though the task says do_sample: False
@@ -350,7 +395,14 @@ def test_answers_are_written_as_the_user_says_after_the_system_s_turn(written, t
 
 
 def test_auto_takes_as_many_as_fit(model, data_dir, text, tmp_path, monkeypatch):
-    given = {"models": str(model), "corpus": str(text), "tasks": "quiz", "data_dir": str(data_dir), "limit": 6}
+    given = {
+        "models": str(model),
+        "corpus": str(text),
+        "tasks": "quiz",
+        "data_dir": str(data_dir),
+        "run_code": True,
+        "limit": 6,
+    }
     plain = lamina.evaluate(**given, output=str(tmp_path / "plain"), bar=False)
     tried = []
     perplexity = job.perplexity
@@ -372,7 +424,7 @@ def test_auto_takes_as_many_as_fit(model, data_dir, text, tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_two_processes_score_as_one_does_and_one_of_them_writes(model, written, text, tmp_path):
     """Of seven items neither process has as many as the other; batches of one are the same in both."""
-    given = ["eval", model, "--tasks", "quiz,quiz@2,written", "--data-dir", written, "--limit", "7"]
+    given = ["eval", model, "--tasks", "quiz,quiz@2,written", "--data-dir", written, "--run-code", "--limit", "7"]
     given = [*map(str, given), "--corpus", str(text), "--window", "64", "--batch-size", "1", "--device", "cpu"]
     assert main([*given, "--output", str(tmp_path / "one")]) == 0
     done = torchrun("-m", "lamina", *given, "--output", tmp_path / "two")
@@ -396,7 +448,7 @@ def test_two_processes_score_as_one_does_and_one_of_them_writes(model, written, 
 def test_the_scores_are_the_saved_model_s_and_the_training_is_undisturbed(tmp_path, data_dir):
     corpus = write_corpus(tmp_path / "words.txt")
     given = {"steps": 4, "eval_steps": 2, "precision": "fp32", "compile": "off", "sequence_length": 128}
-    tasks = {"eval_tasks": "quiz,quiz@1", "eval_data_dir": str(data_dir), "eval_task_limit": 12}
+    tasks = {"eval_tasks": "quiz,quiz@1", "eval_data_dir": str(data_dir), "run_code": True, "eval_task_limit": 12}
     pretrain(settings(corpus, tmp_path / "plain", **given), bar=False)
     pretrain(settings(corpus, tmp_path / "scored", **given, **tasks), bar=False)
     plain, scored = result(tmp_path / "plain"), result(tmp_path / "scored")
@@ -409,7 +461,7 @@ def test_the_scores_are_the_saved_model_s_and_the_training_is_undisturbed(tmp_pa
     assert "On tasks" in report(tmp_path / "scored").read_text()
     assert "On tasks" not in report(tmp_path / "plain").read_text()
     found = lamina.evaluate(
-        models=str(tmp_path / "scored"), tasks="quiz,quiz@1", data_dir=str(data_dir), limit=12,
+        models=str(tmp_path / "scored"), tasks="quiz,quiz@1", data_dir=str(data_dir), run_code=True, limit=12,
         output=str(tmp_path / "out"), bar=False,
     )  # fmt: skip
     values = {unit["unit"]: unit["scores"][0]["value"] for unit in found["units"]}
@@ -418,7 +470,11 @@ def test_the_scores_are_the_saved_model_s_and_the_training_is_undisturbed(tmp_pa
 
 def test_an_unknown_task_is_refused_before_the_folder_is_touched(tmp_path, data_dir):
     run = settings(
-        write_corpus(tmp_path / "words.txt"), tmp_path / "run", eval_tasks="quizz", eval_data_dir=str(data_dir)
+        write_corpus(tmp_path / "words.txt"),
+        tmp_path / "run",
+        eval_tasks="quizz",
+        eval_data_dir=str(data_dir),
+        run_code=True,
     )
     with pytest.raises(UserError, match=r"eval_tasks: unknown task 'quizz'; did you mean 'quiz'"):
         pretrain(run, bar=False)

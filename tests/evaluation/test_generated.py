@@ -156,5 +156,5 @@ def test_every_task_of_the_offline_sets_has_a_place(script):
     tables = {(name, config) for name, config, *_ in [*script.TABLES.values(), *script.REQUESTS.values()]}
     names = "hellaswag piqa arc_easy arc_challenge winogrande sciq openbookqa boolq rte social_iqa commonsense_qa"
     for task in f"{names} lambada_openai gsm8k humaneval mbpp cb copa".split():
-        config = files.config(task)
+        config = files.entry(task).cfg
         assert (config["dataset_path"], config.get("dataset_name") or "default") in tables

@@ -144,7 +144,7 @@ def test_two_models_and_then_their_folders(model, data_dir, tmp_path, capsys):
     """In one evaluation, and in two: the same differences; on the terminal, the page, in CSV and from Python."""
     pytest.importorskip("lm_eval")
     other = saved_model(tmp_path / "pre_ln", "pre_ln")
-    given = ["--tasks", "quiz", "--data-dir", str(data_dir)]
+    given = ["--tasks", "quiz", "--data-dir", str(data_dir), "--run-code"]
     assert main(["eval", str(model), str(other), *given, "--output", str(tmp_path / "both")]) == 0
     assert "| chance | 25.00 |" in (printed := capsys.readouterr().out)
     assert "minus keel, on the same items:" in printed

@@ -292,7 +292,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     )
     tokenizer = load_tokenizer("bytes")
     model = stir(lamina.build(LlamaConfig(**{**CONFIG, "vocab_size": len(tokenizer)}), "post_ln", num_layers=2).eval())
-    made = LayerDrop(task="lamina_local", include_path=str(tmp_path))
+    made = LayerDrop(task="lamina_local", include_path=str(tmp_path), run_code=True)
     frame = probe(model, [made], ["some text " * 9], tokenizer=tokenizer, sequence_length=32)["layer_drop"]
     whole = frame.loc[frame["metric"] == "accuracy", "value"].iloc[0]
     with torch.no_grad():

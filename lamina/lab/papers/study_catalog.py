@@ -45,6 +45,7 @@ SOURCES = ("data", "eval_data", "reward_function")
 ENGINE = {
     "output": "--store, the folder of all trials",
     "threads": "--threads",
+    "run_code": "--run-code",
     "pause_step": "steps, which end a trial with its schedule",
     "push_to_hub": "to push the model of a trial by hand",
 }

@@ -275,7 +275,7 @@ class RewardSettings(TuningSettings):
 
     command_name = "reward"
     outside = _outside("reward")
-    without = TuningSettings.without | {"eval_corpus", "eval_tasks", "eval_task_limit", "eval_data_dir"}
+    without = TuningSettings.without | {"eval_corpus", "eval_tasks", "eval_task_limit", "eval_data_dir", "run_code"}
     main = (*_MAIN, "precision", "output")
 
     learning_rate: float = changed(2e-5)

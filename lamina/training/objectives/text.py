@@ -113,7 +113,7 @@ class CausalLM(TextObjective):
     """Predict each token of a text from those before it."""
 
     head = "causal_lm"
-    own = frozenset({"eval_tasks", "eval_task_limit", "eval_data_dir"})
+    own = frozenset({"eval_tasks", "eval_task_limit", "eval_data_dir", "run_code"})
 
     def derived(self, loss: float, stats: Stats) -> dict[str, float]:
         return {"perplexity": perplexity(loss), "bits_per_byte": bits_per_byte(loss, cast(BlockStats, stats))}

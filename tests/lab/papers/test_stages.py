@@ -96,6 +96,19 @@ def test_each_arm_has_a_chain_and_all_arms_one_judge(plan, store, stages):
     assert len({trial.key for trial in found.values()}) == len(found)
 
 
+def test_the_command_lets_the_trials_that_score_tasks_run_code_and_no_others(plan, store, stages):
+    stages["sft"]["settings"] = {**stages["sft"]["settings"], "eval_tasks": "generated"}
+    stages["scores"] = {"job": "eval", "from": "sft", "settings": {"tasks": "generated"}}
+    free = Store(store.folder, store.records, run_code=True)
+    found = by_place(plan(stages), store)
+    allowed = {place[0] for place, trial in found.items() if free.task(trial).settings.to_dict().get("run_code")}
+    assert allowed == {"sft", "scores"}
+    assert not any(store.task(trial).settings.to_dict().get("run_code") for trial in found.values())
+    stages["scores"]["settings"]["run_code"] = True
+    with pytest.raises(UserError, match=r"unknown setting .*scores 'run_code'"):
+        plan(stages)
+
+
 def test_a_key_says_what_a_trial_starts_from_and_reads_and_not_where_it_is(plan, store, stages, tmp_path):
     before = by_place(plan(stages), store)
     keys = {place: trial.key for place, trial in before.items()}

@@ -29,7 +29,12 @@ def base(tmp_path_factory):
 def flags(base, data_dir, tmp_path):  # noqa: F811
     (tmp_path / "text.txt").write_text(TEXT)
     rows = write_rows(tmp_path / "rows.jsonl", sorting(24))
-    watched = {"eval_corpus": str(tmp_path / "text.txt"), "eval_tasks": "quiz", "eval_data_dir": str(data_dir)}
+    watched = {
+        "eval_corpus": str(tmp_path / "text.txt"),
+        "eval_tasks": "quiz",
+        "eval_data_dir": str(data_dir),
+        "run_code": True,
+    }
     return {**common(base, rows, tmp_path / "run"), **watched, "eval_task_limit": 12, "eval_steps": 2, "steps": 6}
 
 
@@ -44,7 +49,9 @@ def typed(given):
 
 def test_a_second_text_and_tasks_are_measured_and_training_does_not_notice(flags, base, tmp_path):
     assert main(["sft", *typed(flags)]) == 0
-    plain = {name: value for name, value in flags.items() if not name.startswith("eval_")} | {"eval_fraction": 0.25}
+    plain = {name: value for name, value in flags.items() if not name.startswith(("eval_", "run_code"))} | {
+        "eval_fraction": 0.25
+    }
     sft({**plain, "eval_steps": 2, "output": str(tmp_path / "plain")}, bar=False)
     assert same_weights(tmp_path / "run", tmp_path / "plain")
     first, *_, last = evaluations(tmp_path / "run")
@@ -58,7 +65,7 @@ def test_a_second_text_and_tasks_are_measured_and_training_does_not_notice(flags
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["tasks"], result["eval_corpus_loss"]) == (last["tasks"], last["eval_corpus_loss"])
     found = lamina.evaluate(
-        models=str(tmp_path / "run"), tasks="quiz", data_dir=flags["eval_data_dir"], limit=12, bar=False,
+        models=str(tmp_path / "run"), tasks="quiz", data_dir=flags["eval_data_dir"], run_code=True, limit=12, bar=False,
         output=str(tmp_path / "out"),
     )  # fmt: skip
     assert last["tasks"]["quiz"] == pytest.approx(found["units"][0]["scores"][0]["value"])

@@ -63,6 +63,9 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
         decides=False,
     )
     threads: int | None = changed(1, help="CPU threads per trial")
+    run_code: bool = setting(
+        False, "run the task files that trials name, which are code, and code that a model writes", decides=False
+    )
 
     def check(self) -> None:
         """Raise UserError for an address without a cluster."""

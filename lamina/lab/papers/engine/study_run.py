@@ -212,7 +212,7 @@ def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
 
 def store_of(settings: StudySettings) -> Store:
     records = Records(settings.records_folder, own=record_name(settings))
-    return Store(Path(settings.store), records, settings.threads)
+    return Store(Path(settings.store), records, settings.threads, run_code=settings.run_code)
 
 
 def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:

@@ -204,10 +204,11 @@ class Store:
         folder: of the trials' folders.
         records: of studies that were run before, perhaps elsewhere.
         threads: of each trial; None leaves it to the trial's settings.
+        run_code: whether the trials may run task files.
     """
 
-    def __init__(self, folder: Path, records: Records, threads: int | None = None):
-        self.folder, self.records, self.threads = folder, records, threads
+    def __init__(self, folder: Path, records: Records, threads: int | None = None, *, run_code: bool = False):
+        self.folder, self.records, self.threads, self.run_code = folder, records, threads, run_code
         self._ended: dict[str, Json] = {}
         self._complete: set[tuple[str, tuple[str, ...]]] = set()
         self._verified: set[str] = set()
@@ -238,6 +239,8 @@ class Store:
         changes: Json = {"output": str(self.folder / trial.key), **places}
         if self.threads is not None:
             changes["threads"] = self.threads
+        if self.run_code and any(getattr(trial.settings, name, None) for name in ("tasks", "eval_tasks")):
+            changes["run_code"] = True
         settings = replace(trial.settings, **changes)
         job = TRIAL_JOBS[trial.job]
         return StoredTask(
