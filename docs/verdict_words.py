@@ -140,12 +140,10 @@ def row(one: Json) -> list[str]:
 
 
 def findings(verdicts: Iterable[Json]) -> dict[str, str]:
-    """Return a sentence for each claim that was decided, by the claim's name."""
-    decided = {Verdict.HOLDS, *FAILED, Verdict.INCONCLUSIVE}
+    """Return a sentence for each claim that was supported or refuted, by the claim's name."""
     sentences = {}
-    for one in (one for one in best(verdicts) if one["verdict"] in decided and one["ours"]):
-        number = f"; {one['ours']}" if len(one["parts"]) == 1 else ""  # the study's page has several
-        verdict = one["verdict"] if one["verdict"] in ("holds", "fails") else f"is {one['verdict']}"
-        verdict = "failed in a part" if one["verdict"] == Verdict.PART_FAILED else verdict
-        sentences[str(one["claim"])] = f'"{one["says"]}" {verdict} at scale {one["scale"]} ({one["claim"]}{number})'
+    for one in (one for one in best(verdicts) if one["verdict"] in {Verdict.HOLDS, *FAILED} and one["ours"]):
+        verb = "supports" if one["verdict"] == Verdict.HOLDS else "does not support"
+        models = "small models" if one["scale"] == "cpu" else f"models of scale {one['scale']}"
+        sentences[str(one["claim"])] = f'On {models}, Lamina\'s study {one["claim"]} {verb}: "{one["says"]}".'
     return sentences

@@ -302,7 +302,7 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 
 
 def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:
-    """Say what left its usual range first in a run, and what to change, as `lamina diagnose` does; write the page.
+    """Name a run's likely cause of trouble, its step and layer, and what to change; write the page.
 
     For another tool's records, the converted records and the page are written into the folder NAME-lamina beside them.
     Without the packages that draw it there is no page, and the last sentence says so.
@@ -327,9 +327,9 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
         folder = whole.with_name(f"{whole.name}-lamina")
         read = [f"Read from {source}: {import_history(source, folder, which)}."]
     elif which:
-        raise UserError(f"which: {which!r} (allowed: with another tool's history that holds several runs)")
+        raise UserError(f"which: {str(folder)!r} is one run, so {which!r} names none in it. Leave it out.")
     evidence = gather(folder)
-    texts = [*read, *sentences(evidence)]
+    texts = [*sentences(evidence), *read]
     try:
         require("the page", "report")
     except UserError as error:

@@ -142,7 +142,7 @@ class RunResult(_HasPage, dict[str, object]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Diagnosis(_HasPage):
-    """The diagnosis of a run: which layer left its range first, and what to change.
+    """The diagnosis of a run: the likely cause with its step and layer, and what to change.
 
     Attributes:
         sentences: the diagnosis.

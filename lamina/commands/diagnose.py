@@ -1,4 +1,4 @@
-"""`lamina diagnose RUN`: says what left its range first in a run, and what to change."""
+"""`lamina diagnose RUN`: names a run's likely cause of trouble, its step and layer, and what to change."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ EXAMPLES = """
 def parser() -> Parser:
     flags = Parser(
         "diagnose",
-        "Say what left its usual range first in a run, in which layer and at which step, how early it could be seen,\n"
-        "and what the papers and Lamina's studies say to change. RUN is a run of Lamina, of lamina.LayerMonitor or of\n"
-        "lamina.watch; or what another tool recorded: the log that a trainer printed, trainer_state.json or the\n"
-        "folder that holds it, a history as CSV or JSON, files of TensorBoard, W&B or trackio. A loss is enough.\n"
-        "With AGAINST, say at which step and layer both part: for ports, kernels, precisions and resumed runs.",
+        "Find out why a run went wrong: the likely cause, its step and layer, and what to change. Lamina writes a page\n"
+        "with charts beside the record.\n\n"
+        "RUN is the folder of a run of Lamina, lamina.watch or lamina.LayerMonitor. It can also be another tool's\n"
+        "record: a trainer's log, trainer_state.json or its folder, a CSV or JSON history, or files of TensorBoard,\n"
+        "W&B or trackio. A loss is enough. If you add AGAINST, Lamina compares two runs and names the step and the\n"
+        "layer at which they part. Use it for ports, kernels, precisions and resumed runs.",
         EXAMPLES,
         "RUN [AGAINST] ",
     )
-    flags.add_argument("run", help="the run's folder; or another tool's history: a file, a folder, or - for a pipe")
-    flags.add_argument("against", nargs="?", default=None, help="another run, to compare with")
+    flags.add_argument("run", help="folder of the run, or another tool's record: a file, a folder, or - for a pipe")
+    flags.add_argument("against", nargs="?", default=None, help="second run, to compare with")
     flags.add_argument(
-        "--run", dest="which", default="", metavar="NAME", help="the run's name, where a history holds several"
+        "--run", dest="which", default="", metavar="NAME", help="name of the run, if the record holds several"
     )
     return flags
 

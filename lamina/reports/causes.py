@@ -60,12 +60,14 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A kind of failure.
+    """A kind of failure. Its texts may name ``{step}`` and ``{where}``, the place of the first anomaly.
 
     Attributes:
-        meaning: what happens in it.
+        name: in the counts of signs.
+        finding: the cause as the title of a page, with its step.
+        meaning: what happens in it, in a sentence.
         check: how to see in a few steps whether it is this one.
-        changes: what to change, most promising first, each with its source.
+        changes: what to change, most useful first, each with its source.
         claims: studies of Lamina's own that tested one of these changes.
         unlike: signs that exclude it.
         proofs: signs that leave no other: what was measured is the cause itself.
@@ -73,6 +75,7 @@ class Cause:
     """
 
     name: str
+    finding: str
     meaning: str
     check: str
     changes: tuple[str | Change, ...]
@@ -87,152 +90,166 @@ CAUSES = {
     for cause in (
         Cause(
             name="number range",
+            finding="values outside the number format from step {step}",
             proofs=("telling: skipped",),
             meaning="Values left the range of the number format before the loss showed it.",
-            check="run 20 steps from the last checkpoint in float32 or bfloat16: the alarm stays away",
+            check="run 20 steps from a checkpoint before step {step} in bfloat16 or float32: no alarm should come",
             changes=(
                 Change(
-                    text="train in bfloat16 (--precision bf16): it has float32's range",
+                    text="train in bfloat16 (--precision bf16), which has float32's range",
                     setting="precision",
                     made="bf16",
                 ),
                 "put a norm on each sub-layer's output (Peri-LN, arXiv 2502.02732, Fig 11: its activations stay inside "
-                "float16 where Pre-LN's leave it)",
-                "lower the learning rate: largest magnitudes grow with it",
+                "float16 and Pre-LN's do not)",
+                "lower the learning rate, because the largest magnitudes grow with it",
             ),
             claims=("peri-fp16", "peri-growth"),
             unlike=("half: False",),
         ),
         Cause(
             name="values that are not finite",
+            finding="values that are not finite from step {step}",
             in_half="number range",
-            meaning="They come from a batch, a weight, or one operation (0/0, log 0), not from growth.",
-            check="repeat the step with the same batch and weights under torch.autograd.set_detect_anomaly(True): it "
-            "names the operation",
+            meaning="A batch, a weight or one operation (0/0, log 0) produced them, not slow growth.",
+            check="repeat step {step} with the same batch and weights under torch.autograd.set_detect_anomaly(True), "
+            "which names the operation",
             changes=(
-                "look at that step's batch: values that are not finite, an example without a label (a mean over none)",
-                "leave such steps out: lamina.watch(..., skip_outliers=6) does",
+                "inspect the batch of step {step} for values that are not finite and for an example without a label (a "
+                "mean over none)",
+                "skip such steps with lamina.watch(..., skip_outliers=6)",
             ),
         ),
         Cause(
             name="weights changed",
+            finding="weights overwritten at step {step}",
             proofs=("first: written size",),
             meaning="Between two steps something other than the optimizer wrote to the weights.",
-            check="compare the layer's weights with the last checkpoint before it, tensor by tensor",
+            check="compare the weights of {where} with the last checkpoint before step {step}, tensor by tensor",
             changes=(
-                "look for what was edited, loaded or initialized meanwhile: a checkpoint loaded in part, a layer or a "
+                "find out what edited, loaded or initialized {where}: a checkpoint loaded in part, or a layer or a "
                 "norm's gain written by hand",
-                "if nothing was, look for one huge step (lamina.watch(..., every=1) records them all), or for faulty "
+                "if nothing did, look for one huge step (lamina.watch(..., every=1) records every step) or for faulty "
                 "memory",
             ),
         ),
         Cause(
             name="learning rate too high",
+            finding="learning rate too high from step {step}",
             unlike=("telling: written",),
             proofs=("rate: jumped",),
             meaning="Each update moves the weights too far, so that the loss no longer falls.",
-            check="go on from the last checkpoint for 50 steps at a third of the rate: the updates' share of the "
-            "weights falls, and no alarm comes",
+            check="go on from a checkpoint before step {step} for 50 steps at a third of the learning rate: no alarm "
+            "should come",
             changes=(
                 "lower the peak learning rate by a factor of 2 to 3, or find the limit with lamina max-lr",
                 "lengthen the warm-up (Peri-LN, App G.1)",
                 Change(
-                    text="beta2 of 0.95 instead of 0.999: the second moment then forgets a calm stretch sooner, so "
-                    "that a burst of gradients makes smaller updates",
+                    text="set beta2 to 0.95 instead of 0.999, so that the second moment forgets a calm stretch sooner "
+                    "and a burst of gradients makes smaller updates",
                     setting="beta2",
                     made=0.95,
                 ),
-                "a placement that tolerates higher rates (Peri-LN, Keel): lamina compare on your text",
+                "compare placements that tolerate higher learning rates (Peri-LN, Keel) on your text: lamina compare",
             ),
             claims=("peri-lr", "keel-maxlr", "peri-budget"),
         ),
         Cause(
             name="attention logits",
-            meaning="Attention looks at single tokens: its softmax saturates and its gradient vanishes.",
-            check="print the largest logit of each head in that layer for one batch: is it one head, or all of them",
+            finding="attention saturated from step {step}",
+            meaning="Attention looks at single tokens, so its softmax saturates and its gradient vanishes.",
+            check="print the largest logit of each head in {where} for one batch, to see whether it is one head or all",
             changes=(
-                "norms on queries and keys (Dehghani et al. 2023, arXiv 2302.05442; QK-norm)",
+                "put norms on queries and keys (QK-norm; Dehghani et al. 2023, arXiv 2302.05442)",
                 "lower the learning rate, or raise weight decay on the query and key projections",
             ),
             claims=("peri-qk",),
         ),
         Cause(
             name="bad batch",
+            finding="bad batch at step {step}",
             unlike=("telling: written", "then fall size: yes", "jump: stays"),
-            meaning="Single batches made a gradient far from the usual one.",
-            check="compute the loss of that step's batch with the last checkpoint, example by example",
+            meaning="Single batches gave a gradient far from the usual size.",
+            check="compute the loss of the batch of step {step} with the last checkpoint, example by example",
             changes=(
-                "look at that step's batch: repeated text, wrong labels, another language or format",
-                "skip outliers: lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
+                "inspect the batch of step {step}: repeated text, wrong labels, another language or format",
+                "skip outliers with lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
                 Change(text="clip the gradient's norm (max_grad_norm=1.0)", setting="max_grad_norm", made=1.0),
-                "go back to a checkpoint before it and skip the data, as PaLM did (arXiv 2204.02311, Sec 5.1); "
-                "--rollback does in lamina pretrain",
+                "go back to a checkpoint before it and skip the data, as PaLM did (arXiv 2204.02311, Sec 5.1; lamina "
+                "pretrain --rollback)",
             ),
             claims=("peri-instability",),
         ),
         Cause(
             name="labels or data",
+            finding="labels or data changed at step {step}",
             unlike=("telling: written", "then fall size: yes"),
             proofs=("then repeated batch_repeats: yes", "then fall label_match: yes"),
-            meaning="What is learned has changed at one step: other texts, other labels, or the same batch again.",
-            check="print that step's inputs and labels as text, and compute the loss of an earlier batch with the "
-            "current weights: it is what it was",
+            meaning="From this step on the model gets other texts, other labels, or the same batch again.",
+            check="print the inputs and labels of step {step} as text, and compute the loss of an earlier batch with "
+            "the current weights: it should be as low as before",
             changes=(
-                "look at how inputs and labels are made from that step on: a shift, a mask, a file, a repeated batch",
+                "check how inputs and labels are made from step {step} on: a shift, a mask, a file, a repeated batch",
                 "see whether the loader repeats itself, or mixes in another source",
             ),
         ),
         Cause(
             name="dead layer",
-            meaning="A sub-layer receives no gradient: it is cut off, or all its units are off.",
-            check="run one forward pass with a hook on the sub-layer, to see whether its output or its input is zero",
+            finding="a layer without a gradient from step {step}",
+            meaning="The sub-layer is cut off, or all its units are off.",
+            check="run one forward pass with a hook on {where}, to see whether its input or its output is zero",
             changes=(
-                "see whether its output reaches the stream: a gain, gate or output projection of zero on both sides "
-                "stays zero",
-                "initialize its weights again, as those of the other layers",
+                "see whether the output of {where} reaches the residual stream: a gain, gate or output projection that "
+                "is zero on both sides stays zero",
+                "initialize its weights again, like the weights of the other layers",
             ),
         ),
         Cause(
             name="not trained",
-            meaning="A part gets a gradient but does not move, or no longer does: no optimizer has it.",
+            finding="weights that do not move from step {step}",
+            meaning="They get a gradient, so most likely no optimizer has them.",
             check="compare the ids of model.parameters() with those in optimizer.param_groups, and print requires_grad",
             changes=(
-                "give the optimizer all parameters, after the last change of the model (a layer that was replaced, "
-                "wrapped or unfrozen later is missing)",
-                "if it is frozen on purpose, nothing is wrong",
+                "give the optimizer the parameters of {where}, after the last change of the model: a layer that you "
+                "replace, wrap or unfreeze later is missing",
+                "if you froze it on purpose, change nothing",
             ),
         ),
         Cause(
             name="gradients kept",
+            finding="gradients not set to zero from step {step}",
             proofs=("telling: kept",),
-            meaning="A step's gradient holds the steps' before it: nothing sets gradients to zero between two steps.",
-            check="print a parameter's .grad right before the backward pass: it is None or zero in a sound loop",
+            meaning="A step's gradient still holds the gradients of the steps before it.",
+            check="print a parameter's .grad right before the backward pass: it should be None or zero",
             changes=(
                 "call optimizer.zero_grad() once for each optimizer.step(), for every optimizer",
-                "if micro-batches are accumulated, zero after the step and not only at the start",
+                "if you accumulate micro-batches, zero after the step and not only at the start",
             ),
         ),
         Cause(
             name="optimizer groups",
+            finding="an optimizer group with its own learning rate from step {step}",
             proofs=("then apart rate_ratio: yes",),
-            meaning="One part moves much further for its size than its peers: its group has settings of its own.",
+            meaning="One part moves much further for its size than similar parts.",
             check="print lr and weight_decay of each optimizer.param_groups with the names of its parameters",
-            changes=("give that group the learning rate of the others, or scale it on purpose and say so",),
+            changes=("give that group the learning rate of the others, or state in your settings that it differs",),
         ),
         Cause(
             name="optimizer state",
+            finding="optimizer state lost at step {step}",
             proofs=("then forgotten forgotten_share: yes",),
-            meaning="The optimizer's moments were lost or changed between two steps: it has forgotten what it knew.",
-            check="print the optimizer's step count and the norm of exp_avg_sq right before and after that step",
+            meaning="The optimizer's moments were lost or changed between two steps.",
+            check="print the optimizer's step count and the norm of exp_avg_sq right before and after step {step}",
             changes=(
-                "load the optimizer's state with the weights when a run is resumed",
-                "warm up again where it cannot be loaded",
+                "load the optimizer's state with the weights when you resume a run",
+                "if you cannot load it, warm up again",
             ),
         ),
         Cause(
             name="weight decay",
-            meaning="Weights or gains shrink step by step: the decay is stronger than what the loss asks for.",
-            check="set weight_decay to 0 for that part for 50 steps from the last checkpoint: its norm stops falling",
+            finding="weight decay too strong, visible from step {step}",
+            meaning="Weights or gains shrink step by step, faster than the loss asks for.",
+            check="set weight_decay to 0 for {where} for 50 steps from a checkpoint: its norm should stop falling",
             changes=(
                 "leave norms' gains and biases out of weight decay, and usually the embedding",
                 "compare weight_decay times the learning rate with 1e-3: a larger product shrinks weights within a run",
@@ -240,17 +257,19 @@ CAUSES = {
         ),
         Cause(
             name="embedding rows",
+            finding="an embedding row growing from step {step}",
             meaning="One token's vector grows, and no other does.",
             check="print the longest rows of the embedding with their tokens, at two checkpoints",
             changes=(
-                "look at the batches for that token: padding that is learned, one that is repeated",
+                "look for that token in the batches: padding that is learned, or a token that is repeated",
                 "lower the embedding's learning rate, or normalize it (Takase et al. 2023, arXiv 2312.16903)",
             ),
         ),
         Cause(
             name="experts",
-            meaning="The router sends more and more tokens to few experts; the others are no longer trained.",
-            check="draw the experts' loads of that layer (lamina report) over the last records",
+            finding="experts out of balance from step {step}",
+            meaning="The router sends more and more tokens to few experts, and the others no longer train.",
+            check="draw the loads of the experts of {where} over the last records: lamina report",
             changes=(
                 "raise the weight of the balancing loss, or see whether it is in the loss at all",
                 "lower the router's learning rate",
@@ -258,12 +277,13 @@ CAUSES = {
         ),
         Cause(
             name="initialization",
-            meaning="A part differed from its peers by an order of magnitude from the first steps on.",
-            check="print the standard deviation of each layer's weights at step 0 beside its peers'",
+            finding="faulty initialization, visible at step {step}",
+            meaning="A part differed from similar parts by an order of magnitude from the first steps on.",
+            check="print the standard deviation of each layer's weights at step 0, and compare {where} with the rest",
             changes=(
-                "give it the initializer of the other layers: lamina.build(..., init=...) does for all of them",
+                "give it the initializer of the other layers (lamina.build(..., init=...) does so for all of them)",
                 "scale the output projections by 1/sqrt(2 num_layers) (GPT-2)",
-                "ask before the next run: lamina preflight",
+                "check before the next run: lamina preflight",
             ),
             claims=("peri-init", "fuse-init", "mix-init"),
         ),

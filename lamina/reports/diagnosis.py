@@ -1,4 +1,4 @@
-"""A diagnosis: the alarm that came first, its likely cause, and what papers and Lamina's own studies say to change.
+"""A diagnosis: the likely cause of the first alarm, the evidence, and what to change.
 
 Needs neither pandas nor plotly, nor what reads Parquet: ``pages.diagnosis`` draws the page.
 """
@@ -21,8 +21,8 @@ from lamina.jobs.files import read_config, read_json, read_result
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.seals import refuse_page
 from lamina.jobs.status import Status
-from lamina.reports.causes import CAUSES, NOT_KNOWN, Signs, causes_of, open_changes, rate_jump
-from lamina.training.monitor.alarms import NOTABLE, Alarm, describe, read_alarms, says_where
+from lamina.reports.causes import CAUSES, NOT_KNOWN, START, Cause, Signs, causes_of, open_changes, rate_jump
+from lamina.training.monitor.alarms import EVENT, NOTABLE, Alarm, describe, place_in_words, read_alarms, says_where
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, Row, read_about, read_rows
@@ -212,11 +212,12 @@ def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: b
 FINDINGS = Path(__file__).parent / "assets" / "findings.json"
 """The verdicts on the claims of ``CAUSES`` in sentences, written by docs/results.py from the records of studies."""
 _SHOWN = 12  # alarms
-_LOOK = "Look at that step's batch, learning rate and weights, and record more often (every=1)."
-_ODDS = "Odds compare the causes that Lamina knows, as counted in small runs; elsewhere they are not calibrated."
-_HISTORIES = (
-    "Odds compare the causes that Lamina knows, as counted in small runs that recorded the same (docs/loss-spiked.md)."
+_CHANGES = 3  # at most
+_SMALL = (
+    "Lamina knows the causes from small models that were broken on purpose, so look at the charts before you act "
+    "(docs/loss-spiked.md)."
 )
+_ODDS = "Lamina counted these odds in records of small models that were broken on purpose (docs/loss-spiked.md)."
 _RECORDED = {
     "loss": "the loss alone fits",
     "norm": "the loss and the gradient norm fit",
@@ -227,41 +228,149 @@ _MOST_OF_HISTORIES = 0.95  # odds: so few histories were judged that no more can
 _STAIR = 8  # losses before and after the start of an epoch
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A diagnosis in sentences.
+
+    Attributes:
+        cause: the likely cause with its step, or that there is none.
+        evidence: what the loss did, the first anomaly and what followed.
+        changes: what to change, most useful first, and how to check the cause.
+        notes: what else the record and Lamina's studies show, and how far to trust the answer.
+    """
+
+    cause: list[str]
+    evidence: list[str]
+    changes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sentences(self) -> list[str]:
+        return [*self.cause, *self.evidence, *self.changes, *self.notes]
+
+
 def sentences(evidence: Evidence) -> list[str]:
-    """Say what left first, at which layer and step, how early it was visible, its likely cause, and what to change."""
-    first, rose = evidence.first, evidence.rose
-    texts = [_course(evidence)]
-    stairs = epoch_stairs(evidence) if rose is None else {}
-    if stairs:
-        texts.append(_stairs(stairs))
-    elif evidence.falls and rose is None:
-        told = ", ".join(map(str, evidence.falls[:_SHOWN]))
-        texts.append(
-            f"The loss fell at once at step {told}: a new epoch, other text, or a lower learning rate. By itself that "
-            "is no failure."
-        )
-    if evidence.notable:
-        steps = ", ".join(str(alarm.step) for alarm in evidence.notable[:_SHOWN])
-        texts.append(f"Notable batches, whose gradient stood out and that nothing followed: at steps {steps}.")
+    """Return the likely cause with its step, the evidence, what to change, and how to check it."""
+    return answer(evidence).sentences
+
+
+def headline(evidence: Evidence) -> str:
+    """Return the finding in a line: the likely cause, or the first anomaly, and its step."""
+    first = evidence.first
     if first is None:
-        what = "Nothing in the record" if evidence.imported else "No layer"
-        texts.append(f"{what} left its usual range{'' if evidence.imported else ' in the records'}.")
-        if rose is not None:
-            texts.append("Record more often to see what happens between two records: " + _more(evidence))
-        return texts
-    told, place = [("What left first", first)], evidence.place or first
-    if place != first and says_where(place):
-        told.append(("What may say where", place))
-    for what, alarm in told:
-        name = evidence.names.get(alarm.layer)
-        texts.append(f"{what}: {describe(alarm)}{f', {name}' if name else ''}.")
-    if (lead := evidence.lead) is not None and first.metric != LOSS:
-        finite = math.isfinite(evidence.losses.get(rose or 0, 0.0))
-        did = "rose" if finite else "was not finite"
-        early = f"It could have been seen {lead} step{'s' * (lead > 1)} before the loss {did}."
-        late = f"The loss {did} in the same step." if lead == 0 else f"It showed only after the loss {did}."
-        texts.append(early if lead > 0 else late)
-    then: dict[tuple[int, str, bool], str] = {}  # the first alarm of each other sub-layer, the telling ones first
+        return "No problem found" if evidence.rose is None else f"The loss rose at step {evidence.rose}"
+    (cause, _), *_ = causes_of(evidence)
+    if cause != NOT_KNOWN:
+        found = _filled(CAUSES[cause].finding, evidence)
+        return found[0].upper() + found[1:]
+    return f"Anomaly at {describe(first)}"
+
+
+def answer(evidence: Evidence) -> Answer:
+    """Diagnose a run from the evidence in its records."""
+    first, rose, course = evidence.first, evidence.rose, [_course(evidence), *_falls(evidence), *_notable(evidence)]
+    if first is None:
+        found = "Lamina found no anomaly in the record." if evidence.imported else "No layer has an anomaly."
+        more = f"Record {_more(evidence)}, to see what happens between two records."
+        return Answer(cause=[], evidence=[*course, found], changes=[more] if rose is not None else [])
+    causes, texts = causes_of(evidence), [_course(evidence), f"The first anomaly is at {_described(evidence, first)}."]
+    place, everywhere = evidence.place or first, _everywhere(evidence, first)
+    inside = place.layer >= 0 or place.role != "all"
+    if _place(place) != _place(first) and says_where(place) and inside and not everywhere:
+        texts.append(f"The first one that shows the location is at {_described(evidence, place)}.")
+    texts += [*_early(evidence, first), *_next(evidence, first, place), *everywhere, *course[1:]]
+    if causes[0][0] == NOT_KNOWN:
+        none = f"{_RECORDED[evidence.view]} several failures, or none that Lamina knows" if evidence.imported else ""
+        cause = f"The cause is not known: {none or 'the signs fit no failure that Lamina knows'}."
+        look = f"To check: inspect the batch, the learning rate and the weights of step {first.step}, and record"
+        return Answer(cause=[cause], evidence=texts, changes=[f"{look} {_more(evidence)}."])
+    return _explained(evidence, causes, texts)
+
+
+def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: list[str]) -> Answer:
+    """Return the answer with its causes, and with the advice that the record decides or, without it, the usual one."""
+    told, changes, checks, studies = [], [], [], []
+    findings: dict[str, str] = read_json(FINDINGS)
+    most = _MOST_OF_HISTORIES if evidence.imported else 0.0
+    for number, (name, odds) in enumerate(causes):
+        cause = CAUSES[name]
+        fact, decided, check = _recorded(evidence, cause)
+        usual = open_changes(cause, evidence.settings)[: _CHANGES - len(causes) + 1 - number]
+        changes += [f"To change: {_filled(change, evidence)}." for change in decided or usual]
+        checks.append(f"To check: {check or _filled(cause.check, evidence)}.")
+        studies += [findings[claim] for claim in cause.claims if claim in findings and not decided]
+        likely = "Or" if number else "Cause" if decided else "Likely cause"
+        share = f" (odds {min(odds, most):.0%})" if most and not decided else ""
+        told.append(f"{likely}: {_filled(cause.finding, evidence)}{share}. {fact or cause.meaning}")
+    how_far = [] if all(text.startswith("Cause") for text in told) else [_ODDS if evidence.imported else _SMALL]
+    return Answer(cause=told, evidence=texts, changes=changes + checks, notes=studies + how_far)
+
+
+def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
+    """Return the recorded fact that proves a cause, the changes that undo it, and a check; empty without a fact."""
+    first = evidence.first
+    jump = rate_jump(evidence) if "rate: jumped" in cause.proofs else None
+    if jump is not None:
+        step, before, after = jump
+        return (
+            f"The record shows that the learning rate went from {before:.3g} to {after:.3g} at step {step}.",
+            [
+                f"restore the learning rate {before:.3g} (the record shows {after:.3g} from step {step})",
+                f"go on from a checkpoint before step {step}, because the larger steps have damaged later weights",
+            ],
+            f"train 50 steps from that checkpoint at {before:.3g}: no alarm should come",
+        )
+    if first is None or not cause.proofs:
+        return "", [], ""
+    near = [alarm for alarm in evidence.alarms if first.step <= alarm.step <= first.step + EVENT]
+    for alarm in near:
+        if cause.name == "labels or data" and alarm.rule == "repeated":
+            return (
+                "The record shows that the same batch comes again and again.",
+                [f"let the data loader move on: from step {alarm.step} on it repeats a batch"],
+                "",
+            )
+        if cause.name == "labels or data" and (alarm.rule, alarm.metric) == ("fall", "label_match"):
+            return (
+                "The record shows that the labels no longer match the inputs.",
+                [f"align the labels with the inputs from step {alarm.step} on (often they are a token apart)"],
+                "",
+            )
+        if cause.name == "optimizer groups" and alarm.metric == "rate_ratio":
+            return (
+                f"The record shows {alarm.excess:.3g} times the learning rate of the other parameters.",
+                [f"give {place_in_words(alarm)} the learning rate of the other parameters"],
+                "",
+            )
+    return "", [], ""
+
+
+def _filled(text: str, evidence: Evidence) -> str:
+    """Fill a cause's text with the step of the first anomaly and its location."""
+    first = evidence.first
+    assert first is not None
+    return text.replace("{step}", str(first.step)).replace("{where}", place_in_words(evidence.place or first))
+
+
+def _described(evidence: Evidence, alarm: Alarm) -> str:
+    name = evidence.names.get(alarm.layer)
+    return describe(alarm) + (f" ({name})" if name else "")
+
+
+def _early(evidence: Evidence, first: Alarm) -> list[str]:
+    """Say how early the first anomaly was, if the loss did not show it itself."""
+    if (lead := evidence.lead) is None or first.metric == LOSS:
+        return []
+    did = "rose" if math.isfinite(evidence.losses.get(evidence.rose or 0, 0.0)) else "was not finite"
+    if lead == 0:
+        return [f"The loss {did} in the same step."]
+    early = f"{lead} step{'s' * (lead > 1)} before"
+    return [f"It came {early if lead > 0 else 'after'} the loss {did}."]
+
+
+def _next(evidence: Evidence, first: Alarm, place: Alarm) -> list[str]:
+    """Name the next anomalies elsewhere, the telling ones first."""
+    then: dict[tuple[int, str, bool], str] = {}
     telling = {alarm: alarm.rule in ("not_finite", "written") for alarm in evidence.alarms}
     for alarm in sorted(evidence.alarms, key=lambda alarm: not telling[alarm]):
         where = (alarm.layer, alarm.sublayer)
@@ -269,32 +378,29 @@ def sentences(evidence: Evidence) -> list[str]:
             then.setdefault((*where, telling[alarm]), describe(alarm))
     then = {where: said for where, said in then.items() if said != describe(place)}
     then.pop((*_place(first), first.rule in ("not_finite", "written")), None)
-    if then:
-        texts.append(f"Then: {'; '.join([*then.values()][:3])}.")
-    return texts + _causes(evidence)
+    if not then:
+        return []
+    return [f"The next {'anomaly is' if len(then) == 1 else 'anomalies are'} at {'; '.join([*then.values()][:3])}."]
 
 
-def headline(evidence: Evidence) -> str:
-    """Return the finding in a line: the likely cause, or what left first, and its step."""
-    first = evidence.first
-    if first is None:
-        return "No problem found" if evidence.rose is None else f"The loss rose at step {evidence.rose}"
-    (cause, _), *_ = causes_of(evidence)
-    if cause != NOT_KNOWN:
-        return f"{cause[0].upper()}{cause[1:]} from step {first.step}"
-    where, _, what = describe(first).partition(": ")
-    return f"{what[0].upper()}{what[1:]} {where.replace('step', 'at step', 1)}"
+def _everywhere(evidence: Evidence, first: Alarm) -> list[str]:
+    """Say so if most layers have an anomaly at once."""
+    at_once = {alarm.layer for alarm in evidence.alarms if 0 <= alarm.step - first.step <= START and alarm.layer >= 0}
+    layers = sum(index >= 0 for index in evidence.names)
+    if len(at_once) <= max(2, layers // 2):
+        return []
+    return [f"{len(at_once)} layers have anomalies within {START} steps, so no single layer is at fault."]
 
 
 def _more(evidence: Evidence) -> str:
-    return "each step, and by layer (lamina.watch)." if evidence.imported else "every=1."
+    return "every step by layer (lamina.watch)" if evidence.imported else "every step (every=1)"
 
 
 def _course(evidence: Evidence) -> str:
     """Say what the loss did."""
     rose, status = evidence.rose, "" if evidence.imported else f" (status: {evidence.status})"
     if not evidence.losses:
-        return f"The loss is not in the record, so nobody can say whether it rose{status}."
+        return f"The record has no loss, so Lamina cannot tell whether it rose{status}."
     if rose is None and evidence.imported:
         steps = sorted(evidence.losses)
         if len(steps) < BEFORE:
@@ -305,6 +411,32 @@ def _course(evidence: Evidence) -> str:
     if not math.isfinite(evidence.losses.get(rose, 0.0)):
         return f"The loss is not finite from step {rose} of {evidence.steps} on{status}."
     return f"The loss rose at step {rose} of {evidence.steps}{status}."
+
+
+def _falls(evidence: Evidence) -> list[str]:
+    """Say where the loss fell at once, if it did not rise."""
+    if evidence.rose is not None:
+        return []
+    if stairs := epoch_stairs(evidence):
+        return [_stairs(stairs)]
+    if not evidence.falls:
+        return []
+    steps = ", ".join(map(str, evidence.falls[:_SHOWN]))
+    return [
+        f"The loss fell at once at step {steps}: a new epoch, other text, or a lower learning rate. By itself that "
+        "is no failure."
+    ]
+
+
+def _notable(evidence: Evidence) -> list[str]:
+    if not evidence.notable:
+        return []
+    steps = [str(alarm.step) for alarm in evidence.notable[:_SHOWN]]
+    if len(steps) == 1:
+        return [f"The batch of step {steps[0]} had an unusually large gradient, and nothing went wrong after it."]
+    return [
+        f"The batches of steps {', '.join(steps)} had unusually large gradients, and nothing went wrong after them."
+    ]
 
 
 def epoch_stairs(evidence: Evidence) -> dict[int, int]:
@@ -334,28 +466,3 @@ def _stairs(stairs: Mapping[int, int]) -> str:
 
 def _place(alarm: Alarm) -> tuple[int, str]:
     return alarm.layer, alarm.sublayer
-
-
-def _causes(evidence: Evidence) -> list[str]:
-    """Name the likely causes with their odds, what to change, and how to check it."""
-    texts: list[str] = []
-    findings: dict[str, str] = read_json(FINDINGS)
-    most = _MOST_OF_HISTORIES if evidence.imported else 0.99
-    for number, (name, odds) in enumerate(causes_of(evidence)):
-        if name == NOT_KNOWN:
-            look = f"Look at that step's batch and learning rate, and record more: {_more(evidence)}"
-            why = "what left fits none of the failures that Lamina has seen"
-            if evidence.imported:
-                why = f"{_RECORDED[evidence.view]} several failures, or none that Lamina has seen"
-            return [f"The cause is not known: {why}. {look if evidence.imported else _LOOK}"]
-        cause = CAUSES[name]
-        texts.append(f"{'Or' if number else 'Likely cause'}: {name} (odds {min(odds, most):.0%}). {cause.meaning}")
-        if "rate: jumped" in cause.proofs and (jump := rate_jump(evidence)) is not None:
-            step, before, after = jump
-            texts.append(
-                f"The record of the learning rate says so: it went from {before:.3g} to {after:.3g} at step {step}."
-            )
-        texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
-        texts.append(f"To check: {cause.check}.")
-        texts += [f"Lamina's own study: {findings[claim]}" for claim in cause.claims if claim in findings]
-    return [*texts, _HISTORIES if evidence.imported else _ODDS] if texts else []

@@ -107,8 +107,11 @@ def test_a_rate_that_jumps_in_the_record_is_the_cause(tmp_path):
         log.append({"step": step, "loss": loss, "grad_norm": norm, "learning_rate": 3e-3 if broken else 1e-4})
     path.write_text(json.dumps({"log_history": log}))
     said = " ".join(lamina.diagnose(path).sentences)
-    assert "Likely cause: learning rate too high" in said
-    assert "it went from 0.0001 to 0.003 at step 1000" in said
+    assert said.startswith("Cause: learning rate too high from step 1")
+    assert "the learning rate went from 0.0001 to 0.003 at step 1000" in said
+    assert "To change: restore the learning rate 0.0001 (the record shows 0.003 from step 1000)." in said
+    assert "warm-up" not in said  # no general advice where the record decides
+    assert "odds" not in said
     assert "weights were as before" not in said
     page = (tmp_path / "trainer_state.json-lamina" / "diagnosis.html").read_text(encoding="utf-8")
     assert "Learning rate too high from step 1" in page

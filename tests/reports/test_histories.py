@@ -123,9 +123,9 @@ def test_it_is_judged_by_the_same_rules(tmp_path, run, kind, capsys):
     assert (first.layer, first.sublayer, first.metric) == (1, "feed_forward", "gradient_norm")
     assert first.step == BREAKS
     assert own.layer == 1
-    assert found.sentences[0].startswith(f"Read from {path}: ")
-    assert "40 records from step 1 to 40" in found.sentences[0]
-    assert "gradient norms of 41 parameters in 3 layers" in found.sentences[0]
+    assert found.sentences[-1].startswith(f"Read from {path}: ")
+    assert "40 records from step 1 to 40" in found.sentences[-1]
+    assert "gradient norms of 41 parameters in 3 layers" in found.sentences[-1]
     assert found.page.parent == folder
     assert lamina.report(folder).is_file()
     assert main(["diagnose", str(path)]) == 0  # once more: the earlier import is replaced
@@ -178,7 +178,7 @@ def test_an_offline_run_of_wandb(tmp_path, run, monkeypatch):
     wandb.teardown()  # its own process writes the last records
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     found = lamina.diagnose(folder)
-    assert "gradient norms of 41 parameters in 3 layers" in found.sentences[0]
+    assert "gradient norms of 41 parameters in 3 layers" in found.sentences[-1]
     first = gather(folder.with_name(f"{folder.name}-lamina")).first
     assert (first.step, first.layer, first.sublayer) == (BREAKS, 1, "feed_forward")
 
@@ -277,7 +277,7 @@ def test_only_the_models_norm_is_judged_where_no_other_is_there(tmp_path, has_lo
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({"log_history": log}))
     found = lamina.diagnose(path)
-    assert "no series by layer: only the whole model is judged" in found.sentences[0]
+    assert "no series by layer: only the whole model is judged" in found.sentences[-1]
     assert gather(tmp_path / "trainer_state.json-lamina").first.step == 31
     assert gather(tmp_path / "trainer_state.json-lamina").rose == (31 if has_loss else None)
 

@@ -21,7 +21,7 @@ from lamina.training.trainer import LaminaTrainer
 
 def named(layer, sublayer) -> str:
     """A pattern for the clause that blames a sub-layer, as one indexes it."""
-    return rf"layers\[{layer}\] left first: .*\({sublayer.replace('_', '-')}\)"
+    return rf"layer {layer} \({sublayer.replace('_', '-')}\): .*layers\[{layer}\]"
 
 
 def guard(**changed) -> DivergenceGuard:

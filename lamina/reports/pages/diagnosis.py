@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import TypeAlias
@@ -12,10 +12,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from lamina.reports import charts
+from lamina.reports.causes import rate_jump
 from lamina.reports.charts import Line
-from lamina.reports.diagnosis import Evidence, headline, sentences
+from lamina.reports.diagnosis import Evidence, answer, headline
 from lamina.reports.metrics import METRICS
-from lamina.reports.page import Section, figure, sentence, write_page
+from lamina.reports.page import Section, details, figure, sentence, write_page
 from lamina.reports.side_by_side import Place, SideBySide
 from lamina.reports.style import polish
 from lamina.training.monitor.alarms import Alarm, describe, events
@@ -31,15 +32,23 @@ _COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
 
 def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
     """Write the page to ``path``; ``source`` is the run."""
-    texts = "".join(f"<p>{escape(text)}</p>" for text in sentences(evidence))
+    said = answer(evidence)
+    advice = "".join(f"<li>{escape(_step_of(text))}</li>" for text in said.changes)
+    texts = _paragraphs(said.cause or said.evidence) + (f"<ol>{advice}</ol>" if advice else "")
     losses, steps = evidence.losses, sorted(evidence.losses)
     course = _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
     html = figure(
-        course if losses else None, "Training loss of every step. Red: where the loss rose; orange: the first alarm."
+        course if losses else None, "Training loss of every step. Red: where the loss rose. Orange: the first anomaly."
     )
+    if rate_jump(evidence) is not None:
+        rates = sorted(evidence.rates)
+        lines = [("learning rate", _COLORS[2], rates, [evidence.rates[step] for step in rates])]
+        html = figure(_drawn(evidence, lines, "learning rate"), "Learning rate that the run recorded.") + html
     if (first := evidence.first) is not None:
         quantity = sentence(_quantity(first))
-        caption = f"{quantity} of the sub-layer that left first, and of the same sub-layers of the other layers (gray)."
+        caption = (
+            f"{quantity} of the first sub-layer with an anomaly (red), and of that sub-layer in other layers (gray)."
+        )
         html += figure(_series_figure(evidence, first), escape(caption))
     groups = events(evidence.alarms)
     listed = "".join(
@@ -48,6 +57,7 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
     )
     more = len(groups) - _SHOWN
     listed += f"<li>and {more} more</li>" if more > 0 else ""
+    title = "Cause, and what to change" if said.cause else "What Lamina found"
     return write_page(
         path.parent,
         name=path.name,
@@ -59,16 +69,32 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
         ],
         command=f"lamina diagnose {source}",
         sections=[
-            Section(name="Diagnosis", title="What happened, and what to change", html=texts),
-            Section(name="Figures", title="What shows it", html=html),
-            Section(name="Alarms", title="Alarms by step", html=f"<ol>{listed}</ol>" if listed else ""),
+            Section(name="Diagnosis", title=title, html=texts),
+            Section(name="Charts", title="What shows it", html=html),
+            Section(name="Evidence", title="Evidence", html=_paragraphs(said.evidence if said.cause else [])),
+            Section(name="Notes", title="How far to trust it", html=_paragraphs(said.notes)),
+            Section(
+                name="Alarms",
+                title="Alarms by step",
+                html=details("All alarms", f"<ol>{listed}</ol>" if listed else ""),
+            ),
         ],
     )
 
 
+def _paragraphs(texts: Iterable[str]) -> str:
+    return "".join(f"<p>{escape(text)}</p>" for text in texts)
+
+
+def _step_of(text: str) -> str:
+    """Return an advice as an item of a list of what to do."""
+    label, _, advice = text.partition(": ")
+    return sentence(advice) if label == "To change" else text
+
+
 def write_comparison(path: Path, compared: SideBySide) -> Path:
     """Write the page of two runs side by side to ``path``."""
-    texts = "".join(f"<p>{escape(text)}</p>" for text in compared.sentences())
+    texts = _paragraphs(compared.sentences())
     parted = [one for one in (compared.whole, compared.layer) if one is not None]
     places = [(-1, "model", "all", LOSS), *(one.place for one in parted)]
     html = "".join(

@@ -11,7 +11,7 @@ from lamina.reports import layers, scheduled_probes, sections
 from lamina.reports.page import Section, callouts, write_page
 from lamina.reports.records import read_run
 from lamina.reports.registry import report_of
-from lamina.training.monitor.alarms import events, read_alarms
+from lamina.training.monitor.alarms import describe, events, read_alarms
 from lamina.training.monitor.writers import read_about
 
 
@@ -47,8 +47,8 @@ def _summary(folder: Path, about: Json) -> str:
     texts = [str(result["reason"])] if result.get("reason") else []
     if alarms:
         texts.append(
-            f"{len(alarms)} alarm{'s' * (len(alarms) > 1)}, the first at step {alarms[0][0].step}: lamina diagnose "
-            f"{folder} says which layer left first."
+            f"{len(alarms)} alarm{'s' * (len(alarms) > 1)}, the first at {describe(alarms[0][0])}. For the cause, run: "
+            f"lamina diagnose {folder}"
         )
     if result.get("skipped"):
         texts.append(f"{result['skipped']} steps were skipped as outliers.")

@@ -244,17 +244,17 @@ def _key(alarm: Alarm) -> Key:
     return alarm.rule, (alarm.layer, alarm.sublayer, alarm.role, alarm.metric)
 
 
-_OUTSIDE = {"embedding": "the embedding", "readout": "the readout", "other": "the other layers"}
+_OUTSIDE = {"embedding": "the embedding", "readout": "the output head", "other": "the other layers"}
 _NAMES = {
     "gain_abs_max": "a norm's largest gain",
     "gain_mean": "a norm's mean gain",
     "row_norm_abs_max": "the longest row",
     "row_norm_mean": "the rows' mean norm",
     "experts_used": "the number of experts in use",
-    "hidden_variance": "variance of the stream",
-    "hidden_abs_max": "largest |x| of the stream",
-    "attention_logit": "largest attention logit",
-    NORM: "gradient norm",
+    "hidden_variance": "the residual stream's variance",
+    "hidden_abs_max": "the residual stream's largest |x|",
+    "attention_logit": "the largest attention logit",
+    NORM: "the gradient norm",
     LOSS: "the loss",
     "update_ratio": "the update over the weights",
     "rate_ratio": "its learning rate",
@@ -262,20 +262,25 @@ _NAMES = {
 }
 
 
+def place_in_words(alarm: Alarm) -> str:
+    """Return the location of an alarm in words."""
+    if alarm.layer < 0:
+        return _OUTSIDE.get(alarm.role, "the model")
+    return f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
+
+
 def describe(alarm: Alarm) -> str:
     """Return an alarm as a sentence without the final period."""
-    outside = _OUTSIDE.get(alarm.role, "the model")
-    where = outside if alarm.layer < 0 else f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
-    name = _NAMES.get(alarm.metric, alarm.metric.replace("_", " "))
+    name = _NAMES.get(alarm.metric, f"the {alarm.metric.replace('_', ' ')}")
     others = "the other layers' median" if alarm.layer >= 0 else "the layers' median"
     words = {
         "not_finite": f"{name} is not finite",
         "skipped": f"the loss scaler skipped {alarm.value:g} steps in a row",
-        "guess": f"the first loss is {alarm.value:.3g}, and that of guessing is {alarm.usual:.3g}",
-        "kept": f"{alarm.value:.0%} of the gradient is that of earlier steps: it was not zeroed",
+        "guess": f"the first loss is {alarm.value:.3g}, but guessing among all tokens gives {alarm.usual:.3g}",
+        "kept": f"{alarm.value:.0%} of the gradient is left from earlier steps: nothing set it to zero",
         "unmoved": "parameters get a gradient and do not move" if alarm.value else "its weights do not move",
-        "forgotten": f"{alarm.value:.0%} of its optimizer's moments were changed between two steps",
-        "written": f"something else than the optimizer changed {alarm.value:.0%} of its weights' norm",
+        "forgotten": f"{alarm.value:.0%} of its optimizer's moments changed between two steps",
+        "written": f"something other than the optimizer changed its weights by {alarm.value:.0%} of their norm",
         "repeated": f"the batch is the same as in the {alarm.value:g} steps before",
         "fall": f"{name} is {alarm.excess:.2g} times its recent median",
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",
@@ -283,13 +288,13 @@ def describe(alarm: Alarm) -> str:
         "fp16": f"the largest |x| is {alarm.value:.3g}, and float16 ends at {alarm.usual:g}",
         "dead": "its gradient is zero" if alarm.layer >= 0 else "no layer gets a gradient, though other parts do",
         "apart": f"{name} is {alarm.excess:.3g} times {others}",
-        "low": f"{name} is {alarm.excess:.2g} times that of the layers beside it",
+        "low": f"{name} is {alarm.excess:.2g} times the neighboring layers' value",
         NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, and nothing followed",
-        "rewritten": f"one step changes {alarm.value:.0%} of its weights' norm",
+        "rewritten": f"one step changes its weights by {alarm.value:.0%} of their norm",
     }
     if alarm.metric == LOSS and alarm.rule in ("rise", "fall"):
         words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, outside its noise"
-    return f"step {alarm.step}, {where}: {words[alarm.rule]}"
+    return f"step {alarm.step}, {place_in_words(alarm)}: {words[alarm.rule]}"
 
 
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:

@@ -103,10 +103,11 @@ class DivergenceGuard:
     def first_to_leave(self) -> str:
         """Return a clause that names the series that left its range first, and the step."""
         if (first := self.alarms.first(math.inf if self.above_since is None else self.above_since)) is None:
-            return "no layer's recorded statistics left before it"
+            return "no layer has an anomaly before it"
         if first.layer < 0:
-            return f"what left first: {describe(first)}"
-        return f"{self.paths.get(first.layer, f'model.model.layers[{first.layer}]')} left first: {describe(first)}"
+            return f"the first anomaly is at {describe(first)}"
+        name = self.paths.get(first.layer, f"model.model.layers[{first.layer}]")
+        return f"the first anomaly is at {describe(first)} ({name})"
 
 
 MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]
