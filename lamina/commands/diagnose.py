@@ -21,8 +21,8 @@ EXAMPLES = """
 def parser() -> Parser:
     flags = Parser(
         "diagnose",
-        "Find out why a run went wrong: the likely cause, its step and layer, and what to change. Lamina writes a page\n"
-        "with charts beside the record.\n\n"
+        "Find out why a run went wrong: the likely cause, its step and layer, and what to change. Lamina writes a\n"
+        "page with charts beside the record.\n\n"
         "RUN is the folder of a run of Lamina, lamina.watch or lamina.LayerMonitor. It can also be another tool's\n"
         "record: a trainer's log, trainer_state.json or its folder, a CSV or JSON history, or files of TensorBoard,\n"
         "W&B or trackio. A loss is enough. If you add AGAINST, Lamina compares two runs and names the step and the\n"
