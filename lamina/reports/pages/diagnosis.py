@@ -33,7 +33,8 @@ _COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
 def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
     """Write the page to ``path``; ``source`` is the run."""
     said = answer(evidence)
-    advice = "".join(f"<li>{escape(_step_of(text))}</li>" for text in said.changes)
+    todo = [sentence(text.removeprefix("To change: ")) for text in said.changes]
+    advice = "".join(f"<li>{escape(text)}</li>" for text in todo)
     texts = _paragraphs(said.cause or said.evidence) + (f"<ol>{advice}</ol>" if advice else "")
     losses, steps = evidence.losses, sorted(evidence.losses)
     course = _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
@@ -84,12 +85,6 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
 
 def _paragraphs(texts: Iterable[str]) -> str:
     return "".join(f"<p>{escape(text)}</p>" for text in texts)
-
-
-def _step_of(text: str) -> str:
-    """Return an advice as an item of a list of what to do."""
-    label, _, advice = text.partition(": ")
-    return sentence(advice) if label == "To change" else text
 
 
 def write_comparison(path: Path, compared: SideBySide) -> Path:
