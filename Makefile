@@ -99,7 +99,7 @@ results: $(VENV)/.development
 
 pictures: $(VENV)/.development
 	$(BIN)/lamina placements post_ln,pre_ln,peri_ln,keel --num-layers 4 --svg docs/placements.svg
-	$(BIN)/lamina placements --num-layers 4 --svg docs/all-placements.svg
+	$(BIN)/python docs/placement_sections.py
 	$(BIN)/python docs/tables.py
 	$(BIN)/lamina report $(DEMO) --screenshot docs/report.png
 

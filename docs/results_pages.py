@@ -53,9 +53,14 @@ _TOLERANCE = f"rates within {WITHIN:g} nats of the best, factors of 2:"
 _GENERATED = "<!-- Made from studies/records by `make results-docs`. -->"
 
 
+def paper_of(study: StudyDefinition) -> str:
+    """The paper on whose page a study is."""
+    return study.paper if study.paper in PAPERS else _FIELD
+
+
 def link(study: StudyDefinition) -> str:
     """Where a study is, from docs/results."""
-    return f"{PAPERS.get(study.paper, PAPERS[_FIELD])[0]}.md#{study.name}"
+    return f"{PAPERS[paper_of(study)][0]}.md#{study.name}"
 
 
 def paper_page(
@@ -388,7 +393,7 @@ def write_results(
         for drawing in (drawing for listed in figures[study.name].values() for drawing in listed) if draw else ():
             kept |= write_drawing(drawing, folder)
     for paper, (name, *_) in PAPERS.items():
-        if own := [study for study in studies if (study.paper if study.paper in PAPERS else _FIELD) == paper]:
+        if own := [study for study in studies if paper_of(study) == paper]:
             last = [ladder] if ladder and paper == _FIELD else []
             pages[folder / f"{name}.md"] = (
                 "\n\n".join([paper_page(paper, own, verdicts, folders, figures), *last]) + "\n"

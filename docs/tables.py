@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -19,11 +20,12 @@ from measured_tables import (
     studies_sentence,
     watching_sentence,
 )
+from placement_sections import sections
 from scipy import stats
 
 from lamina.core.architectures import ARCHITECTURES, conversions
 from lamina.jobs.columns import RESULT_COLUMNS
-from lamina.placements import get, names
+from lamina.placements import names
 from lamina.placements.wirings import WIRINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,19 +44,6 @@ SUITES = {  # tools/reliability/NAME.py: what each of its cases does
 
 
 _STAR = "\\*"
-_LAST = "logits = W LN(x_N)"  # said once for the table
-
-
-def placements_table() -> str:
-    """One row per placement: name, equation, source."""
-    rows = ["| placement | equation | source |", "|---|---|---|"]
-    for name in names():
-        placement = get(name)
-        lines = [line for line in placement.equation if line != _LAST]
-        equation = "<br>".join(f"`{re.sub(r'  +', ' ', line)}`" for line in lines)
-        title = f"{placement.title}{'†' * (len(lines) < len(placement.equation))}"
-        rows.append(f"| `{name}` {title} | {equation} | {placement.source} |")
-    return "\n".join(rows)
 
 
 def wirings_table() -> str:
@@ -324,11 +313,12 @@ def _where(name: str, folder: str = "benchmarks/results") -> str:
     return f"[The record](../{folder}/{name}.json) names the machine, the versions and the date."
 
 
+@functools.cache
 def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
     found = {
         "wirings": wirings_table(),
-        "placements": placements_table(),
+        "placements": sections(),
         "train_step": train_step_table("train_step"),
         "wirings-compiled": train_step_table("wirings-compiled"),
         "reliability": reliability_table(),

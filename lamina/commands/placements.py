@@ -95,7 +95,9 @@ def _show(spec: str, num_layers: int, svg: str | None) -> None:
     show(textwrap.indent(text(plan), "    "))
     show(f"\nInitialization: {plan.initialization}")
     if placement.advice:
-        show(f"Advice:         {placement.advice}")
+        show(textwrap.fill(f"Advice:         {placement.advice}", 100, subsequent_indent=" " * 16))
+    if placement.anchor:
+        show(f"Documentation:  docs/placements.md#{placement.anchor}")
     show(f'Source:         {placement.source}\n\nOptions, as in "{placement.name}(option=value)":')
     for option in placement.all_options():
         head = f"  {option.name} ({option.type_name}; default {option.default})"

@@ -124,6 +124,18 @@ class Placement:
     options: tuple[Option, ...]
     make: Callable[..., Plan]
 
+    @property
+    def heading(self) -> str:
+        """Return the placement's heading on the documentation's page of placements."""
+        title = self.title.replace("*", " with a Pre-LN start")
+        return title[0].upper() + title[1:]
+
+    @property
+    def anchor(self) -> str:
+        """Return where the heading is on its page; "" for a placement that is not Lamina's own."""
+        own = self.make.__module__.startswith(f"{__package__}.schemes.")
+        return re.sub(r"[^a-z0-9]+", "-", self.heading.lower()).strip("-") if own else ""
+
     def all_options(self) -> tuple[Option, ...]:
         """Return the placement's own options, then those that every placement takes."""
         own = {option.name for option in self.options}

@@ -16,9 +16,9 @@ from lamina.placements.registry import placement
     source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; profile-free: admin-torch",
     initialization="admin",
     advice=(
-        "Mix-LN's baseline at 250M: learning rate 1e-3, warm-up 10 %; omega from the profiling pass of init admin. The "
-        "authors' embedding has unit variance; after one of 0.02 all omegas but the first start near 0.02 instead of 1 "
-        "(embedding_norm=true avoids it)"
+        "Mix-LN's authors use a learning rate of 1e-3 at 250M parameters, with 10 % warm-up. Set embedding_norm=true "
+        "if the embedding starts at 0.02: the authors' has unit variance, and without the norm all omegas but the "
+        "first start near 0.02 instead of 1."
     ),
 )
 def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] = "profiled") -> Plan:

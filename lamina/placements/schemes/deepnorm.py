@@ -13,12 +13,15 @@ from lamina.placements.registry import placement
     equation=("y = LN(alpha x + A(x))", "x' = LN(alpha y + F(y))", "alpha = (2 N)^(1/4), beta = (8 N)^(-1/4)"),
     source="DeepNet (arXiv 2203.00555) Fig 2",
     initialization="deepnorm",
-    advice="largest stable rate 3.5e-4 at 64 and 512 layers (Keel Table 1); without init deepnorm it is not DeepNorm",
+    advice=(
+        "Use it with init deepnorm: with another initializer it is not DeepNorm. The largest stable learning rate is "
+        "3.5e-4 at 64 and 512 layers (Keel Table 1)."
+    ),
 )
 def deepnorm(
     num_layers: int, *, alpha: float | None = None, beta: float | None = None, scale_gate: bool = False
 ) -> Plan:
-    """Bounds the model's update: alpha strengthens the skip, beta shrinks what each branch starts with.
+    """Bounds the model's update. Alpha strengthens the skip, and beta shrinks what each branch starts with.
 
     Args:
         alpha: the constant on the skip; default (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models.

@@ -6,7 +6,7 @@ from lamina.placements.registry import placement
 
 @placement(
     "fusenorm",
-    title="FuseNorm",
+    title="FuseNorm (SpanNorm)",
     equation=(
         "y = LN(x + A(x))",
         "x' = LN(x + F(y))",
@@ -14,10 +14,13 @@ from lamina.placements.registry import placement
     ),
     source="FuseNorm (SpanNorm, arXiv 2601.22580) Eq 5-8",
     initialization="scaled",
-    advice="learning rate 2e-4 (740M to 5B), 1.2e-4 at 128 layers, 200 steps of warm-up; needs the scaled init",
+    advice=(
+        "Use the scaled initializer, which it needs. The paper's learning rate is 2e-4 from 740M to 5B parameters "
+        "and 1.2e-4 at 128 layers, with 200 steps of warm-up."
+    ),
 )
 def fusenorm(num_layers: int, *, first_layer_norm: bool = True) -> Plan:
-    """The feed-forward reads y but its skip carries x, so one norm, not two, stands on a block's residual path.
+    """The feed-forward reads y but its skip carries x, so a block's residual path has one norm instead of two.
 
     Args:
         first_layer_norm: the additional norm on the first attention's input (Eq 7); the skips carry the raw embedding

@@ -4,7 +4,10 @@ from lamina.placements.plan import HeadNorm, Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
 
 _EQUATION = ("x_0 = sqrt(d) E", "y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "LN: gain 1 + w", "logits = W LN(x_N)")
-_ADVICE = "on a Gemma backbone, whose embedding is scaled already, with embedding_scale=1"
+_ADVICE = (
+    "On a Gemma backbone, set embedding_scale=1: the backbone scales its embedding already. On other backbones, keep "
+    "the default."
+)
 
 
 def _plan(num_layers: int, qk_norm: HeadNorm) -> Plan:
@@ -20,7 +23,7 @@ def _plan(num_layers: int, qk_norm: HeadNorm) -> Plan:
 
 @placement("gemma2", title="Gemma 2", equation=_EQUATION, source="Gemma 2 (arXiv 2408.00118)", advice=_ADVICE)
 def gemma2(num_layers: int) -> Plan:
-    """Norms on both sides of each module; the embedding is multiplied by the square root of the width."""
+    """A norm before and after each module. The embedding is multiplied by the square root of the width."""
     return _plan(num_layers, "off")
 
 
@@ -32,5 +35,5 @@ def gemma2(num_layers: int) -> Plan:
     advice=_ADVICE,
 )
 def gemma3(num_layers: int) -> Plan:
-    """Gemma 2's, with norms on queries and keys instead of the soft cap on attention's scores."""
+    """Gemma 2's wiring, with norms on queries and keys instead of the soft cap on attention's scores."""
     return _plan(num_layers, "head")

@@ -11,7 +11,7 @@ from lamina.placements.registry import placement
     title="Granite",
     equation=("y = x + c A(LN x)", "x' = y + c F(LN y)", "logits = W LN(x_N)"),
     source="transformers' granite, hyperclovax (residual_multiplier)",
-    advice="Granite 3 has c = 0.22 at 40 layers; HyperCLOVA X has output norms, too (out_norm=true)",
+    advice="Granite 3 uses c = 0.22 at 40 layers. HyperCLOVA X has output norms, too (out_norm=true).",
 )
 def granite(num_layers: int, *, multiplier: float = 0.22, out_norm: bool = False) -> Plan:
     """Pre-LN whose branches are multiplied by one constant.
@@ -29,7 +29,7 @@ def granite(num_layers: int, *, multiplier: float = 0.22, out_norm: bool = False
     title="MiniCPM",
     equation=("y = x + c / sqrt(N) A(LN x)", "x' = y + c / sqrt(N) F(LN y)", "logits = W LN(x_N)"),
     source="MiniCPM (arXiv 2404.06395) Table 7 (scale_depth); depth-muP (arXiv 2310.02244)",
-    advice="its paper has c = 1.4, with muP's width scaling and a warm-up-stable-decay schedule",
+    advice="The paper uses c = 1.4. It also uses muP's width scaling and a warm-up-stable-decay schedule.",
 )
 def minicpm(num_layers: int, *, scale_depth: float = 1.4) -> Plan:
     """Pre-LN whose branches shrink with the square root of the depth, so that their sum does not grow with it.

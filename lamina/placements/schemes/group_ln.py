@@ -17,10 +17,13 @@ from lamina.placements.registry import placement
     ),
     source="Wu & He 2018 (arXiv 1803.08494); a baseline of Mix-LN Table 6, which does not say which variant it is",
     initialization="normal",
-    advice="Mix-LN's baseline at 250M: learning rate 1e-3, warm-up 10 %",
+    advice=(
+        "Mix-LN's authors use a learning rate of 1e-3 at 250M parameters, with 10 % warm-up. The number of groups "
+        "must divide the hidden size."
+    ),
 )
 def group_ln(num_layers: int, *, groups: int = 8) -> Plan:
-    """The causal reading of a group norm: statistics of one token only. Megalodon's accumulates them over time instead.
+    """Normalizes groups of one token's channels, so no token sees a later one. Megalodon's norm accumulates over time.
 
     Args:
         groups: parts of equal width; must divide the hidden size.

@@ -6,7 +6,10 @@ from lamina.placements.plan import Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
 
 _SOURCE = "HybridNorm (arXiv 2503.04598) Sec 3.2"
-_ADVICE = "learning rate 3e-4 at 550M to 1.2B in the paper, falling to a tenth; SmallInit scaled by depth"
+_ADVICE = (
+    "The paper's learning rate is 3e-4 at 550M to 1.2B parameters, falling to a tenth. Its initializer is SmallInit "
+    "scaled by depth."
+)
 # The norm before the feed-forward is applied once and is both its input and its skip: that of the attention's sum.
 _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
 
@@ -26,7 +29,7 @@ _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
     advice=_ADVICE,
 )
 def hybridnorm(num_layers: int) -> Plan:
-    """Normalizes inside the attention and around the feed-forward; the feed-forward's skip carries the normed state."""
+    """Normalizes inside the attention and around the feed-forward. The feed-forward's skip carries the normed state."""
     layer = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)
     return Plan(layers=(layer,) * num_layers, final_norm=Norm(), qk_norm="head", v_norm="head")
 

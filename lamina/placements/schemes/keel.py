@@ -20,7 +20,10 @@ from lamina.placements.registry import placement
     ),
     source="Keel (arXiv 2601.19895) Sec 4; first layer: Sec 4.3",
     initialization="normal",
-    advice="learning rate 9e-3 at 64 and 128 sub-layers, 6e-3 at 512, 4.5e-3 at 1024; 2500 steps of warm-up",
+    advice=(
+        "The paper's learning rate is 9e-3 at 64 and 128 sub-layers, 6e-3 at 512 and 4.5e-3 at 1,024. It uses 2,500 "
+        "steps of warm-up."
+    ),
 )
 def keel(
     num_layers: int,
@@ -30,7 +33,7 @@ def keel(
     variant: Literal["keel", "scale", "scale_gain", "scale_gain_norm"] = "keel",
     first_layer: Literal["paper", "post_ln", "pre_ln", "scaled", "keel"] = "paper",
 ) -> Plan:
-    """The outer norm fixes the stream's scale and alpha lets its gradient pass: the product of Jacobians tends to 1.
+    """The outer norm fixes the stream's scale. Alpha lets its gradient pass: the product of Jacobians tends to 1.
 
     Args:
         alpha: the constant on the skip (default: the number of sub-layers, 2 N; the paper never learns it).

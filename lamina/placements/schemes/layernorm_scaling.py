@@ -15,10 +15,13 @@ from lamina.placements.registry import placement
     ),
     source="LayerNorm Scaling (arXiv 2502.05795) Eq 5",
     initialization="normal",
-    advice="learning rate 1e-3 to 350M, 5e-4 at 1B, warm-up 10 %; its authors say the scaled init weakens the effect",
+    advice=(
+        "The paper's learning rate is 1e-3 up to 350M parameters and 5e-4 at 1B, with 10 % warm-up. Its authors say "
+        "that the scaled initializer weakens the effect."
+    ),
 )
 def layernorm_scaling(num_layers: int) -> Plan:
-    """The factor stands on the norm's output, so deep layers read a smaller input; the final norm is not scaled."""
+    """The factor scales the norm's output, so deep layers read a smaller input. The final norm is not scaled."""
     sublayers = [Sublayer(pre_norm=Norm(), pre_scale=index**-0.5) for index in range(1, num_layers + 1)]
     layers = tuple(Layer.of(sublayer) for sublayer in sublayers)
     return Plan(layers=layers, final_norm=Norm())

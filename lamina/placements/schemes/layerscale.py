@@ -11,7 +11,10 @@ from lamina.placements.registry import placement
     title="LayerScale",
     equation=("y = x + lambda_1 * A(LN x)", "x' = y + lambda_2 * F(LN y)", "logits = W LN(x_N)"),
     source="CaiT (arXiv 2103.17239) Sec 2; DINOv2, ConvNeXt, BEiT",
-    advice="a start of 0.1 to 18 blocks, 1e-5 to 24, 1e-6 beyond (CaiT); DINOv2 has 1e-5, BEiT 0.1",
+    advice=(
+        "CaiT starts the vectors at 0.1 up to 18 blocks, at 1e-5 up to 24 and at 1e-6 beyond. DINOv2 starts them at "
+        "1e-5 and BEiT at 0.1."
+    ),
 )
 def layerscale(num_layers: int, *, start: float | None = None) -> Plan:
     """Each channel of a branch has a learned factor, so that a deep network starts near the identity.

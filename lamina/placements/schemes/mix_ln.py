@@ -22,10 +22,13 @@ logger = logging.getLogger(__name__)
     ),
     source="Mix-LN (arXiv 2412.13795) Sec 3",
     initialization="normal",
-    advice="learning rate 1e-3 up to 350M and 5e-4 from 1B in the paper, warm-up 10 %; alpha 0.0625 at 7B",
+    advice=(
+        "The paper's learning rate is 1e-3 up to 350M parameters and 5e-4 from 1B, with 10 % warm-up. At 7B its "
+        "alpha is 0.0625."
+    ),
 )
 def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers: int | None = None) -> Plan:
-    """Post-LN has large gradients in its deepest layers, Pre-LN in its earliest: here the two meet.
+    """Post-LN has large gradients in its deepest layers, and Pre-LN in its earliest. Mix-LN begins with Post-LN blocks.
 
     Args:
         alpha: the share of Post-LN layers, the border being floor(alpha N) in exact arithmetic (default 0.25;

@@ -14,7 +14,7 @@ from lamina.placements.registry import placement
         "logits = W LN(x_N)",
     ),
     source="transformers' muse_spark (MuseSparkResidualGate)",
-    advice="Meta's model draws g from N(0, 0.02^2); here it starts at the logit of start",
+    advice="Meta's model draws g from N(0, 0.02^2). Lamina starts it at the logit of the option start.",
 )
 def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3) -> Plan:
     """The stream keeps its variance if skip and branch are uncorrelated, so no depth makes it grow.

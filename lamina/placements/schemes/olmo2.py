@@ -18,10 +18,10 @@ def _plan(num_layers: int, qk_norm: HeadNorm = "off") -> Plan:
     equation=("y = x + LN(A(x))", "x' = y + LN(F(y))", "A: norms on q and k, full width", "logits = W LN(x_N)"),
     source="OLMo 2 (arXiv 2501.00656) Sec 3.2",
     initialization="normal",
-    advice="FuseNorm's baseline at 5B: learning rate 2e-4, 200 steps of warm-up",
+    advice="FuseNorm's authors use a learning rate of 2e-4 at 5B parameters. They use 200 steps of warm-up.",
 )
 def olmo2(num_layers: int) -> Plan:
-    """The norm stands on each module's output, none on its input; queries and keys are normed over their full width."""
+    """A norm on each module's output, and none on its input. Queries and keys are normed over their full width."""
     return _plan(num_layers, qk_norm="full")
 
 
@@ -31,7 +31,7 @@ def olmo2(num_layers: int) -> Plan:
     equation=("y = x + LN(A(x))", "x' = y + LN(F(y))", "logits = W LN(x_N)"),
     source="Peri-LN (arXiv 2502.02732) Table 5, position B",
     initialization="normal",
-    advice="learning rate 2e-3, warm-up 10 % in the Peri-LN paper, where it diverged",
+    advice="The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. There this placement diverged.",
 )
 def out_ln(num_layers: int) -> Plan:
     """OLMo 2's wiring without its norms on queries and keys: position B alone."""

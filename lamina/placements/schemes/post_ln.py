@@ -10,10 +10,13 @@ from lamina.placements.registry import placement
     equation=("y = LN(x + A(x))", "x' = LN(y + F(y))"),
     source="Vaswani et al. 2017 (arXiv 1706.03762); FuseNorm Eq 1-2",
     initialization="normal",
-    advice="largest stable rate 3.0e-4 at 64 layers (Keel Table 1), warm-up 10 % in Mix-LN; when deep it sticks",
+    advice=(
+        "The largest stable learning rate is 3.0e-4 at 64 layers (Keel Table 1), and Mix-LN's authors use 10 % "
+        "warm-up. Deep models get stuck."
+    ),
 )
 def post_ln(num_layers: int) -> Plan:
-    """Every sum is normalized; the gradient shrinks by the norm's Jacobian at each sub-layer on its way down."""
+    """A norm on every sum. On its way down, the gradient shrinks by the norm's Jacobian at each sub-layer."""
     sublayer = Sublayer(post_norm=Norm())
     layer = Layer.of(sublayer)
     return Plan(layers=(layer,) * num_layers)

@@ -10,7 +10,10 @@ from lamina.placements.registry import placement
     equation=("y = x + A(LN x)", "x' = y + F(LN y)", "logits = W LN(x_N)"),
     source="Xiong et al. 2020 (arXiv 2002.04745); FuseNorm Eq 3-4",
     initialization="normal",
-    advice="2e-3 with 10 % warm-up in Peri-LN; largest stable rate 7.65e-3 at 64, 4.67e-3 at 512 layers (Keel Table 1)",
+    advice=(
+        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. The largest stable one is 7.65e-3 at 64 "
+        "layers and 4.67e-3 at 512 (Keel Table 1)."
+    ),
 )
 def pre_ln(num_layers: int) -> Plan:
     """The stream itself is never normalized, which keeps an identity path from the loss to every layer."""

@@ -6,11 +6,13 @@ from lamina.placements.registry import placement
 
 @placement(
     "pre_post_ln",
-    title="Pre-Post-LN (A + C)",
+    title="Pre-Post-LN",
     equation=("y = LN(x + A(LN x))", "x' = LN(y + F(LN y))"),
     source="Peri-LN (arXiv 2502.02732) Table 5, positions A + C",
     initialization="normal",
-    advice="learning rate 2e-3, warm-up 10 % in the Peri-LN paper, where it was level with Post-LN",
+    advice=(
+        "The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. There this placement was level with Post-LN."
+    ),
 )
 def pre_post_ln(num_layers: int) -> Plan:
     """Post-LN with a norm inside the branch: Keel without its alpha and its first layer."""

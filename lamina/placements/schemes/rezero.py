@@ -15,10 +15,10 @@ def _plan(num_layers: int, start: float) -> Plan:
     title="ReZero",
     equation=("y = x + a_1 A(x)", "x' = y + a_2 F(y)", "a = 0 at the start, learned"),
     source="ReZero (arXiv 2003.04887) Sec 5",
-    advice="no warm-up in the paper; nothing bounds the logits (final_norm=true adds a norm)",
+    advice="The paper uses no warm-up. Nothing bounds the logits: final_norm=true adds a norm.",
 )
 def rezero(num_layers: int) -> Plan:
-    """Every block starts as the identity; the gates open as they learn. The paper shares one number in a block."""
+    """Every block starts as the identity, and the gates open as they learn. The paper shares one number in a block."""
     return _plan(num_layers, 0.0)
 
 
@@ -27,7 +27,10 @@ def rezero(num_layers: int) -> Plan:
     title="SkipInit",
     equation=("y = x + a_1 A(x)", "x' = y + a_2 F(y)", "a = (2 N)^(-1/2) at the start, learned"),
     source="De & Smith 2020 (arXiv 2002.10444) Sec 3",
-    advice="found for residual networks without batch norm; nothing bounds the logits (final_norm=true adds a norm)",
+    advice=(
+        "Its authors found it for residual networks without batch norm. Nothing bounds the logits: final_norm=true "
+        "adds a norm."
+    ),
 )
 def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> Plan:
     """ReZero's wiring, from the observation that batch norm scales a branch down by the square root of its depth.

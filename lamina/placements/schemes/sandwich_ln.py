@@ -9,10 +9,13 @@ from lamina.placements.registry import placement
     title="Sandwich-LN",
     equation=("y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "logits = W LN(x_N)"),
     source="CogView (arXiv 2105.13290) Sec 2.4",
-    advice="Mix-LN's baseline at 250M: learning rate 1e-3, warm-up 10 %",
+    advice=(
+        "Mix-LN's authors use a learning rate of 1e-3 at 250M parameters, with 10 % warm-up. The wiring is Peri-LN's "
+        "without the norm on the embedding."
+    ),
 )
 def sandwich_ln(num_layers: int) -> Plan:
-    """Peri-LN's wiring, published for another purpose: it keeps fp16 activations of a text-to-image model in range."""
+    """Published to keep the fp16 activations of a text-to-image model in range."""
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm())
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())
 
@@ -22,7 +25,7 @@ def sandwich_ln(num_layers: int) -> Plan:
     title="depth-scaled Sandwich-LN",
     equation=("y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "outer gains start at c / sqrt(N)", "logits = W LN(x_N)"),
     source="Pangu Ultra (arXiv 2504.07866); Arcee Trinity (arXiv 2602.17004)",
-    advice="Trinity has c = 1 and reports no loss spike in 17 trillion tokens at 400B",
+    advice="Trinity uses c = 1. It reports no loss spike in 17 trillion tokens at 400B parameters.",
 )
 def sandwich_depth_scaled(num_layers: int, *, c: float = 1.0) -> Plan:
     """Sandwich-LN whose branches start small, so that the stream's variance does not grow with the depth.

@@ -1,0 +1,68 @@
+"""The sections of docs/placements.md, a heading for each placement; run it to draw their pictures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+from results_pages import PAPERS, paper_of
+
+from lamina.jobs.files import write_text
+from lamina.lab.papers.study_catalog import names as study_names
+from lamina.lab.papers.study_catalog import read_study, records_folder
+from lamina.placements import get, names, resolve
+from lamina.placements.diagram import svg
+
+PICTURES = Path(__file__).resolve().parent / "placements"
+LAYERS = 4  # of a drawing
+
+
+def sections() -> str:
+    """All placements, in the order of their headings."""
+    ordered = sorted(names(), key=lambda name: get(name).heading.lower())
+    return "\n\n".join(part for name in ordered for part in _section(name))
+
+
+def _section(name: str) -> Iterator[str]:
+    placement = get(name)
+    yield f"## {placement.heading}"
+    yield f"![{placement.heading}](placements/{name}.svg)"
+    yield placement.description.split("\n\n")[0]
+    yield "\n".join(["```text", *placement.equation, "```"])
+    advice = f"\n- **Advice:** {placement.advice}" if placement.advice else ""
+    yield (
+        f'- **Code:** `lamina.build(config, "{name}")`{advice}\n'
+        f"- **Initializer:** `{placement.initialization}`\n"
+        f"- **Source:** {placement.source.replace('; ', ', ')}\n- **Evidence:** {_evidence(name)}"
+    )
+
+
+def _evidence(name: str) -> str:
+    pages = trained().get(name, ())
+    links = [f"[{page}](results/{page}.md)" for paper, (page, *_) in PAPERS.items() if paper in pages]
+    return ", ".join(links) if links else "no study of ours has trained it"
+
+
+@functools.cache
+def trained() -> dict[str, set[str]]:
+    """By placement, the papers whose studies have trained it."""
+    found: dict[str, set[str]] = {}
+    for study in map(read_study, study_names()):
+        for path in records_folder().glob(f"{study.name}-*/results.csv"):
+            table = pd.read_csv(path, usecols=lambda column: column == "placement", dtype=str)
+            for spec in table["placement"].dropna().unique() if "placement" in table else ():
+                found.setdefault(spec.partition("(")[0], set()).add(paper_of(study))
+    return found
+
+
+def pictures() -> dict[Path, str]:
+    """Each placement's drawing by its file."""
+    return {PICTURES / f"{name}.svg": svg(resolve(name, LAYERS), title=get(name).title) for name in names()}
+
+
+if __name__ == "__main__":
+    PICTURES.mkdir(exist_ok=True)
+    for path, text in pictures().items():
+        write_text(path, text)
