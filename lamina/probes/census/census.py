@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from lamina.modeling.backbones.loading import quiet, read_config
 from lamina.modeling.backbones.presets import cut_config
 from lamina.modeling.checkpoint import auto_class, load
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.placements.matching import PARALLEL, SEQUENTIAL, UNSEEN, Facts, Match, learned_fact, match
+from lamina.placements.matching import PARALLEL, SEQUENTIAL, UNSEEN, UNSEEN_NUMBER, Facts, Match, learned_fact, match
 from lamina.placements.plan import SUBLAYERS
 from lamina.probes.census.equations import (
     BLOCK_INPUT,
@@ -33,8 +33,10 @@ from lamina.probes.census.equations import (
     Sum,
     norm_kind,
     sums_of,
+    watched_rows,
 )
 from lamina.probes.census.inner_norms import KEY, OUTPUT, QUERY, VALUE, InnerNorm, inner_norms, mixes
+from lamina.probes.census.memory import NORMS_OF_WAYS, MemoryLayers, StateRead, memories_of
 from lamina.probes.census.streams import StreamLayers, StreamSum, wirings_of
 from lamina.probes.engine.inputs import batches_of, reads_images
 from lamina.probes.engine.measure import refuse_meta, structure_of
@@ -59,13 +61,14 @@ _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 class LayerGroup:
     """Layers that compute the same: their indices, a layer's sums, and the norms inside its sub-layers.
 
-    The sums of several streams are in ``streams``.
+    The sums of several streams are in ``streams``, those of earlier states in ``reads``.
     """
 
     layers: tuple[int, ...]
     sums: tuple[Sum, ...]
     inner: tuple[InnerNorm, ...] = ()
     streams: tuple[StreamSum, ...] = ()
+    reads: tuple[StateRead, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,7 @@ class Census:
         lines = [", ".join([self.model_type, *layers]), f"placement: {self.verdict}"]
         for group in self.groups:
             lines.append(f"\nlayer {ranges(group.layers)}:")
+            lines += [f"  {read.text()}" for read in group.reads]
             sums = (*group.sums, *group.streams)
             lines += [f"  {total.text()}    (to {total.error:.1g} of the largest value)" for total in sums]
             lines += [f"  {n.path}: {n.kind} on {n.on or 'something inside'}, {n.scope}" for n in group.inner]
@@ -153,7 +157,13 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     root = base_of(model, structure, inputs)
     pairs = zip(structure.layers, prove(structure, inputs, root).layers, strict=True)
     structure = replace(structure, layers=tuple(_with_kinds(site, proved) for site, proved in pairs))
-    sums = sums_of(structure, root, inputs)
+    reads: list[list[StateRead]] = []
+    if any(site.carries_more for site in structure.layers):
+        memory = MemoryLayers(structure, root, inputs)
+        structure, reads = memory.structure, memory.reads()
+        sums = sums_of(structure, memory.watch, memory.others())
+    else:
+        sums = sums_of(structure, partial(watched_rows, root, inputs))
     notes += structure.notes
     bare = [
         site.index
@@ -165,7 +175,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
             f"what layer {ranges(bare)} hands on is no sum of its stream and its branches, each times a factor"
             + (f" ({structure.notes[0]})" if structure.notes else "")
         )
-    groups = _grouped(structure, sums, root, inputs)
+    groups = _grouped(structure, sums, reads, root, inputs)
     facts: list[dict[str, object]] = [{}] * structure.num_layers
     for group in groups:
         for index in group.layers:
@@ -174,6 +184,8 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     notes += _shape_notes(groups)
     around = {name: _as_fact(value, _usual_kind(groups)) for name, value in ends.items() if value is not None}
     best = match(*_with_norms_before(facts, around))
+    if reads:
+        best = _wired(best, lambda spec: memories_of(spec, reads), "the earlier states that it reads are no wiring's")
     return Census(
         model_type=kind,
         num_layers=structure.num_layers,
@@ -222,23 +234,39 @@ def _of_streams(
         else:
             inner = tuple(norm for site in sites for norm in inner_norms(site, model, inputs))
             groups[key] = LayerGroup(layers=(index,), sums=(), inner=inner, streams=tuple(found))
-    usual = Counter(norm for found in sums for one in found for norm in one.norms.values()).most_common(1)
-    norm = usual[0][0] if usual else "rms"
+    kinds = [norm for found in sums for one in found for norm in one.norms.values()]
+    norm = max(("rms", "layer"), key=kinds.count)
     ends = _ends(structure, [*groups.values()], model, inputs, notes)
     around = {name: _as_fact(value, norm) for name, value in ends.items() if value is not None}
-    best = match([_stream_facts(found, norm) for found in sums], around)
-    wirings = wirings_of(best.placement, sums, streams.n)
-    differences = best.differences if wirings else (*best.differences, f"its {streams.n} streams are no wiring's")
-    spec, *others = wirings or [best.placement]
+    facts = [_stream_facts(found, norm, scalar) for found, scalar in zip(sums, streams.scalars, strict=True)]
+    for group in groups.values():
+        for index in group.layers:
+            facts[index] |= _inner_facts(group, norm)
+    best = match(facts, around)
+    best = _wired(best, lambda spec: wirings_of(spec, sums, streams.n), f"its {streams.n} streams are no wiring's")
     return Census(
         model_type=kind,
         num_layers=len(sums),
-        match=replace(best, placement=spec, differences=differences, others=tuple(others)),
+        match=best,
         groups=tuple(groups.values()),
         ends=ends,
         error=max(one.error for found in sums for one in found),
         notes=tuple(dict.fromkeys([*notes, *best.notes])),
     )
+
+
+def _wired(best: Match, wirings: Callable[[str], list[str]], otherwise: str) -> Match:
+    """Return the match with a wiring added to each placement that has one, or with the difference that none has."""
+    exact = [] if best.differences else [best.placement, *best.others, *best.here]
+    found = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}
+    if not found:
+        return replace(best, differences=(*best.differences, otherwise), others=(), here=())
+    (spec, *same), *_ = found.values()
+    alike = {
+        name: [spec for one in group for spec in found.get(one, ())]
+        for name, group in {"others": best.others, "here": best.here}.items()
+    }
+    return replace(best, placement=spec, others=(*same, *alike["others"]), here=tuple(alike["here"]))
 
 
 def _site(streams: StreamLayers, entry: Point, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> SublayerSite:
@@ -249,14 +277,15 @@ def _site(streams: StreamLayers, entry: Point, model: nn.Module, inputs: Mapping
     return SublayerSite(kind, out, None, norms, modules=((entry.path, entry.module),), entry=entry)
 
 
-def _stream_facts(sums: Sequence[StreamSum], usual: str) -> dict[str, object]:
+def _stream_facts(sums: Sequence[StreamSum], usual: str, scalar: bool) -> dict[str, object]:
     kinds = tuple(one.kind for one in sums)
     found: dict[str, object] = {"order": SEQUENTIAL if kinds == SUBLAYERS else ", then ".join(kinds)}
     for part, one in zip(SUBLAYERS, (sums[0], sums[-1]), strict=True):
         scales = {"skip_scale": one.skip_scale, "pre_scale": one.pre_scale}
         found |= {f"{part}.{name}": scale.value for name, scale in scales.items() if abs(scale.value - 1) > _SINKHORN}
         if one.mix in ("", "free"):  # a factor of all streams is a part of M
-            found[f"{part}.skip_scale"] = UNSEEN
+            found[f"{part}.skip_scale"] = UNSEEN_NUMBER
+        found[f"{part}.out_scale"] = learned_fact("scalar") if scalar else UNSEEN_NUMBER  # a part of w
         found |= {f"{part}.{name}": _as_fact(kind, usual) for name, kind in one.norms.items()}
         found[f"{part}.skip"] = one.skip
     return found
@@ -284,6 +313,7 @@ def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object])
 def _grouped(
     structure: Structure,
     sums: Sequence[Sequence[Sum]],
+    reads: Sequence[Sequence[StateRead]],
     root: nn.Module,
     inputs: Mapping[str, torch.Tensor],
 ) -> list[LayerGroup]:
@@ -303,7 +333,8 @@ def _grouped(
             )
             for total in found
         )
-        indices.setdefault((same, inner), []).append(site.index)
+        read = tuple(replace(one, error=0.0) for one in reads[site.index]) if reads else ()
+        indices.setdefault((same, inner, read), []).append(site.index)
     groups = []
     for members in indices.values():
         first = structure.layers[members[0]]
@@ -312,7 +343,8 @@ def _grouped(
             replace(total, error=max(sums[i][number].error for i in members))
             for number, total in enumerate(sums[members[0]])
         ]
-        groups.append(LayerGroup(layers=tuple(members), sums=tuple(worst), inner=tuple(inner_found)))
+        read = tuple(reads[members[0]]) if reads else ()
+        groups.append(LayerGroup(layers=tuple(members), sums=tuple(worst), inner=tuple(inner_found), reads=read))
     return groups
 
 
@@ -338,10 +370,21 @@ def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
         middle = [_sublayer_facts(total, branch, usual) for total, branch in terms[1:-1]]
         if any(facts != _sublayer_facts(*terms[0], usual) for facts in middle):
             found["order"] = f"{len(terms)} sub-layers, which differ"
-    for norm in group.inner:
-        if norm.on == OUTPUT and norm.inside in ("attention", "feed_forward"):  # a mixer's are its own
-            found[f"{norm.inside}.inner_norm"] = _as_fact(norm.kind, usual)
-    return found
+    others = [found.pop(f"attention.{name}", "none") for name in NORMS_OF_WAYS[1:]]
+    if any(norm != found.get("attention.pre_norm", "none") for norm in others) and any(map("none".__ne__, others)):
+        found["attention.pre_norm"] = " and ".join(map(str, others))
+    if (
+        any(read.into == "attention" for read in group.reads)
+        and abs(places["attention"][0].skip[STREAM].value) < _CLOSE
+    ):
+        found["attention.skip_scale"] = UNSEEN  # a block of depth begins
+    return found | _inner_facts(group, usual)
+
+
+def _inner_facts(group: LayerGroup, usual: str) -> dict[str, object]:
+    """Return the norms before the last projection of an attention or a feed-forward; a mixer's are its own."""
+    places = {norm.inside: norm.kind for norm in group.inner if norm.on == OUTPUT and norm.inside in SUBLAYERS}
+    return {f"{part}.inner_norm": _as_fact(kind, usual) for part, kind in places.items()}
 
 
 def _sublayer_facts(total: Sum, branch: BranchTerm, usual: str) -> dict[str, object]:

@@ -7,7 +7,7 @@ input, the norm's output or the embedding as the skip. The simplest combination 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -20,6 +20,7 @@ from lamina.probes.structure.proof import combination, watched
 from lamina.probes.structure.sites import LayerSite, NormSite, Point, Structure, SublayerSite
 
 Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]
+Watch: TypeAlias = Callable[[Mapping[Hashable, Point]], Tensors]
 STREAM, BLOCK_INPUT, NORMED, EMBEDDING = "stream", "block_input", "the norm's output", "embedding"
 # What a skip may carry, the simplest first.
 _SKIPS = ((STREAM,), (BLOCK_INPUT,), (STREAM, BLOCK_INPUT), (NORMED,), (STREAM, EMBEDDING), (STREAM, NORMED))
@@ -97,17 +98,20 @@ class Sum:
         return f"y = {self.post_norm}({total})" if self.post_norm else f"y = {total}"
 
 
-def sums_of(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[list[Sum]]:
-    """Fit each layer's additions to the stream, in two passes: the second has the layers' own scales changed."""
+def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()) -> list[list[Sum]]:
+    """Fit each layer's additions to the stream, in two passes: the second has the layers' own scales changed.
+
+    ``watch`` runs the model and gives the tensors at points; parameters of ``others`` are no scales of a layer's own.
+    """
     groups = [_groups(site) for site in structure.layers]
     points = {key: point for site, found in zip(structure.layers, groups, strict=True) for key, point in _points(site)}
-    tensors = _watched(root, points, inputs)
+    tensors = watch(points)
     embedding = tensors[0, "input"]
-    own = [_own_parameters(site) for site in structure.layers]
+    own = [_own_parameters(site, others) for site in structure.layers]
     moved = None
     if any(own):
         with changed([parameter for parameters in own for parameter in parameters]):
-            moved = _watched(root, points, inputs)
+            moved = watch(points)
     layers = []
     for site, found, parameters in zip(structure.layers, groups, own, strict=True):
         fitted = [_Fit(site, group, tensors, embedding) for group in found]
@@ -145,16 +149,16 @@ def _points(site: LayerSite) -> Iterator[tuple[Hashable, Point]]:
                 yield (*key, norm.role, "output"), norm.output
 
 
-def _watched(root: nn.Module, points: Mapping[Hashable, Point], inputs: Mapping[str, torch.Tensor]) -> Tensors:
+def watched_rows(root: nn.Module, inputs: Mapping[str, torch.Tensor], points: Mapping[Hashable, Point]) -> Tensors:
     """Return the tensors at the points, float64 [tokens, channels]."""
     return {key: tensor.double().flatten(0, -2) for key, tensor in watched(root, points, inputs).items()}
 
 
-def _own_parameters(site: LayerSite) -> list[nn.Parameter]:
+def _own_parameters(site: LayerSite, more: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return a layer's own scales: parameters outside its norms and outside modules with a matrix."""
     parts = [module for sublayer in site.sublayers for _, module in sublayer.modules]
     parts = [module for module in parts if any(parameter.ndim > 1 for parameter in module.parameters())]
-    parts += [norm.module for sublayer in site.sublayers for norm in sublayer.norms]
+    parts += [*more, *(norm.module for sublayer in site.sublayers for norm in sublayer.norms)]
     others = {id(parameter) for part in parts for parameter in part.parameters()}
     return [parameter for parameter in site.module.parameters() if id(parameter) not in others]
 
@@ -263,7 +267,9 @@ class _Fit:
         normed = self.tensors.get((self.site.index, number, "pre_norm", "output"))
         norm = next((norm for norm in sublayer.norms if norm.role == "pre_norm"), None)
         within = norm is not None and sublayer.entry is not None and norm.path.startswith(f"{sublayer.entry.path}.")
-        source = self.stream if normed is None or within else normed
+        stream = self.tensors[self.site.index, "input"] if self._is_beside(number) else self.stream
+        read = self.tensors.get((self.site.index, number, "read"), stream)
+        source = read if normed is None or within else normed
         return None if entry is None or entry.shape != source.shape else ratio(entry, source)
 
     def _norms(self, number: int, norms: Sequence[NormSite], post: bool = False) -> dict[str, str]:
@@ -318,6 +324,8 @@ def _learned(before: _Fit, after: _Fit, found: Sum) -> Sum:
         return found
     skip = {
         name: _marked(factor, before.factors[i], after.factors[i])
+        if bool(before.skips[name].any())
+        else as_factor(after.factors[i])  # ReZero's branches are nothing at its start
         for i, (name, factor) in enumerate(found.skip.items())
     }
     branches = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,7 @@ class StreamSum:
     kind: str = ""
     read: str = BY_CHANNEL
     write: str = CONSTANT
+    writes: tuple[float, ...] = ()
 
     def text(self) -> str:
         """Return the equation, and whether its weights are constant, learned or each token's."""
@@ -88,7 +90,12 @@ def wirings_of(spec: str, layers: Sequence[Sequence[StreamSum]], n: int) -> list
             continue
         forms = [_form(getattr(layer, half)) for layer in plan.layers for half in SUBLAYERS]
         measured = [one.form() for sums in layers for one in sums]
-        if all(a == b if a[-1] else a[:2] == b[:2] for a, b in zip(measured, forms, strict=True)):
+        written = all(
+            _writes(getattr(plan.layers[index], half), one)
+            for index, sums in enumerate(layers)
+            for half, one in zip(SUBLAYERS, sums, strict=True)
+        )
+        if written and all(a == b if a[-1] else a[:2] == b[:2] for a, b in zip(measured, forms, strict=True)):
             found[name] = with_options(spec, [f"{key}={value}" for key, value in {"wiring": name, **more}.items()])
     return [*found.values()]
 
@@ -97,7 +104,18 @@ def _form(sublayer: Sublayer) -> tuple[object, ...]:
     streams = sublayer.streams
     assert streams is not None
     read, normed = _OF_PLANS[streams.weights], () if all(streams.normed) else streams.normed
-    return streams.norms, normed, read, BY_TOKEN if read == BY_CHANNEL else read, streams.mix
+    write = BY_TOKEN if read == BY_CHANNEL else read
+    if write == CONSTANT and sublayer.out_scale_learned != "no":
+        write = LEARNED
+    return streams.norms, normed, read, write, streams.mix
+
+
+def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
+    """Return whether constant weights are those that a sub-layer writes with, each times its branch's factor."""
+    if one.write != CONSTANT or sublayer.streams is None:
+        return True
+    expected = [sublayer.out_scale * write for write in sublayer.streams.write]
+    return all(abs(a - b) <= _SAME * abs(b) for a, b in zip(one.writes, expected, strict=True))
 
 
 class StreamLayers:
@@ -108,6 +126,7 @@ class StreamLayers:
         self.model, self.run = model, partial(trace, model, {**inputs, **more})
         self.size, self.width = next(iter(inputs.values())).shape[:2], width
         self.n, self.layers, self.record = 1, list[nn.Module](), self.run()
+        self.scalars = list[bool]()  # by layer: whether it has a learned number besides its weights r, w and M
         self.entries: dict[str, Point] = {}  # what goes into a sub-layer's module, by its path
         holders = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         members = {id(layer): list(holder) for holder in holders for layer in holder}
@@ -129,8 +148,9 @@ class StreamLayers:
             parts = [point.module for point in self.entries.values()]
             parts += [call.module for call in self.record.calls if call.is_norm]
             others = {id(parameter) for part in parts for parameter in part.parameters()}
-            own = [parameter for layer in self.layers for parameter in layer.parameters()]
-            with changed([parameter for parameter in own if id(parameter) not in others]):
+            own = [[one for one in layer.parameters() if id(one) not in others] for layer in self.layers]
+            self.scalars = [any(parameter.numel() == 1 for parameter in parameters) for parameters in own]
+            with changed([parameter for parameters in own for parameter in parameters]):
                 self.record = self.run()
                 after = [self._layer(call, stirred) for call in self._calls()]
         pairs = zip(before, after, strict=True)
@@ -241,7 +261,7 @@ class StreamLayers:
                     last.add(call)
         narrow = [pair for pair in narrow if pair[0] not in last]  # a normed sum is a token's factor times the sum
         for (skip, source), (_, _, branch) in product(sources.items(), narrow[::-1]):
-            weights, error = _by_token(total, torch.cat([source, branch], dim=1))
+            weights, error = by_token(total, torch.cat([source, branch], dim=1))
             if error > ROUNDING or float(weights[:, -1].abs().max()) < _SAME:
                 continue
             for call, given, made in narrow:
@@ -271,9 +291,11 @@ class StreamLayers:
         return None
 
 
-def _by_token(total: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, float]:
+def by_token(total: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Fit each token's terms to its sums; returns the factors [tokens, terms, sums] and the error left."""
     largest = float(max(total.abs().max(), terms.abs().max())) or 1.0
+    if not math.isfinite(largest):
+        return torch.zeros(len(total), terms.shape[1], total.shape[1], dtype=total.dtype), math.inf
     basis, aim = terms.transpose(1, 2) / largest, total.transpose(1, 2) / largest
     factors = torch.linalg.lstsq(basis, aim, driver="gelsd").solution
     return factors, float((aim - basis @ factors).abs().max())
@@ -298,7 +320,7 @@ def _read(
     hidden: torch.Tensor, streams: torch.Tensor, own: tuple[str, ...]
 ) -> tuple[torch.Tensor | None, tuple[str, ...]]:
     """Fit the weights [tokens, n] of the streams in a tensor, and the norms that they are read through."""
-    weights, error = _by_token(hidden, streams)
+    weights, error = by_token(hidden, streams)
     if error <= ROUNDING:
         return weights[..., 0], own
     for index in [i for i, norm in enumerate(own) if not norm]:
@@ -313,6 +335,8 @@ def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights])
     one, (read, write, mix) = after
     skip = one.skip if before[0].skip == STREAM else before[0].skip  # streams apart may span the block's input
     result = replace(one, skip=skip, write=_moves(before[1][1], write), error=max(one.error, before[0].error))
+    if result.write == CONSTANT:
+        result = replace(result, writes=tuple(write.median(0).values.tolist()))
     if read is not None and before[1][0] is not None:
         result = replace(result, read=CONSTANT if "read" in one.own else _moves(before[1][0], read))
     if not one.mix:

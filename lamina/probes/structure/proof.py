@@ -267,6 +267,8 @@ def combination(
     The error is the largest difference, as a share of ``largest``, by default the total's and the terms' largest value.
     """
     largest = largest or max(float(tensor.abs().max()) for tensor in (total, *terms)) or 1.0
+    if not all(bool(tensor.isfinite().all()) for tensor in (total, *terms)):  # LAPACK would raise
+        return [torch.ones(1, dtype=total.dtype) for _ in terms], math.inf
     if by_channel:
         basis, aim = torch.stack(list(terms), dim=-1).transpose(0, 1), total.T[..., None]  # [channels, tokens, terms]
     else:

@@ -1,0 +1,285 @@
+"""Earlier states: the sums of them that layers read in the stream's place, fitted to the tensors of two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from lamina.errors import UserError
+from lamina.modeling.parts import temporary_hooks
+from lamina.placements.matching import resolved, with_options
+from lamina.placements.plan import SUBLAYERS, Plan
+from lamina.placements.wirings import WIRINGS
+from lamina.probes.census.equations import ROUNDING, changed, ratio, watched_rows
+from lamina.probes.census.streams import BY_TOKEN, CONSTANT, LEARNED, by_token
+from lamina.probes.structure.hooks import Args, Kwargs, argument_of, forward, stream_of
+from lamina.probes.structure.proof import combination
+from lamina.probes.structure.sites import LayerSite, NormSite, Point, Structure
+
+Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]
+_Given: TypeAlias = dict[int, dict[int, torch.Tensor]]  # by a reader's place and the state's index: [tokens, width]
+_Made: TypeAlias = dict[int, tuple[torch.Tensor, ...]]  # by a reader's place: what it gives, in the order of ``into``
+THE_STREAM, SO_FAR = "the stream", -1
+NORMS_OF_WAYS = ("pre_norm", "key_norm", "value_norm")
+_WAYS = ("queries", "keys", "values", THE_STREAM)
+_WEIGHT = 1e-3  # a state whose weight is below in both passes is not read
+_MOVED, _SAME = 1e-3, 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRead:
+    """A sum of the states x^0 .. x^l (those that enter the layers) that is read in the stream's place.
+
+    ``into``: the stream itself, queries, keys, values, or a sub-layer's branch. ``states``: the indices of those with a
+    weight; -1 is the stream inside a layer. ``weights``: "constant", "learned" or "by token". ``shares``: the weights
+    are positive and sum to 1.
+    """
+
+    into: str
+    states: tuple[int, ...]
+    weights: str
+    shares: bool
+    error: float
+
+    def text(self) -> str:
+        """Return the sum in words."""
+        names = ", ".join("x" if state == SO_FAR else f"x^{state}" for state in self.states) or "nothing"
+        how = "shares that sum to 1" if self.shares else "weights"
+        return f"{self.into} reads a sum of {names}; its {how} are {self.weights}"
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A module that sums states: ``layer`` is N at the end; ``into`` names what it gives, one for each output."""
+
+    module: nn.Module
+    layer: int
+    into: tuple[str, ...]
+
+
+class MemoryLayers:
+    """The layers of a model that hand on earlier states beside the stream, as ``declared_structure`` finds them."""
+
+    def __init__(self, structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]):
+        self.root, self.inputs = root, inputs
+        self.structure = replace(structure, layers=tuple(map(_with_entries, structure.layers)), notes=[])
+        self.readers = [*_readers(structure)]
+        self.made: _Made = {}
+
+    def others(self) -> list[nn.Module]:
+        """Return the modules whose parameters are no factors of a sub-layer's own."""
+        return [reader.module for reader in self.readers]
+
+    def watch(self, points: Mapping[Hashable, Point]) -> Tensors:
+        """Watch the points in one pass; the layers' inputs are the sums that take the stream's place."""
+        with self._noted():
+            tensors = dict(watched_rows(self.root, self.inputs, points))
+        width = self.structure.hidden_size
+        for place, reader in enumerate(self.readers):
+            parts = [*self.made[place]]
+            for into, part in zip(reader.into, parts, strict=True):
+                if into == THE_STREAM and reader.layer < self.structure.num_layers:
+                    tensors[reader.layer, "input"] = part
+                elif into in SUBLAYERS or into == _WAYS[0]:
+                    tensors[reader.layer, SUBLAYERS.index(into) if into in SUBLAYERS else 0, "read"] = part
+            if len(parts) == len(_WAYS):
+                self._part_ways(tensors, reader.layer, parts, width)
+        return tensors
+
+    def _part_ways(self, tensors: dict[Hashable, torch.Tensor], layer: int, parts: list[torch.Tensor], w: int) -> None:
+        """Put the queries' input in the place of three, side by side, if the other two are made in the same way."""
+        entry = tensors.pop((layer, 0, "entry"))
+        if entry.shape[-1] != len(parts[:-1]) * w:
+            return
+        factors: list[torch.Tensor] = []
+        for number, (role, read) in enumerate(zip(NORMS_OF_WAYS, parts, strict=False)):
+            normed, given = (tensors.get((layer, 0, role, side)) for side in ("output", "input"))
+            if given is not None and not torch.equal(given, read):
+                return
+            factor = ratio(entry[:, number * w : (number + 1) * w], read if normed is None else normed)
+            if factor is None:
+                return
+            factors.append(factor)
+        if all(f.shape == factors[0].shape and torch.allclose(f, factors[0]) for f in factors):
+            tensors[layer, 0, "entry"] = entry[:, :w]
+
+    def reads(self) -> list[list[StateRead]]:
+        """Measure what each layer reads, and in the last place what the end reads.
+
+        Every state gets random numbers of its own, by which the weights are certain; in a second pass the readers'
+        parameters have changed, which shows what is learned, and what differs from token to token.
+        """
+        own = [parameter for reader in self.readers for parameter in reader.module.parameters()]
+        with self._noted(noise=True) as before:
+            forward(self.root, self.inputs)
+        with changed(own), self._noted(noise=True) as after:
+            forward(self.root, self.inputs)
+        found: list[list[StateRead]] = [[] for _ in range(self.structure.num_layers + 1)]
+        for place, reader in enumerate(self.readers):
+            for number, into in enumerate(reader.into):
+                fits = [_Fit(place, number, *noted) for noted in (before, after)]
+                found[reader.layer].append(_judged(into, *fits))
+        return found
+
+    @contextmanager
+    def _noted(self, noise: bool = False) -> Iterator[tuple[_Given, _Made]]:
+        """Note what readers make and are given; with ``noise`` each state is random numbers of its own to them."""
+        given, made = _Given(), _Made()
+        self.made, last = made, self.structure.num_layers
+        states: dict[int, torch.Tensor] = {}
+
+        def enter(place: int, args: tuple[object, ...]) -> tuple[object, ...]:
+            given[place] = {}
+
+            def drawn(tensor: torch.Tensor) -> torch.Tensor:
+                index = next((index for index, state in states.items() if state is tensor), SO_FAR)
+                generator = torch.Generator().manual_seed(index + 2)
+                random = torch.randn(tensor.shape, generator=generator).to(tensor)
+                given[place][index] = _rows(random)
+                return random
+
+            return tuple(_mapped(arg, drawn) for arg in args)
+
+        def leave(place: int, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            first, *more = output if isinstance(output, tuple) else (output,)
+            made[place] = tuple(_rows(one) for one in (*(way for part in more for way in part.unbind(-2)), first))
+
+        with temporary_hooks() as hooks, torch.no_grad():
+            for site in self.structure.layers:
+                hook = partial(self._enters, states, site)
+                hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
+            end = self.structure.layers[-1].module
+            hooks.append(end.register_forward_hook(lambda _, args, out: states.update({last: stream_of(out)})))
+            for place, reader in enumerate(self.readers):
+                if noise:
+                    hook = partial(lambda place, _, args: enter(place, args), place)
+                    hooks.append(reader.module.register_forward_pre_hook(hook))
+                hooks.append(
+                    reader.module.register_forward_hook(partial(lambda place, _, args, out: leave(place, out), place))
+                )
+            yield given, made
+
+    def _enters(self, states: dict[int, torch.Tensor], site: LayerSite, _: nn.Module, args: Args, more: Kwargs) -> None:
+        states[site.index] = stream_of(argument_of(args, more, site.argument))
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().double().cpu().flatten(0, -2)
+
+
+def _mapped(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    if isinstance(value, tuple):
+        return tuple(_mapped(one, change) for one in value)
+    return change(value) if isinstance(value, torch.Tensor) else value
+
+
+class _Fit:
+    """The weights [tokens or 1, states] of what a reader gave, by the indices of the states that it was given."""
+
+    def __init__(self, place: int, number: int, given: _Given, made: _Made):
+        self.states = tuple(sorted(given[place], key=lambda state: (state == SO_FAR, state)))
+        terms = torch.stack([given[place][state] for state in self.states], dim=1)
+        total = made[place][number]
+        factors, self.error = combination(total, [*terms.unbind(1)], by_channel=False)
+        self.weights = torch.stack([factor.reshape(()) for factor in factors])[None]
+        if self.error > ROUNDING:
+            if 2 * len(self.states) > terms.shape[-1]:
+                raise UserError(
+                    f"{len(self.states)} states are read, and weights of single tokens need twice as many channels"
+                )
+            weights, self.error = by_token(total[:, None], terms)
+            self.weights = weights[..., 0]
+
+
+def _judged(into: str, before: _Fit, after: _Fit) -> StateRead:
+    error = max(before.error, after.error)
+    if error > ROUNDING:
+        raise UserError(f"what {into} reads is no sum of states, each times a number of the token's")
+    large = torch.stack([fit.weights.abs().amax(0) for fit in (before, after)]).amax(0) > _WEIGHT
+    shares = all(
+        bool((w > -_SAME).all()) and float((w.sum(1) - 1).abs().max()) < _MOVED for w in (before.weights, after.weights)
+    )
+    moved = before.weights.mean(0) - after.weights.mean(0)
+    kind = BY_TOKEN if len(after.weights) > 1 else LEARNED if float(moved.abs().max()) > _MOVED else CONSTANT
+    states = tuple(state for state, on in zip(after.states, large.tolist(), strict=True) if on)
+    return StateRead(into=into, states=states, weights=kind, shares=shares, error=error)
+
+
+def _with_entries(site: LayerSite) -> LayerSite:
+    """Give each sub-layer what its module reads, and its norms that stand inside the module."""
+    found = []
+    for sublayer in site.sublayers:
+        (path, half), *_ = sublayer.modules
+        module = half.get_submodule("module")
+        entry = Point(module, f"{path}.module", "input")
+        norms = tuple(norm for norm in sublayer.norms if norm.role != "inner_norm" or _is_within(norm, module))
+        found.append(replace(sublayer, entry=entry, modules=((entry.path, module),), norms=norms))
+    return replace(site, sublayers=tuple(found))
+
+
+def _is_within(norm: NormSite, module: nn.Module) -> bool:
+    return any(part is norm.module for part in module.modules())
+
+
+def _readers(structure: Structure) -> Iterator[_Reader]:
+    for site in structure.layers:
+        parts = dict(site.module.named_children())
+        if "sources" in parts:
+            ways = getattr(parts["sources"], "ways", 1)
+            yield _Reader(parts["sources"], site.index, _WAYS if ways > 1 else (THE_STREAM,))
+        for sublayer in site.sublayers:
+            depth = dict(sublayer.modules[0][1].named_children()).get("depth")
+            if depth is not None:
+                yield _Reader(depth, site.index, (sublayer.kind,))
+    if structure.end is not None:
+        yield _Reader(structure.end.module, structure.num_layers, (THE_STREAM,))
+
+
+def memories_of(spec: str, reads: Sequence[Sequence[StateRead]]) -> list[str]:
+    """Return a placement's spec with each wiring that reads the measured states, the simplest first."""
+    found: dict[str, str] = {}
+    layers = len(reads) - 1
+    for more in ({}, *({"size": size} for size in range(1, layers + 1))):
+        for name in WIRINGS.names():
+            plan = resolved(spec, layers, wiring=name, **more)
+            if name not in found and plan is not None and plan.has_memory and _reads_of(plan) == [*map(_form, reads)]:
+                found[name] = with_options(spec, [f"{key}={value}" for key, value in {"wiring": name, **more}.items()])
+    return [*found.values()]
+
+
+Form: TypeAlias = list[tuple[str, tuple[int, ...], str, bool]]
+
+
+def _form(reads: Sequence[StateRead]) -> Form:
+    # A single state's share is 1, learned or not.
+    return [(r.into, r.states, BY_TOKEN if r.shares and len(r.states) == 1 else r.weights, r.shares) for r in reads]
+
+
+def _reads_of(plan: Plan) -> list[Form]:
+    """Return what a plan's layers read, and its end, in the words of ``StateRead``."""
+    found: list[Form] = []
+    kept: tuple[int, ...] = ()
+    depth = any(getattr(layer, half).reads_memory for layer in plan.layers for half in SUBLAYERS)
+    for index, layer in enumerate((*plan.layers, None)):
+        sources, forms = plan.final_sources if layer is None else layer.sources, Form()
+        if sources is not None:
+            states = tuple(sorted({index, *(state for state, _ in sources.states)}))
+            kind = BY_TOKEN if sources.dynamic else LEARNED if sources.learned != "no" else CONSTANT
+            forms += [(into, states, kind, False) for into in (_WAYS if sources.multiway else _WAYS[-1:])]
+        if layer is None:
+            forms += [(THE_STREAM, (*kept, index), BY_TOKEN, True)] if depth else []
+        else:
+            kept += (index,) if layer.boundary else ()
+            more = {"attention": () if index in kept else (index,), "feed_forward": (SO_FAR,)}
+            for part in SUBLAYERS:
+                read = getattr(layer, part).read
+                if read in ("depth", "memory"):
+                    forms.append((part, (*kept, *(more[part] if read == "depth" else ())), BY_TOKEN, True))
+        found.append(forms)
+    return found
