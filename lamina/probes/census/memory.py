@@ -20,7 +20,7 @@ from lamina.probes.census.equations import ROUNDING, changed, ratio, watched_row
 from lamina.probes.census.streams import BY_TOKEN, CONSTANT, LEARNED, by_token
 from lamina.probes.structure.hooks import Args, Kwargs, argument_of, forward, stream_of
 from lamina.probes.structure.proof import combination
-from lamina.probes.structure.sites import LayerSite, NormSite, Point, Structure
+from lamina.probes.structure.sites import LayerSite, Point, Structure
 
 Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]
 _Given: TypeAlias = dict[int, dict[int, torch.Tensor]]  # by a reader's place and the state's index: [tokens, width]
@@ -134,6 +134,9 @@ class MemoryLayers:
         self.made, last = made, self.structure.num_layers
         states: dict[int, torch.Tensor] = {}
 
+        def enter_layer(site: LayerSite, _: nn.Module, args: Args, more: Kwargs) -> None:
+            states[site.index] = stream_of(argument_of(args, more, site.argument))
+
         def enter(place: int, args: tuple[object, ...]) -> tuple[object, ...]:
             given[place] = {}
 
@@ -152,7 +155,7 @@ class MemoryLayers:
 
         with temporary_hooks() as hooks, torch.no_grad():
             for site in self.structure.layers:
-                hook = partial(self._enters, states, site)
+                hook = partial(enter_layer, site)
                 hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
             end = self.structure.layers[-1].module
             hooks.append(end.register_forward_hook(lambda _, args, out: states.update({last: stream_of(out)})))
@@ -164,9 +167,6 @@ class MemoryLayers:
                     reader.module.register_forward_hook(partial(lambda place, _, args, out: leave(place, out), place))
                 )
             yield given, made
-
-    def _enters(self, states: dict[int, torch.Tensor], site: LayerSite, _: nn.Module, args: Args, more: Kwargs) -> None:
-        states[site.index] = stream_of(argument_of(args, more, site.argument))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,13 +218,10 @@ def _with_entries(site: LayerSite) -> LayerSite:
         (path, half), *_ = sublayer.modules
         module = half.get_submodule("module")
         entry = Point(module, f"{path}.module", "input")
-        norms = tuple(norm for norm in sublayer.norms if norm.role != "inner_norm" or _is_within(norm, module))
+        inside = {id(part) for part in module.modules()}
+        norms = tuple(norm for norm in sublayer.norms if norm.role != "inner_norm" or id(norm.module) in inside)
         found.append(replace(sublayer, entry=entry, modules=((entry.path, module),), norms=norms))
     return replace(site, sublayers=tuple(found))
-
-
-def _is_within(norm: NormSite, module: nn.Module) -> bool:
-    return any(part is norm.module for part in module.modules())
 
 
 def _readers(structure: Structure) -> Iterator[_Reader]:
