@@ -27,7 +27,7 @@ PYTHON_ELSEWHERE = {  # pages whose Python is run by the test of their own
     "README.md": "tests/test_readme.py",
     "inspect.md": "tests/probes/test_probes_docs.py",
     "serving.md": "tests/modeling/test_serving.py",
-    "wire.md": "tests/modeling/test_wiring.py",
+    "use.md": "tests/modeling/test_wiring.py",
 }
 NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run here
     "pip install": "changes the environment; the extras are compared with pyproject.toml",

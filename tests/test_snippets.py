@@ -52,8 +52,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_every_block_says_its_language():
     languages = {(page, language) for page, found in BLOCKS.items() for language, _ in found}
-    assert {language for _, language in languages} <= {"bash", "python", "py", "yaml", "text"}
-    assert {page for page, language in languages if language == "py"} <= {"wire.md"}  # sketches, and said to be
+    assert {language for _, language in languages} <= {"bash", "python", "yaml", "text"}
 
 
 def test_the_extras_and_make_targets_of_the_pages_exist():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scripts import loaded
 from tiny import llama
 from torch import nn
 from transformers import BertConfig
@@ -185,14 +186,15 @@ def test_the_terms_are_those_of_the_formula(record):
     assert not seen
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "wire.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+EXAMPLE = loaded("examples/wire_own_modules.py")  # the page names it
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """What the page defines, all its blocks having run in order, each as a file: SubLN reads the modules' source."""
-    names: dict = {"__name__": "wire_page"}
+    names: dict = {"__name__": "use_page"}
     folder = tmp_path_factory.mktemp("page")
     for index, block in enumerate(BLOCKS):
         file = folder / f"block_{index}.py"
@@ -202,24 +204,37 @@ def page(tmp_path_factory):
 
 
 def test_the_page_has_the_blocks_that_are_run_here(page):
-    assert len(BLOCKS) == 4
-    assert {"GPT", "reset_wiring", "AddBias", "losses"} <= set(page)
+    assert len(BLOCKS) == 2
+    assert page["x"].shape == (2, 16, 64)
+    assert len(page["layers"]) == 12
+    assert "`examples/wire_own_modules.py`" in PAGE.read_text(encoding="utf-8")
 
 
-def test_the_model_of_the_page_learns(page):
-    assert page["losses"][-1] < page["losses"][0] - 1
+def test_the_example_learns():
+    torch.manual_seed(0)
+    model = EXAMPLE.Model("peri_ln", 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text = torch.tensor(list(EXAMPLE.TEXT * 3))
+    losses = []
+    for _ in range(20):
+        rows = text[torch.randint(0, len(text) - 34, (8, 1)) + torch.arange(33)]
+        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
 
 
 @pytest.mark.parametrize("placement", lamina.placements.names())
-def test_the_model_of_the_page_runs_with_every_placement(page, placement):
-    model = page["GPT"](placement, n_layer=3)
-    ids = torch.randint(256, (2, 9))
-    _, loss = model(ids, ids)
-    loss.backward()
-    assert torch.isfinite(loss)
+def test_the_example_runs_with_every_placement(placement):
+    model = EXAMPLE.Model(placement, 3)
+    logits = model(torch.randint(256, (2, 9)))
+    logits.square().mean().backward()
+    assert torch.isfinite(logits).all()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
     plan = lamina.placements.resolve(placement, 3)
-    assert isinstance(model.ln_f, nn.LayerNorm) == (plan.final_norm is not None)
+    assert isinstance(model.last_norm, nn.RMSNorm) == (plan.final_norm is not None)
 
 
 @pytest.mark.parametrize("placement", ["keel", "admin", "peri_ln"])
@@ -236,19 +251,6 @@ def test_reset_wiring_gives_the_values_of_a_block_that_was_never_on_meta(page, p
     for name, parameter in expected.named_parameters():
         if ".module." not in name:
             assert torch.equal(block.get_parameter(name), parameter), name
-
-
-def test_add_bias_adds_what_megatron_returns_beside_the_output(page):
-    class Megatrons(nn.Module):
-        def forward(self, x, attention_mask=None, bias=None):
-            return 2 * x, bias
-
-    x, bias = torch.randn(5, 2, 8), torch.randn(8)
-    layer = lamina.placements.resolve("out_ln", 2).layers[0]
-    block = lamina.wire(page["AddBias"](Megatrons()), nn.Identity(), layer, 8)
-    branch = block.attention.out_norm(2 * x + bias)
-    assert torch.equal(block.attention(x, attention_mask=None, bias=bias), x + branch)
-    assert torch.equal(page["AddBias"](Megatrons())(x), 2 * x)
 
 
 PEER_WIDTH, LAYERS, EPSILON = 32, 6, 1e-6  # wire's norms have this epsilon

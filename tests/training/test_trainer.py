@@ -19,7 +19,7 @@ from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun
 from lamina.training.trainer import LaminaTrainer
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "dev" / "trainer.md").read_text(encoding="utf-8")
 OVERRIDDEN, USED = PAGE.split("## Overridden")[1].split("## Used, not overridden")
 
 
