@@ -15,6 +15,8 @@ from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkResidualGate
 
 import lamina
+from lamina.errors import UserError
+from lamina.modeling.wiring_lamina import LAST_PROJECTIONS
 from lamina.placements import Layer, Norm, Sublayer, names, resolve
 
 WIDTH = 16
@@ -226,7 +228,28 @@ def test_the_example_learns():
     assert losses[-1] < losses[0] - 1
 
 
-@pytest.mark.parametrize("placement", lamina.placements.names())
+class Named(nn.Module):
+    """A module whose last projection has a name that Lamina knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.c_proj(x)
+
+
+def test_a_norm_before_the_last_projection_needs_it_by_name(page):
+    layer = resolve("subln", 2).layers[0]
+    with pytest.raises(UserError, match="no last projection"):
+        lamina.wire(page["Attention"](64, 4), page["feed_forward"](64), layer, 64)
+    x = torch.randn(2, 5, 8)
+    assert not torch.equal(lamina.wire(Named(), Named(), layer, 8)(x), x)
+    (listed,) = re.findall(r"named (`o_proj`.*?`) or", PAGE.read_text(encoding="utf-8"), re.S)
+    assert [*re.findall(r"`(\w+)`", listed), "dense_4h_to_h"] == list(LAST_PROJECTIONS)
+
+
+@pytest.mark.parametrize("placement", PLAIN)
 def test_the_example_runs_with_every_placement(placement):
     model = EXAMPLE.Model(placement, 3)
     logits = model(torch.randint(256, (2, 9)))
