@@ -18,3 +18,9 @@ def spread(values: Iterable, always: Iterable = KINDS) -> list:
         )
         for value in values
     ]
+
+
+def rotated(firsts: Iterable, seconds: Iterable, every: int = 6) -> list:
+    """All pairs as parameters: each first one always with some of the second, in turn; the other pairs are slow."""
+    pairs = [(i + j, (first, second)) for i, first in enumerate(firsts) for j, second in enumerate(seconds)]
+    return spread([pair for _, pair in pairs], [pair for place, pair in pairs if place % every == 0])

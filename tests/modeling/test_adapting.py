@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from spread import spread
 from tiny import LATENT, SIZES, VOCABULARY, built, llama, shake, token_ids
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, QuantoConfig, TorchAoConfig
@@ -109,7 +110,7 @@ def llamas_error(method, tmp_path_factory):
     return error(logits(quantized(folder, method)), logits(model))
 
 
-@pytest.mark.parametrize("placement", names())
+@pytest.mark.parametrize("placement", spread(names()))
 def test_a_placement_loses_what_a_llama_loses(placement, method, llamas_error, tmp_path):
     model = built(placement)
     model.save_pretrained(tmp_path)
@@ -131,7 +132,7 @@ def test_a_placement_loses_what_a_llama_loses(placement, method, llamas_error, t
     torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("placement", names())
+@pytest.mark.parametrize("placement", spread(names()))
 def test_an_adapter_is_trained_on_quantized_weights(placement, method, tmp_path):
     """As QLoRA does it; what was trained is loaded again on top of the weights as they are quantized anew."""
     peft = pytest.importorskip("peft")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from spread import rotated
 from tiny import LATENT, OF_EXPERTS, OF_TEXT, SIZES, TOKENS, VOCABULARY, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -210,8 +211,7 @@ def test_generation_with_a_cache_gives_the_tokens_of_transformers(pair):
     assert torch.equal(ours.generate(token_ids(), **how), theirs.generate(token_ids(), **how))
 
 
-@pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("model_type", BACKBONES)
+@pytest.mark.parametrize(("model_type", "name"), rotated(BACKBONES, names()))
 def test_every_placement_trains_on_every_backbone(model_type, name):
     config = configuration(model_type)
     no_last = name == "subln" and model_type in ("deepseek_v2", "deepseek_v3")  # experts

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from spread import rotated
 from test_backbone_parity import ALIKE, BACKBONES, NO_MORE_NORMS, configuration
 from tiny import OF_EXPERTS, OF_TEXT, llama, token_ids
 from transformers import AutoConfig, Starcoder2Config
@@ -117,8 +118,7 @@ def test_placements_with_the_same_parameters_start_from_the_same_weights_at_the_
     assert all(torch.equal(a, b) for other in drawn[1:] for a, b in zip(drawn[0], other, strict=True))
 
 
-@pytest.mark.parametrize("model_type", BACKBONES)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("model_type", "name"), rotated(BACKBONES, names()))
 def test_every_parameter_is_covered_once_and_has_a_role(name, model_type):
     inside = name == "subln" and model_type.startswith("deepseek")  # experts have no last projection of their own
     if inside or (resolve(name, 2).qk_norm != "off" and model_type in NO_MORE_NORMS):

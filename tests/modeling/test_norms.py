@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from spread import KINDS, spread
 from tiny import LATENT, OF_TEXT, SIZES, TOKENS, VOCABULARY, built, llama, token_ids
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, DeepseekV3Config
@@ -237,7 +238,8 @@ def test_projections_are_plain_linear_layers(name):
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in projections)
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if n not in ("rezero", "skipinit")])  # their states grow without bound
+# ReZero's and SkipInit's states grow without bound.
+@pytest.mark.parametrize("name", spread([n for n in ALL if n not in ("rezero", "skipinit")], [*KINDS, *ENCODERS]))
 def test_an_adapter_trains_saves_loads_and_merges(name, tmp_path):
     """The check on the review's own case: merging took hybridnorm from a loss of 1.053 to 3.924."""
     peft = pytest.importorskip("peft")

@@ -17,7 +17,7 @@ from lamina.studies.compare import compare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # The first placement's trial is short enough to be finished while another runs.
-LONG = {"placements": "pre_ln,keel,peri_ln", "steps": 240, "logging_steps": 10, "save_steps": 20, "eval_steps": 240}
+LONG = {"placements": "pre_ln,keel,peri_ln", "steps": 120, "logging_steps": 5, "save_steps": 20, "eval_steps": 120}
 ENDLESS = {
     **LONG,
     "steps": 4000,
@@ -56,7 +56,7 @@ def running(command, tmp_path):
         process = start(*command(**{**LONG, "workers": 1, **changed}), start_new_session=True)
         processes.append(process)
         folder = tmp_path / "study"
-        wait_for(lambda: (trial(folder, "pre_ln") / "result.json").is_file() and last_step(trial(folder, "keel")) >= 50)
+        wait_for(lambda: (trial(folder, "pre_ln") / "result.json").is_file() and last_step(trial(folder, "keel")) >= 10)
         return process, folder
 
     yield run
