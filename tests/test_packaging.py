@@ -31,7 +31,7 @@ lamina.comapre()
 
 
 def run(*words, cwd, **more):
-    done = subprocess.run([str(w) for w in words], cwd=cwd, capture_output=True, text=True, timeout=300, **more)
+    done = subprocess.run([str(w) for w in words], cwd=cwd, capture_output=True, text=True, timeout=1800, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -113,3 +113,52 @@ def test_a_users_script_is_checked_against_the_types_of_the_wheel(built, tmp_pat
     assert len(errors) == 2, done.stdout  # the number for a backbone, and the misspelled name
     assert '"float"' in errors[0]
     assert '"comapre"' in errors[1]
+
+
+SMOKE = """
+import torch
+from transformers import LlamaConfig
+
+import lamina
+
+torch.manual_seed(0)
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+model = lamina.build(LlamaConfig(vocab_size=258, **sizes), "keel")
+optimizer = torch.optim.AdamW(model.parameters())
+with lamina.watch(model, optimizer, output="watched") as monitor:
+    for _ in range(3):
+        loss = model(input_ids=(rows := torch.randint(0, 258, (2, 8))), labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step(loss)
+model.save_pretrained("model")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+def test_what_is_built_works_in_a_clean_environment(built, kind, tmp_path):
+    """Outside the checkout: install the wheel or the sdist in an environment of its own, and type the first commands."""
+    (archive,) = built.glob(kind)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python, lamina = (tmp_path / "venv" / "bin" / name for name in ("python", "lamina"))
+    words = ["install", "-q", "-c", ROOT / "constraints.txt", f"lamina[train] @ {archive.as_uri()}"]
+    run(python, "-m", "pip", *words, cwd=tmp_path, env=clean)
+    (tmp_path / "smoke.py").write_text(SMOKE)
+    run(python, "smoke.py", cwd=tmp_path, env=clean)
+    size = "--num-layers 2 --hidden-size 16 --num-heads 2 --sequence-length 16 --batch-size 2 --steps 4"
+    for line in (
+        "placements keel",
+        "placements --of model",
+        "diagnose watched",
+        "probe model --tokenizer bytes --sequence-length 16 --sequences 4 --output probed",
+        f"compare --placements pre_ln,keel --seeds 0 {size} --output compared",
+        "study list",
+    ):
+        run(lamina, *line.split(), cwd=tmp_path, env=clean)
+    assert (tmp_path / "compared" / "report.html").is_file()
+    assert (tmp_path / "probed" / "report.html").is_file()
+    where = run(python, "-c", "import lamina; print(lamina.__file__)", cwd=tmp_path, env=clean)
+    assert where.startswith(str(tmp_path))

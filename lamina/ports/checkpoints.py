@@ -6,20 +6,14 @@ A format of ``FORMATS`` knows its files and its configuration; the weights' name
 from __future__ import annotations
 
 import json
-import pickle
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
-from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers import GPT2Config, LlamaConfig
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
@@ -30,7 +24,10 @@ from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.placements import Plan
 from lamina.placements.resolution import resolve
+from lamina.ports import megatron
 from lamina.ports.emitting import emit
+from lamina.ports.foreign import ForeignCheckpoint, distributed
+from lamina.ports.foreign import file_of as _file
 from lamina.ports.weights import load_weights, weights_for
 
 # What its own block types are here; the names of DepthBench's, too. None of them has a norm on the embedding by itself.
@@ -54,20 +51,6 @@ GPT2_ADAPTER = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForeignCheckpoint:
-    """A trainer's checkpoint: its weights, the configuration of the same model in transformers, and its placement.
-
-    ``placement`` is "" if the checkpoint does not say it; ``options`` are those of it that the checkpoint says.
-    """
-
-    weights: Mapping[str, torch.Tensor]
-    config: PreTrainedConfig
-    adapter: Mapping[str, object] | None = None
-    placement: str = ""
-    options: Mapping[str, object] = field(default_factory=dict)
-
-
 def nanogpt_backbone(arguments: Mapping[str, object]) -> tuple[GPT2Config, dict[str, object]]:
     """Return the GPT-2 that a nanoGPT model of these GPTConfig fields is, and the names of its parts for lamina.build.
 
@@ -78,53 +61,6 @@ def nanogpt_backbone(arguments: Mapping[str, object]) -> tuple[GPT2Config, dict[
     fields |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), arguments.get("dropout", 0.0))
     fields |= {"bos_token_id": None, "eos_token_id": None, "activation_function": "gelu"}
     return GPT2Config.from_dict(fields), dict(GPT2_ADAPTER)
-
-
-class _Metadata(pickle.Unpickler):
-    """Reads a checkpoint's index, which is a pickle: the classes of such an index, and nothing that could run.
-
-    OLMo-core's has a class of its own for the places in the files, without a field of torch's.
-    """
-
-    def find_class(self, module: str, name: str, /) -> object:
-        if name == "_StorageInfo":
-            return _StorageInfo
-        found = super().find_class(module, name) if module.partition(".")[0] in ("torch", "collections") else None
-        if module.startswith("pathlib") and name.endswith("Path"):
-            return PurePath
-        plain = isinstance(found, torch.dtype | torch.layout | torch.memory_format) or (module, name) == _LAYOUT
-        if plain or found in (torch.Size, OrderedDict) or module.startswith("torch.distributed.checkpoint."):
-            return found
-        raise UserError(f"source: the index .metadata names {module}.{name} (allowed: a checkpoint's own classes)")
-
-
-class _Reader(FileSystemReader):
-    """torch's reader, with that index."""
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _Metadata(file).load()
-        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-_LAYOUT = ("torch.serialization", "_get_layout")
-
-
-def distributed(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Read the tensors of a torch.distributed checkpoint whose names begin with ``prefix``, which they then lack."""
-    if not (folder / ".metadata").is_file():
-        raise UserError(f"source: {str(folder)!r} holds no torch.distributed checkpoint (.metadata is missing)")
-    reader = _Reader(folder)
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
-    }
-    load_distributed(dict(tensors), storage_reader=reader, no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def _read_olmo(folder: Path) -> ForeignCheckpoint:
@@ -171,7 +107,8 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
     if mixer.get("qk_norm"):
         options["qk_norm"] = "head" if mixer.get("use_head_qk_norm") else "full"
     weights = {}
-    for name, tensor in distributed(folder / "model_and_optim", "model.").items():
+    for key, tensor in distributed(folder / "model_and_optim", "model.").items():
+        name = key.removeprefix("model.")
         if scale := re.fullmatch(r"blocks\.(\d+)\.ln_scale", name):  # a buffer, which the plan has as a number
             if abs(float(tensor) - (expected := (int(scale[1]) + 1) ** -0.5)) > 1e-6:
                 raise UserError(
@@ -277,6 +214,7 @@ def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
 FORMATS: dict[str, tuple[Callable[[Path], ForeignCheckpoint] | None, Callable[[LaminaForCausalLM, Path], None]]] = {
     "olmo-core": (_read_olmo, _write_olmo),
     "nanogpt": (_read_nanogpt, _write_nanogpt),
+    "megatron": (megatron.read, megatron.write),
     "mlx": (None, _write_mlx),
 }
 
@@ -336,10 +274,3 @@ def convert(
             FORMATS[target][1](model, draft)
         write_json(draft / RECORD, record)
     return record
-
-
-def _file(folder: Path, name: str) -> Path:
-    path = folder / name if folder.is_dir() else folder
-    if not path.is_file():
-        raise UserError(f"source: {str(folder)!r} holds no {name} (allowed: a folder that the trainer wrote)")
-    return path

@@ -34,7 +34,8 @@ class Target:
         layout: how the parts are stacked: "rows", or "groups": each key head's queries, key and value.
         pairs: whether the rotary embedding turns neighboring channels, not those half a head apart.
         roles: the names of the weights with a role, for the initializer; those with the trainer's default are left out.
-        test: what its test imports, how it builds the model, and the model's logits.
+        test: what its test imports (``standard``: of the standard library), how it builds the model, the model's
+            logits, and how it loads weights unless by ``load_state_dict``.
         lacks: the parts of a plan that it has no place for, in words, by the plan's field.
     """
 

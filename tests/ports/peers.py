@@ -1,7 +1,9 @@
 """What the tests of emitted files share: the module that a file makes, and models to compare with Lamina's."""
 
+import contextlib
 import sys
 import types
+from unittest import mock
 
 import model_of_nanogpts_form
 import torch
@@ -109,3 +111,42 @@ def ours(spec, config, num_layers=LAYERS, **more):
     """Lamina's model of the same placement, shaken."""
     more |= {"adapter": GPT2} if config.model_type == "gpt2" else {}
     return shaken(lamina.build(config, spec, num_layers=num_layers, **more))
+
+
+def on_megatron(spec, config, num_layers=LAYERS):
+    """Megatron-Core's own GPTModel with emitted blocks, on a CPU: one process, and no CUDA generators."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer import TransformerConfig
+
+    class Model(GPTModel):
+        def forward(self, ids):
+            count = ids.shape[1]
+            mask = torch.ones(count, count, dtype=torch.bool).triu(1)[None, None]
+            with mock.patch("torch.cuda.current_device", return_value="cpu"):  # it asks on a CPU, too
+                return super().forward(ids, torch.arange(count)[None].expand(len(ids), -1), mask)
+
+        def load_state_dict(self, weights):
+            kept = super().load_state_dict(weights, strict=False)
+            assert set(kept.unexpected_keys) <= ({"output_layer.weight"} if config.tie_word_embeddings else set())
+            assert all(name.endswith("_extra_state") for name in kept.missing_keys)
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        get_cuda_rng_tracker().fork = contextlib.nullcontext  # of dropout's generators
+    emitted = emit(spec, "megatron", num_layers)
+    module = module_of(emitted.code)
+    theirs = TransformerConfig(
+        num_layers=num_layers, hidden_size=config.hidden_size, ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads, num_query_groups=config.num_key_value_heads,
+        hidden_dropout=0.0, attention_dropout=0.0, activation_func=nn.functional.silu, gated_linear_unit=True,
+        add_bias_linear=False, normalization="RMSNorm", layernorm_epsilon=config.rms_norm_eps,
+        use_cpu_initialization=True,
+    )  # fmt: skip
+    blocks = getattr(module, emitted.plan.placement)(theirs)
+    return module, Model(
+        theirs, blocks, config.vocab_size, 64, position_embedding_type="rope",
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """`lamina convert --from` and `--to` of a trainer: every weight goes over unchanged, both ways."""
 
+import argparse
 import json
 import os
 import pickle
@@ -8,12 +9,14 @@ import pytest
 import torch
 from peers import LAYERS, gpt2, llama, on_nanogpt, ours
 from test_emit import IDS, logits_of, off
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from transformers import AutoModelForCausalLM
 
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.ports.checkpoints import distributed
+from lamina.ports.foreign import distributed
+from lamina.ports.weights import weights_for
 
 
 def converted(source, output, *words):
@@ -46,6 +49,69 @@ def test_to_olmo_core_and_back(spec, tied, tmp_path):
     assert (again.lm_head.weight is again.get_input_embeddings().weight) is tied
     record = json.loads((tmp_path / "again" / "conversion.json").read_text("utf-8"))
     assert record["num_layers"] == LAYERS
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spec", ["keel", "olmo2", "peri_ln(embedding_norm=true)"])
+def test_to_megatron_and_back(spec, tied, tmp_path):
+    """tests/ports/test_trainers.py has Megatron's own reader and writer."""
+    model = ours(spec, llama(tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "megatron"]) == 0
+    again = converted(tmp_path / "theirs", tmp_path / "again", "--from", "megatron", "--placement", spec)
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    assert (again.lm_head.weight is again.get_input_embeddings().weight) is tied
+
+
+def test_equal_layers_in_one_tensor_are_read(tmp_path):
+    """As Megatron saves layers that are alike, unless it is told not to."""
+    model = ours("pre_ln", llama())
+    stored = weights_for(model, "megatron")
+    names = {name.replace("layers.0.", "layers.") for name in stored if "layers.0." in name}
+    layers = {
+        name: torch.stack([stored[name.replace("layers.", f"layers.{layer}.")] for layer in range(LAYERS)])
+        for name in names
+    }
+    model.save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "megatron"]) == 0
+    others = {name: tensor for name, tensor in stored.items() if "layers." not in name}
+    save_distributed({**others, **layers}, checkpoint_id=tmp_path / "theirs" / "release", no_dist=True)
+    again = converted(tmp_path / "theirs", tmp_path / "again", "--from", "megatron", "--placement", "pre_ln")
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_megatrons_arguments_are_read_without_their_code_and_held_against_what_a_llama_is(tmp_path, capsys):
+    ours("pre_ln", llama()).save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "megatron"]) == 0
+    file, ran = tmp_path / "theirs" / "release" / "common.pt", tmp_path / "ran"
+    args = torch.load(file, weights_only=False)["args"]
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {ran}",)
+
+    words = [
+        "convert",
+        str(tmp_path / "theirs"),
+        str(tmp_path / "again"),
+        "--from",
+        "megatron",
+        "--placement",
+        "pre_ln",
+    ]
+    torch.save({"args": argparse.Namespace(**vars(args), evil=Evil(), params_dtype=torch.bfloat16)}, file)
+    assert main([*words, "--overwrite"]) == 0
+    assert not ran.exists()
+    for name, value in (("normalization", "LayerNorm"), ("num_experts", 8), ("rotary_percent", 0.5)):
+        torch.save({"args": argparse.Namespace(**{**vars(args), name: value})}, file)
+        assert main([*words, "--overwrite"]) == 2
+        assert f"its args have {name} = {value!r} (allowed here: " in capsys.readouterr().err
+    torch.save({"iteration": 1}, file)
+    assert main([*words, "--overwrite"]) == 2
+    assert "has no 'args'" in capsys.readouterr().err
+    file.write_bytes(b"PK")
+    assert main([*words, "--overwrite"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_to_nanogpt_and_back(tmp_path):

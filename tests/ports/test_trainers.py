@@ -9,14 +9,16 @@
 import importlib
 import json
 import os
+import subprocess
 import sys
 
 import pytest
 import torch
-from peers import LAYERS, SINGLE_STREAM, VOCABULARY, WIDTH, llama, module_of, ours
-from test_emit import IDS, check, logits_of, off
+from peers import LAYERS, SINGLE_STREAM, VOCABULARY, WIDTH, llama, module_of, on_megatron, ours
+from test_emit import IDS, INITIALIZERS, ROOT, check, logits_of, off, random_plan
 from transformers import AutoModelForCausalLM
 
+import lamina
 from lamina.cli import main
 from lamina.ports import emit
 from lamina.ports.weights import weights_for
@@ -65,6 +67,113 @@ def on_olmo(spec, num_layers=LAYERS, tied=False):
 def test_on_olmo_core(spec):
     _, model, config = on_olmo(spec)
     check(ours(spec, config), model, "olmo-core", close=2e-6)  # float32 rounds elsewhere there
+
+
+OPTIONS = ["pre_ln(qk_norm=head)", "pre_ln(qk_norm=full,v_norm=head)", "peri_ln(embedding_norm=true)"]
+OPTIONS += ["keel(embedding_scale=sqrt_hidden_size,final_norm=true)"]
+
+
+def check_in_float64(spec, monkeypatch):
+    """Nothing but rounding may differ: Lamina's and transformers' norms compute in float64, too."""
+    model, (_, theirs) = ours(spec, llama()), on_megatron(spec, llama())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    theirs.rotary_pos_emb.inv_freq = theirs.rotary_pos_emb.inv_freq.double()  # no buffer there
+    check(model.double(), theirs.double(), "megatron", close=1e-12)
+
+
+@pytest.mark.parametrize("spec", [*SINGLE_STREAM, *OPTIONS])
+def test_on_megatron(spec, monkeypatch):
+    needs("megatron.core")
+    check_in_float64(spec, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_of_ones_own_on_megatron(seed, tmp_path, monkeypatch):
+    needs("megatron.core")
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps(random_plan(seed).to_dict()), "utf-8")
+    check_in_float64(str(file), monkeypatch)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spec", [*SINGLE_STREAM, *OPTIONS])
+def test_on_megatron_in_float32(spec, tied):
+    """Its attention rounds elsewhere than transformers'."""
+    needs("megatron.core")
+    config = llama(tie_word_embeddings=tied)
+    _, theirs = on_megatron(spec, config)
+    model = ours(spec, config)
+    theirs.load_state_dict(weights_for(model, "megatron"))
+    with torch.no_grad():
+        assert off(model(input_ids=IDS).logits, theirs.eval()(IDS)) < 2e-6
+
+
+@pytest.mark.parametrize("spec", [*INITIALIZERS, "rezero", "muse_spark", "layerscale"])
+def test_megatron_draws_the_initial_weights_as_lamina_does(spec):
+    needs("megatron.core")
+    torch.manual_seed(0)
+    config = llama(hidden_size=64)
+    expected = weights_for(lamina.build(config, spec, num_layers=LAYERS), "megatron")
+    module, model = on_megatron(spec, config)
+    if hasattr(module, "init_weights"):
+        module.init_weights(model)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("_extra_state"):
+            continue
+        if tensor.ndim == 2:
+            parts = 8 if "linear_qkv" in name else 2  # by key head: queries, key and value
+            for one, other in zip(tensor.chunk(parts), expected[name].chunk(parts), strict=True):
+                assert one.std() / other.std() == pytest.approx(1, abs=0.15), name
+        else:
+            torch.testing.assert_close(tensor, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("spec", ["keel", "fusenorm", "pre_ln(qk_norm=head)"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_goes_to_megatron_and_comes_back(spec, tied, tmp_path, monkeypatch):
+    """Megatron's own dist_checkpointing loads the folder that Lamina wrote, and saves what Lamina reads."""
+    needs("megatron.core")
+    from megatron.core import dist_checkpointing
+
+    config = llama(tie_word_embeddings=tied)
+    model = ours(spec, config)
+    model.save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "megatron"), "--to", "megatron"]) == 0
+    _, theirs = on_megatron(spec, config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+    release = tmp_path / "megatron" / "release"
+    loaded = dist_checkpointing.load(theirs.sharded_state_dict(), str(release))
+    arguments = loaded.pop("args")
+    for name in ("checkpoint_version", "iteration"):
+        del loaded[name]
+    theirs.load_state_dict(loaded)
+    with torch.no_grad():
+        assert off(model(input_ids=IDS).logits, theirs.eval()(IDS)) < 2e-6
+
+    saved = tmp_path / "theirs" / "iter_0000007"
+    saved.mkdir(parents=True)
+    (saved.parent / "latest_checkpointed_iteration.txt").write_text("7")
+    dist_checkpointing.save({**theirs.sharded_state_dict(), "args": arguments}, str(saved))
+    words = ["--from", "megatron", "--placement", spec]
+    assert main(["convert", str(saved.parent), str(tmp_path / "back"), *words]) == 0
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert all(torch.equal(one, back.state_dict()[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("spec", ["keel", "fusenorm", "peri_ln", "mix_ln", "gemma3"])
+def test_the_test_beside_megatrons_file_passes_as_printed(spec, tmp_path):
+    needs("megatron.core")
+    file = tmp_path / f"{spec}_block.py"
+    words = ["emit", spec, "--to", "megatron", "--num-layers", "4", "--with-test", "--output", str(file)]
+    assert main(words) == 0
+    paths = os.pathsep.join((str(ROOT), str(tmp_path), str(FOLDER)))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("spec", SINGLE_STREAM)
@@ -154,10 +263,16 @@ def test_a_checkpoint_of_an_emitted_block_has_the_same_logits_here(spec, tmp_pat
         assert "blocks.0.post_attention_norm.weight" not in model.state_dict()
 
 
-def test_fifty_steps_of_an_emitted_keel_are_laminas_own():
-    _, theirs, config = on_olmo("keel")
+@pytest.mark.parametrize("target", ["olmo-core", "megatron"])
+def test_fifty_steps_of_an_emitted_keel_are_laminas_own(target):
+    if target == "olmo-core":
+        _, theirs, config = on_olmo("keel")
+    else:
+        needs("megatron.core")
+        config = llama()
+        _, theirs = on_megatron("keel", config)
     model = ours("keel", config)
-    theirs.load_state_dict(weights_for(model, "olmo-core"))
+    theirs.load_state_dict(weights_for(model, target))
     losses = []
     for one in (model.train(), theirs.train()):
         optimizer = torch.optim.AdamW(one.parameters(), lr=3e-3)

@@ -1,0 +1,85 @@
+"""What trainers' checkpoints share: the record of one, and the reader of torch.distributed's files."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from transformers import PreTrainedConfig
+
+from lamina.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignCheckpoint:
+    """A trainer's checkpoint: its weights, the configuration of the same model in transformers, and its placement.
+
+    ``placement`` is "" if the checkpoint does not say it; ``options`` are those of it that the checkpoint says.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    config: PreTrainedConfig
+    adapter: Mapping[str, object] | None = None
+    placement: str = ""
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads a checkpoint's index, which is a pickle: the classes of such an index, and nothing that could run.
+
+    OLMo-core's has a class of its own for the places in the files, without a field of torch's.
+    """
+
+    def find_class(self, module: str, name: str, /) -> object:
+        if name == "_StorageInfo":
+            return _StorageInfo
+        found = super().find_class(module, name) if module.partition(".")[0] in ("torch", "collections") else None
+        if module.startswith("pathlib") and name.endswith("Path"):
+            return PurePath
+        plain = isinstance(found, torch.dtype | torch.layout | torch.memory_format) or (module, name) == _LAYOUT
+        if plain or found in (torch.Size, OrderedDict) or module.startswith("torch.distributed.checkpoint."):
+            return found
+        raise UserError(f"source: the index .metadata names {module}.{name} (allowed: a checkpoint's own classes)")
+
+
+class _Reader(FileSystemReader):
+    """torch's reader, with that index."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _Metadata(file).load()
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+_LAYOUT = ("torch.serialization", "_get_layout")
+
+
+def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
+    """Read the tensors of a torch.distributed checkpoint whose names begin with one of these."""
+    if not (folder / ".metadata").is_file():
+        raise UserError(f"source: {str(folder)!r} holds no torch.distributed checkpoint (.metadata is missing)")
+    reader = _Reader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefixes)
+    }
+    load_distributed(dict(tensors), storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def file_of(folder: Path, name: str) -> Path:
+    path = folder / name if folder.is_dir() else folder
+    if not path.is_file():
+        raise UserError(f"source: {str(folder)!r} holds no {name} (allowed: a folder that the trainer wrote)")
+    return path
