@@ -166,8 +166,8 @@ def preflight(
     0 whatever the verdict; with --strict it is 1 if any verdict is "will not train".
 
     As `lamina preflight` does; the keywords are its settings. Returns one row per planned run: its verdict, the
-    reason, what to change, and the numbers behind them (docs/evidence/preflight.md). With ``output``, it also writes a
-    folder: preflight.csv, layers.parquet, preflight.json (from which `lamina report` makes the page) and
+    reason, what to change, and the numbers behind them (docs/evidence/preflight.md). With ``output``, it also
+    writes a folder: preflight.csv, layers.parquet, preflight.json (from which `lamina report` makes the page) and
     report.html.
 
     Raises:
