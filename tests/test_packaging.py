@@ -139,7 +139,7 @@ model.save_pretrained("model")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_what_is_built_works_in_a_clean_environment(built, kind, tmp_path):
-    """Outside the checkout: install the wheel or the sdist in an environment of its own, and type the first commands."""
+    """Outside the checkout: install the wheel or the sdist in a new environment, and type the first commands."""
     (archive,) = built.glob(kind)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
