@@ -125,6 +125,8 @@ def site_links(markdown: str, source: str, files: Files) -> str:
             return found[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         inside = _page_of(path)
+        if not source.startswith("docs/notebooks/"):  # elsewhere a notebook is its page
+            inside = re.sub(r"\.ipynb$", ".md", inside)
         if inside and files.get_file_from_path(inside) is not None:
             way = posixpath.relpath(inside, posixpath.dirname(page) or ".")
             return f"{found['image']}[{found['label']}]({way}{mark}{anchor})"

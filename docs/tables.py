@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import verdict_words as said
 from measured_tables import (
     after_pretraining_table,
     alarms_sentence,
@@ -25,21 +26,29 @@ from scipy import stats
 
 from lamina.core.architectures import ARCHITECTURES, conversions
 from lamina.jobs.columns import RESULT_COLUMNS
+from lamina.lab.papers.engine.verdicts import all_verdicts
 from lamina.placements import names
 from lamina.placements.wirings import WIRINGS
 
 ROOT = Path(__file__).resolve().parent.parent
-_OF_DOCS = (
-    *("benchmarks", "edit-layers", "placements", "inspect", "reliability", "run-folder", "vision", "watch"),
-    *("evaluate", "loss-spiked", "evidence/alarms", "studies", "posttraining"),
+PAGES = tuple(
+    path.relative_to(ROOT).as_posix()
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if "<!-- /" in path.read_text(encoding="utf-8")
 )
-PAGES = tuple(f"docs/{name}.md" for name in _OF_DOCS)
-SUITES = {  # tools/reliability/NAME.py: what each of its cases does
-    "command_lines": "calls a command with an invalid value, file or pipe",
-    "damaged_files": "cuts, edits, deletes or exchanges a file of a run, study, checkpoint or cache",
-    "models": "loads a saved model with broken files",
-    "kills": "kills a run at a random moment and resumes it",
-    "families": "probes a small random model of a model family of transformers",
+"""The pages with a generated table: it stands between ``<!-- name -->`` and ``<!-- /name -->``."""
+SUITES = {  # tools/reliability/NAME.py: what each of its cases does, and what is right
+    "command_lines": ("calls a command with an invalid value, file or pipe", "one line names the mistake, exit code 2"),
+    "damaged_files": (
+        "cuts, edits, deletes or exchanges a file of a run, study, checkpoint or cache",
+        "one line names the file, or the result is bit-identical",
+    ),
+    "models": ("loads a saved model with broken files", "one line names the fault, and no code of the model runs"),
+    "kills": ("kills a run at a random moment and resumes it", "losses, layers and weights are bit-identical"),
+    "families": (
+        "probes a small random model of a model family of transformers",
+        "every number equals independent code's, or one line says why not",
+    ),
 }
 
 
@@ -80,53 +89,83 @@ def conversions_table() -> str:
     return "\n".join([*lines, *(f"| {', '.join(types)} | {row}" for row, types in rows.items())])
 
 
-def train_step_table(name: str) -> str:
-    """A row a model of a record of benchmarks/train_step.py, with where it was measured."""
-    record = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
-    rows = ["| model | tokens/s | speed against the first | memory against the first |", "|---|---|---|---|"]
-    rows += [
-        f"| {r['model']} | {r['tokens_per_second']:,} | {r['speed_ratio']:.2f} | {r['memory_ratio']:.2f} |"
-        for r in record["results"]
-    ]
-    s, machine = record["settings"], record["machine"]
-    where = (
-        f"d {s['hidden_size']}, {s['num_hidden_layers']} layers, vocabulary {s['vocab_size']:,}, "
-        f"batch {s['batch_size']} × "
-        f"{s['sequence_length']}, fp32, {'compiled' if s.get('compiled') else 'eager'}, {s['threads']} "
-        f"thread{'s' * (s['threads'] > 1)} of {machine['cores']} CPU cores, {s.get('clock', 'seconds on the wall')}. "
-        + _where(name)
+def placements_speed(name: str) -> str:
+    """How fast placements train beside transformers, from a record of benchmarks/train_step.py."""
+    record = _record(name)
+    if record is None:
+        return _unmeasured(name)
+    rows = [row for row in record["results"] if row["model"] in names()]
+    speeds, memory = ([row[column] for row in rows] for column in ("speed_ratio", "memory_ratio"))
+    s = record["settings"]
+    dirty = " The working tree of that run had uncommitted changes." if record["revision"].endswith("-dirty") else ""
+    return (
+        f"Beside transformers' Llama, {len(rows)} of {len(names())} placements train at {min(speeds):.2f} to "
+        f"{max(speeds):.2f} times its speed and take {min(memory):.2f} to {max(memory):.2f} times its memory (eager, "
+        f"{s['num_hidden_layers']} layers of width {s['hidden_size']}). {_where(name)}{dirty}"
     )
-    known, shown = names(), {r["model"] for r in record["results"]}
-    if absent := len([each for each in known if each not in shown]) if shown >= {"pre_ln", "post_ln"} else 0:
-        where += f" {len(known) - absent} of {len(known)} placements have a row. We have not measured the others."
-    if record["revision"].endswith("-dirty"):
-        where += " The working tree had changes that were not committed."
-    return "\n".join([*rows, "", where])
 
 
 def training_table(name: str) -> str:
-    """A table for each size of a record of benchmarks/training.py, with where and when it was measured."""
+    """The largest size of a record of benchmarks/training.py: each contender's speed and memory."""
     record = _record(name)
     if record is None:
-        return ""
-    lines = []
-    for part in record["parts"][-1:]:  # the largest size; the record has the others
-        lines += [
-            f"**{part['size'].upper()}**: d {part['hidden_size']}, {part['num_hidden_layers']} layers, vocabulary "
-            f"{part['vocab_size']:,}, batch {part['batch_size']} × {part['sequence_length']}",
-            "",
-            "| contender | tokens/s | speed | peak memory | first step |",
-            "|---|---|---|---|---|",
-        ]
-        for row in (row for row in part["results"] if "absent" not in row):
-            cells = [_label(row), f"{row['tokens_per_second']:,}", f"{row['speed_ratio']:.2f}"]
-            cells += [f"{row['peak_memory_mib']:,} MiB", f"{row['first_step_seconds']:.1f} s"]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines += [""] + [f"Left out: {_label(row)}: {row['absent']}." for row in part["results"] if "absent" in row]
-        lines += [""] if lines[-1] else []
-    products = ", ".join(f"{name} {rate:,.0f}" for name, rate in record["products_gflops_per_second"].items())
-    left_out = "".join(f" {name} left out: {why}." for name, why in record["left_out"].items())
-    return "\n".join([*lines, f"Products: {products} GFLOP/s.{left_out} {_where(name)}"])
+        return _unmeasured(name)
+    part = record["parts"][-1]
+    lines = ["| trained in fp32 | speed | peak memory | first step |", "|---|---|---|---|"]
+    for row in (row for row in part["results"] if "absent" not in row):
+        cells = [_label(row), f"{row['speed_ratio']:.2f}", f"{row['peak_memory_mib']:,} MiB"]
+        cells.append(f"{row['first_step_seconds']:.0f} s")
+        lines.append(f"| {' | '.join(cells)} |")
+    size = f"{part['size'].upper()} parameters, {part['num_hidden_layers']} layers of width {part['hidden_size']}"
+    why = "".join(f" We did not compare {name}: {reason}." for name, reason in record["left_out"].items())
+    return "\n".join([*lines, "", f"The model has {size}. {_where(name)}{why}"])
+
+
+def wirings_speed(*records: str) -> str:
+    """What wirings cost beside Pre-LN, from records of benchmarks/train_step.py: compiled, then eager."""
+    measured = [_record(name) for name in records]
+    if any(record is None for record in measured):
+        return _unmeasured(records[0])
+    ratios = [{row["model"]: row for row in record["results"]} for record in measured if record]
+    lines = ["| beside Pre-LN | speed compiled | speed eager | memory compiled |", "|---|---|---|---|"]
+    for model in ratios[0]:
+        compiled, eager = (each[model] for each in ratios)
+        cells = [f"{compiled['speed_ratio']:.2f}", f"{eager['speed_ratio']:.2f}", f"{compiled['memory_ratio']:.2f}"]
+        lines.append(f"| `{model}` | {' | '.join(cells)} |")
+    links = " and ".join(f"[{name}](../benchmarks/results/{name}.json)" for name in records)
+    return "\n".join([*lines, "", f"Records: {links}."])
+
+
+def depth_speed(name: str) -> str:
+    """What compiling costs by depth, and the deepest models that were trained, from a record of benchmarks/depth.py."""
+    record = _record(name)
+    if record is None:
+        return _unmeasured(name)
+    compiled = []
+    for case in record["compiling"]:
+        shallow, deep = case["runs"][0]
+        compiled.append(
+            f"{deep['num_layers']:,} layers of {deep['placement']} compile in {case['compile_ratio']:.2f} times"
+        )
+        fewest = shallow["num_layers"]
+    trained = [
+        f"{row['num_layers']} blocks of `{row['placement']}` ({row['parameters'] / 1e9:.1f}B parameters, "
+        f"{row['step_seconds']:.0f} s per step, {row['peak_memory_mib'] / 1024:.1f} GiB)"
+        for row in record["training"]
+    ]
+    return (
+        f"{' and '.join(compiled)} the time of {fewest} layers. We trained {' and '.join(trained)} on a CPU. "
+        f"{_where(name)}"
+    )
+
+
+def claims_sentence() -> str:
+    """How many claims of papers have which verdict."""
+    return said.counts(all_verdicts())
+
+
+def _unmeasured(name: str) -> str:
+    return f"Not measured yet: benchmarks/results/{name}.json is missing."
 
 
 def gpu_table(name: str) -> str:
@@ -155,36 +194,6 @@ def gpu_table(name: str) -> str:
     if "time_ratio" in (watched := record["stages"].get("watch", {})):
         lines += [f"A loop at 400M with `lamina.watch` takes {watched['time_ratio']:.3f} x its time without.", ""]
     return "\n".join([*lines, _where(name)])
-
-
-def depth_table(name: str) -> str:
-    """What compiling costs by depth, and the deep models that were trained."""
-    record = _record(name)
-    if record is None:
-        return ""
-    lines = [
-        "| placement | layers | graphs | first step | a later step | compiling | ratio |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for case in record["compiling"]:
-        first = case["runs"][0]
-        for row, ratio in zip(first, ("", f"{case['compile_ratio']:.2f}"), strict=True):
-            lines.append(
-                f"| {row['placement']} | {row['num_layers']:,} | {row['graphs']} | {row['first_step_seconds']:.1f} s "
-                f"| {row['step_seconds']:.2f} s | {row['compile_seconds']:.1f} s | {ratio} |"
-            )
-    lines += [
-        "",
-        "| trained | blocks | width | parameters | a step | peak memory | loss |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in record["training"]:
-        lines.append(
-            f"| {row['placement']} | {row['num_layers']} | {row['hidden_size']} | {row['parameters']:,} "
-            f"| {row['step_seconds']:.1f} s | {row['peak_memory_mib']:,} MiB "
-            f"| {row['losses'][0]:.2f} to {row['losses'][-1]:.2f} in {len(row['losses'])} steps |"
-        )
-    return "\n".join([*lines, "", _where(name)])
 
 
 _FRONT_PAGE = {
@@ -260,11 +269,11 @@ def _difference(by_seed: pd.Series, digits: int) -> str:
 def reliability_table() -> str:
     """A row per reliability suite: what it does, how often the result was right; then every fault that it found."""
     records = {name: record for name in SUITES if (record := _record(name, "docs/reliability"))}
-    lines = ["| suite | what each case does | right | cases |", "|---|---|---:|---:|"]
+    lines = ["| each case | right means | right | cases |", "|---|---|---:|---:|"]
     for name, record in records.items():
         right = record["cases"] - len(record["faults"])
-        link = f"[{name.replace('_', ' ')}](reliability/{name}.json)"
-        lines.append(f"| {link} | {SUITES[name]} | {right:,} | {record['cases']:,} |")
+        does, means = SUITES[name]
+        lines.append(f"| [{does}](reliability/{name}.json) | {means} | {right:,} | {record['cases']:,} |")
     faults = [fault for record in records.values() for fault in record["faults"]]
     lines += ["", *(f"- {f['outcome']}: {f['group']}: {f['name']}: {f['detail']}" for f in faults)] if faults else []
     return "\n".join(lines)
@@ -319,8 +328,9 @@ def tables() -> dict[str, str]:
     found = {
         "wirings": wirings_table(),
         "placements": sections(),
-        "train_step": train_step_table("train_step"),
-        "wirings-compiled": train_step_table("wirings-compiled"),
+        "claims": claims_sentence(),
+        "train_step": placements_speed("train_step"),
+        "wirings-speed": wirings_speed("wirings-compiled", "wirings-eager"),
         "reliability": reliability_table(),
         "history-odds": history_odds_table(),
     }
@@ -347,8 +357,8 @@ def tables() -> dict[str, str]:
     found |= {"families": families_sentence()}
     return found | {
         "training-cpu": training_table("training-cpu"),
-        "depth-cpu": depth_table("depth-cpu"),
-        "gpu": gpu_table("gpu"),
+        "depth-cpu": depth_speed("depth-cpu"),
+        "gpu": gpu_table("gpu") or "We have not measured speed on a GPU yet.",
     }
 
 
