@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "rooms.svg"
@@ -29,8 +30,9 @@ def room_of(module: str) -> str:
 
 
 def imports(package: Path) -> Imports:
-    """Which other rooms each room imports, inside functions and for types, too."""
+    """Which other rooms each room imports, inside functions and for types, too, but by no row that names the lab."""
     found: Imports = {}
+    rows = allowed_upwards()
     for module, path in modules(package):
         room = room_of(module)
         if room in ("", "__main__", "auto_classes"):
@@ -43,6 +45,7 @@ def imports(package: Path) -> Imports:
                 names = [f"{node.module}.{alias.name}" for alias in node.names] if inside else [node.module]
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
                 names = [text.value for text in ast.walk(node.args[0]) if isinstance(text, ast.Constant)]
+            names = [name for name in names if not f"{module} -> {name}".startswith(rows)]
             targets |= {room_of(name) for name in names if name.split(".")[0] == package.name}
     return {room: targets & set(found) - {room} for room, targets in found.items()}
 
@@ -82,12 +85,22 @@ def floors(graph: Imports) -> list[list[str]]:
     return rows
 
 
+def contracts() -> list[dict[str, Any]]:
+    """The contracts of imports in pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+
+
+def allowed_upwards() -> tuple[str, ...]:
+    """The imports, as beginnings of "a -> b", by which a row of a lower room names what is in the lab."""
+    layers = (contract for contract in contracts() if contract["type"] == "layers")
+    return tuple(row.removesuffix(".*") for contract in layers for row in contract.get("ignore_imports", ()))
+
+
 def light_rooms() -> set[str]:
     """The rooms that must not load torch, by the contracts in pyproject.toml."""
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     return {
         room_of(module)
-        for contract in tools["importlinter"]["contracts"]
+        for contract in contracts()
         if contract["type"] == "forbidden" and "torch" in contract["forbidden_modules"]
         for module in contract["source_modules"]
         if module.count(".") == 1

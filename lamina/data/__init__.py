@@ -1,1 +1,1 @@
-"""Text in, packed token blocks out; images in, tensors out."""
+"""Text in, packed token blocks out."""

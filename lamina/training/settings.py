@@ -10,14 +10,13 @@ from lamina.errors import UserError, shortened
 from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, ProbesSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, at_least, between, changed, setting
 from lamina.placements.resolution import split_specs
+from lamina.training.objective_rows import OwnSettings
 from lamina.training.setting_groups import (
     BlockSettings,
     ExpertSettings,
     GuardSettings,
-    ImageSettings,
     LearningRateSettings,
     ModelSettings,
-    ObjectiveSettings,
     OptimizerSettings,
     PlacementSettings,
     PretrainOptimizerSettings,
@@ -34,8 +33,7 @@ from lamina.training.setting_groups import (
 class RunSettings(
     ModelSettings,
     BlockSettings,
-    ObjectiveSettings,
-    ImageSettings,
+    OwnSettings,
     ScheduleSettings,
     OptimizerSettings,
     ScalingSettings,

@@ -27,10 +27,11 @@ from lamina.errors import UserError
 from lamina.lab.papers.trials import trial
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.modeling_lamina import ADAPTERS, LaminaForCausalLM
+from lamina.training.objective_rows import OwnSettings
 from lamina.training.objectives.objective import objective_of
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import backbone_config, resolve_run
-from lamina.training.setting_groups import ImageSettings, ObjectiveSettings, PretrainOptimizerSettings
+from lamina.training.setting_groups import PretrainOptimizerSettings
 from lamina.training.settings import PretrainSettings
 
 pytest.importorskip("PIL")
@@ -91,7 +92,7 @@ def test_the_backbone_decides_what_is_predicted(model_type):
 
 def test_settings_that_are_younger_than_trials_leave_their_keys():
     base = PretrainSettings(num_layers=4)
-    names = {*ObjectiveSettings.names(), *ImageSettings.names(), *PretrainOptimizerSettings.names()}
+    names = {*OwnSettings.names(), *PretrainOptimizerSettings.names()}
     known = trial.identity("pretrain", base)
     assert not names & set(known["settings"])
     for name, value in (("mixup", 0.8), ("ema_decay", 0.9), ("mask_ratio", 0.15)):

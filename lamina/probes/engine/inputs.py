@@ -1,33 +1,40 @@
-"""The inputs of a model: blocks of text cut from a corpus or given by the user, or images."""
+"""The inputs of a model: blocks of text cut from a corpus or given by the user, or what a row of another kind reads."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoImageProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lamina.data.blocks import Blocks, spread
-from lamina.data.corpus import EMBEDDED, MNIST, single_corpus
+from lamina.data.corpus import EMBEDDED, single_corpus
 from lamina.data.encoding import TextEncoder
-from lamina.data.images.image_items import pixels_of
-from lamina.data.images.labeled_images import open_images
-from lamina.errors import UserError, one_line
+from lamina.errors import UserError
 from lamina.probes.structure.token_rows import token_rows
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-    from transformers.image_processing_utils import BaseImageProcessor
 
 Inputs: TypeAlias = Any  # texts, blocks [sequences, tokens], images, or a data set of input_ids
 NOISE = "noise"
 _EVAL_FRACTION = 0.05
 _CHARS_A_TOKEN = 12  # more than any tokenizer's: how much of a corpus is read
+
+
+Reader: TypeAlias = Callable[[Inputs, str, nn.Module, int, int], torch.Tensor]
+"""Takes what the user gave, the corpus, the model, the most items and a seed; returns the items."""
+
+
+def images() -> Reader:
+    from lamina.lab.vision.image_inputs import read_images
+
+    return read_images
+
+
+READERS: dict[str, Callable[[], Reader]] = {"pixel_values": images}
+"""The kinds of input besides token ids: by the name of a model's main input, what loads the function that reads it."""
 
 
 def reads_images(model: nn.Module) -> bool:
@@ -61,11 +68,11 @@ def batches_of(
         UserError: if the input cannot be read, is shorter than a block, or does not fit the model.
     """
     reads = getattr(model, "main_input_name", "input_ids")
-    if reads not in ("input_ids", "pixel_values"):
+    if reads != "input_ids" and reads not in READERS:
         raise UserError(f"model: {type(model).__name__} reads {reads} (allowed: models of text or of images)")
-    if reads_images(model):
-        items = _images(given, corpus, model, sys.maxsize if sequences is None else sequences, seed)
-        return [{"pixel_values": part} for part in items.split(batch_size)]
+    if reads in READERS:
+        items = READERS[reads]()(given, corpus, model, sys.maxsize if sequences is None else sequences, seed)
+        return [{reads: part} for part in items.split(batch_size)]
     length, size = _length(sequence_length, model), token_rows(model)
     listed = isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], str)
     texts = given is None or isinstance(given, str) or listed
@@ -194,65 +201,3 @@ def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
     if int(blocks.min()) < 0:
         raise UserError(f"texts_or_blocks: the token id {int(blocks.min())} (allowed: 0 and above)")
     return blocks.long()
-
-
-def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config()
-    size = getattr(text, "image_size", None) or getattr(config, "image_size", 224)
-    channels = getattr(text, "num_channels", None) or getattr(config, "num_channels", 3)
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    shape = (channels, height, width)
-    if given is None and corpus in (NOISE, EMBEDDED):
-        return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
-    folder = Path(getattr(model, "name_or_path", "") or "")
-    has_processor = given is None and (folder / "preprocessor_config.json").is_file()
-    processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False) if has_processor else None
-    images = _read_images(corpus, shape, count, processor) if given is None else torch.as_tensor(given)
-    if not images.is_floating_point() or images.ndim != 4 or tuple(images.shape[1:]) != shape:
-        raise UserError(f"images: {images.dtype} of shape {list(images.shape)} (allowed: floats, {['images', *shape]})")
-    return images[spread(len(images), count)].float()
-
-
-def _read_images(
-    corpus: str, shape: tuple[int, int, int], count: int, processor: BaseImageProcessor | None
-) -> torch.Tensor:
-    """Read images from a .npy file of pixel values, a file of labeled pixels, or a folder of picture files.
-
-    A checkpoint's own ``processor`` resizes and normalizes pictures; without one they are scaled to [-1, 1].
-    """
-    path = Path(corpus)
-    if corpus == MNIST or corpus.endswith((".csv", ".csv.gz")):
-        labeled = open_images(corpus)
-        return _pixels([labeled.image(i) for i in spread(len(labeled.labels), count)], shape, processor)
-    allowed = f"noise, a .npy file of [images, {', '.join(map(str, shape))}], or a folder of .png or .jpg files"
-    if path.suffix == ".npy" and path.is_file():
-        try:
-            return torch.from_numpy(np.load(path, allow_pickle=False)).float()
-        except (ValueError, OSError) as error:
-            raise UserError(f"corpus: {str(path)!r}: {error} (allowed: {allowed})") from None
-    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg")) if path.is_dir() else []
-    if not files:
-        raise UserError(f"corpus: no images at {str(path)!r} (allowed: {allowed})")
-    try:
-        from PIL import Image
-    except ImportError:
-        raise UserError("corpus: reading pictures needs Pillow (allowed: pip install pillow, or a .npy file)") from None
-    pictures = []
-    for index in spread(len(files), count):
-        try:
-            with Image.open(files[index]) as picture:
-                pictures.append(picture.convert("RGB" if shape[0] == 3 else "L"))
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"corpus: the image {str(files[index])!r} can't be read ({one_line(error)})") from None
-    return _pixels(pictures, shape, processor)
-
-
-def _pixels(
-    pictures: Sequence[Image], shape: tuple[int, int, int], processor: BaseImageProcessor | None
-) -> torch.Tensor:
-    if processor is not None:
-        return torch.stack([pixels_of(picture, processor) for picture in pictures])
-    resized = [picture.resize((shape[2], shape[1])) for picture in pictures]
-    arrays = [np.asarray(picture, dtype=np.float32).reshape(shape[1], shape[2], shape[0]) for picture in resized]
-    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2) / 127.5 - 1

@@ -1,1 +1,1 @@
-"""The objectives, one file each, found by the heads that a backbone allows."""
+"""The objectives, one file each (the lab's: see objective_rows.py), found by the heads that a backbone allows."""

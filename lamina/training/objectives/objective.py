@@ -15,6 +15,7 @@ from lamina.core.registry import Registry
 from lamina.data.blocks import Splits, Stats
 from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import adapter_of
+from lamina.training.objective_rows import modules_of_the_lab
 
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
@@ -110,9 +111,9 @@ class Objective(ABC):
         return type(self).scores is not Objective.scores
 
 
+_BESIDE = list(pkgutil.iter_modules([str(Path(__file__).parent)]))
 _registry: Registry[Objective] = Registry(
-    "objective",
-    modules=lambda: (f"{__package__}.{module.name}" for module in pkgutil.iter_modules([str(Path(__file__).parent)])),
+    "objective", modules=lambda: (*(f"{__package__}.{module.name}" for module in _BESIDE), *modules_of_the_lab())
 )
 
 

@@ -25,8 +25,9 @@ from lamina.jobs.names import MANIFEST
 from lamina.jobs.settings import Settings
 from lamina.lab.papers.trials.jobs import TRIAL_JOBS, TrialJob
 from lamina.lab.posttraining.settings import MemorySettings
+from lamina.lab.vision.settings import ImageSettings
 from lamina.placements import resolve
-from lamina.training.setting_groups import ImageSettings, ObjectiveSettings, PretrainOptimizerSettings
+from lamina.training.setting_groups import ObjectiveSettings, PretrainOptimizerSettings
 from lamina.training.settings import BranchSettings
 
 NUMERICS = 1

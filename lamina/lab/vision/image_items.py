@@ -14,8 +14,8 @@ import torch
 from lamina.core.extras import install
 from lamina.data.blocks import DrawnItems, ItemSource, Splits, Stats, spread
 from lamina.data.corpus import FileCorpus, single_corpus
-from lamina.data.images.labeled_images import LabeledImages, class_entropy, open_images, pillow, split
 from lamina.errors import UserError
+from lamina.lab.vision.labeled_images import LabeledImages, class_entropy, open_images, pillow, split
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -301,7 +301,7 @@ def prepare_images(
     """Return the splits of a labeled image set and their processor.
 
     Args:
-        corpus: see ``lamina.data.images.labeled_images.ALLOWED``.
+        corpus: see ``lamina.lab.vision.labeled_images.ALLOWED``.
         augmentation: the augmentation of the training images; its size is that of all images.
         eval_fraction: the share of each class that is held out, unless the set has a split for that.
         center_crop: the share of the shorter side that the middle crop keeps.

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lamina.data.corpus import single_corpus
-from lamina.data.images.image_items import (
+from lamina.errors import UserError
+from lamina.lab.vision.image_items import (
     Augmentation,
     Mixing,
     crop_box,
@@ -19,8 +20,7 @@ from lamina.data.images.image_items import (
     pixels_of,
     prepare_images,
 )
-from lamina.data.images.labeled_images import class_entropy, open_images, split
-from lamina.errors import UserError
+from lamina.lab.vision.labeled_images import class_entropy, open_images, split
 
 Image = pytest.importorskip("PIL.Image")
 SIZE = 8

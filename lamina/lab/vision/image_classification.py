@@ -10,11 +10,11 @@ from transformers import PreTrainedConfig
 
 from lamina.data.blocks import Splits, Stats
 from lamina.data.corpus import EMBEDDED
-from lamina.data.images.image_items import Augmentation, ImageSplits, ImageStats, Mixing, plain_batch, prepare_images
-from lamina.data.images.labeled_images import ALLOWED
 from lamina.errors import UserError
+from lamina.lab.vision.image_items import Augmentation, ImageSplits, ImageStats, Mixing, plain_batch, prepare_images
+from lamina.lab.vision.labeled_images import ALLOWED
+from lamina.lab.vision.settings import ImageSettings
 from lamina.training.objectives.objective import Collate, Objective, Processor, objective
-from lamina.training.setting_groups import ImageSettings
 from lamina.training.settings import PretrainSettings
 
 _OF_TEXT = ("tokenizer", "sequence_length", "text_field", "streaming", "shuffle_buffer", "eval_corpus")

@@ -1,0 +1,33 @@
+"""The settings of an image classifier."""
+
+from __future__ import annotations
+
+from lamina.jobs.settings import Settings, at_least, between, not_below, setting
+
+
+class ImageSettings(Settings, group="images"):
+    """The images of a classifier, and the augmentation of its training images."""
+
+    image_size: int | None = setting(None, "side of the images in pixels (default: the backbone's)", at_least(1))
+    patch_size: int | None = setting(None, "side of a patch in pixels (default: the backbone's)", at_least(1))
+    center_crop: float = setting(
+        1.0,
+        "share of the shorter side that the crop of held-out images keeps (ImageNet's usual one: 0.875)",
+        between(0.0, 1.0, open_low=True),
+    )
+    crop_scale: float = setting(
+        1.0,
+        "smallest share of the area that a random crop takes (1: no random crops; DeiT: 0.08)",
+        between(0.0, 1.0, open_low=True),
+    )
+    flip: float = setting(0.0, "probability of a horizontal flip", between(0.0, 1.0))
+    rand_augment: float = setting(
+        0.0, "strength of RandAugment's two operations, 0 (none) to 1 (DeiT: 0.9)", between(0.0, 1.0)
+    )
+    random_erasing: float = setting(0.0, "probability that a rectangle becomes noise", between(0.0, 1.0))
+    repeated_augmentation: int = setting(1, "times in a row that an image is drawn (DeiT: 3)", at_least(1))
+    mixup: float = setting(0.0, "alpha of mixup (0 for none; DeiT: 0.8)", not_below(0.0))
+    cutmix: float = setting(0.0, "alpha of CutMix (0 for none; DeiT: 1)", not_below(0.0))
+    label_smoothing: float = setting(
+        0.0, "share of an image's target that is spread over all classes", between(0.0, 1.0, open_high=True)
+    )

@@ -1,0 +1,17 @@
+"""What the objectives add: the settings that only some of them read, and the one whose code is in the lab."""
+
+from __future__ import annotations
+
+from lamina.lab.vision.settings import ImageSettings
+from lamina.training.setting_groups import ObjectiveSettings
+
+
+class OwnSettings(ObjectiveSettings, ImageSettings):
+    """The settings of single objectives."""
+
+
+def modules_of_the_lab() -> tuple[str, ...]:
+    """Return the names of the lab's modules that register an objective on import."""
+    from lamina.lab.vision import image_classification
+
+    return (image_classification.__name__,)
