@@ -62,15 +62,6 @@ def test_it_trains_and_comes_back_with_its_names_from_the_checkpoint(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["backbone_config"]["lamina_adapter"] == NAMES
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
-    code = (  # only the package and the user's classes, not the call that named the modules
-        "import sys, torch, talking; from transformers import AutoModelForCausalLM; import lamina;"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]);"
-        "print(type(model.model.layers[1].attention.module).__name__)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    assert done.stdout.split() == ["LlamaAttention"], done.stderr
 
 
 def test_tied_embeddings_are_tied_under_their_own_name():
@@ -136,16 +127,20 @@ def test_an_adapter_that_is_none_is_refused_by_a_command_in_one_line(tmp_path, c
     assert "adapter: ['talk'] (allowed: a mapping" in capsys.readouterr().err
 
 
-def test_an_installed_package_registers_its_model_type(tmp_path):
-    """In a process where nobody has imported it: the command line finds it by its entry point."""
+def test_an_installed_package_registers_its_model_type_and_its_checkpoints_are_read(tmp_path):
+    """In a process where nobody has imported it, nor named its modules: it is found by its entry point."""
     (tmp_path / "talk-1.0.dist-info").mkdir()
     (tmp_path / "talk-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: talk\nVersion: 1.0\n")
     (tmp_path / "talk-1.0.dist-info" / "entry_points.txt").write_text("[lamina.backbones]\ntalk = talking\n")
     TalkConfig(**OF_TEXT, lamina_adapter=NAMES).save_pretrained(tmp_path / "small")
+    talking("keel", roles=NAMES["roles"]).save_pretrained(tmp_path / "model")
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(Path(__file__).parent)!r}]; import lamina\n"
-    code += f"print(type(lamina.build({str(tmp_path / 'small')!r}, 'keel').model.layers[0].feed_forward.module))"
+    code += f"print(type(lamina.build({str(tmp_path / 'small')!r}, 'keel').model.layers[0].feed_forward.module))\n"
+    code += "from transformers import AutoModelForCausalLM\n"
+    code += f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'model')!r})\n"
+    code += "print(type(model.model.layers[1].attention.module).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["<class", "'talking.Think'>"], done.stderr
+    assert done.stdout.split() == ["<class", "'talking.Think'>", "LlamaAttention"], done.stderr
 
 
 PAGE = (Path(__file__).parents[2] / "docs/own.md").read_text("utf-8")

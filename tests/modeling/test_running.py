@@ -6,6 +6,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
+from spread import spread
 from tiny import VOCABULARY, built, llama, opened, streams, token_ids
 
 import lamina
@@ -211,9 +212,11 @@ def takes(name, option, value, needs):
     return True
 
 
-@pytest.mark.parametrize(
-    ("name", "option"), [(n, o) for n in names() for o in get(n).all_options()], ids=lambda x: getattr(x, "name", x)
-)
+OPTIONS = [(n, o) for n in names() for o in get(n).all_options()]
+OWN = [(n, o) for n, o in OPTIONS if o in get(n).options or n in ("pre_ln", "keel", "hybridnorm")]
+
+
+@pytest.mark.parametrize(("name", "option"), spread(OPTIONS, OWN), ids=lambda x: getattr(x, "name", x))
 def test_every_option_of_every_placement_is_read(name, option):
     own = option.name == "groups" and "groups" in {o.name for o in get(name).options}
     needs = {} if own else NEEDS.get(option.name, {})

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from spread import KINDS
 from tiny import SIZES, VOCABULARY, built, llama, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
@@ -37,8 +38,10 @@ def check(folder, loader, trust):
         "sources": [inspect.getsource(type(m).forward) for m in model.modules() if "NormedL" in type(m).__name__],
     }
 """
-WITH_PACKAGE = f"""{COMMON}
-import lamina.modeling
+WITH_PACKAGE = f"""
+import sys, lamina
+assert not {{"torch", "transformers"}} & set(sys.modules)
+{COMMON}
 for folder in sorted(root.iterdir()):
     check(folder, HEADS.get(folder.name, AutoModelForCausalLM), False)
 print(json.dumps(results))
@@ -76,12 +79,12 @@ def fill(folder, model, ids=None):
     torch.save({"ids": ids, "logits": output.logits, "last_hidden_state": base}, folder / "saved.pt")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A folder with a saved model for each placement, and some more."""
+@pytest.fixture(scope="module", params=["kinds", pytest.param("all", marks=pytest.mark.slow)])
+def saved(tmp_path_factory, request):
+    """A folder with a saved model for each placement, or kind of placement, and some more."""
     root = tmp_path_factory.mktemp("saved")
     torch.manual_seed(0)
-    for name in names():
+    for name in names() if request.param == "all" else KINDS:
         fill(root / name, built(name, 3))
     fill(root / "keel_learned", built("keel", 3, learnable_alpha=True))
     fill(root / "tied", built("fusenorm", 2, config=llama(2, tie_word_embeddings=True), embedding_norm=True))
@@ -155,8 +158,8 @@ def test_a_saved_model_comes_back_in_the_precision_it_was_saved_in(tmp_path):
 
 
 def test_a_causal_model_gives_its_body_to_a_classifier(saved):
-    reward = AutoModelForSequenceClassification.from_pretrained(saved / "peri_ln", num_labels=1, pad_token_id=0)
-    causal = AutoModelForCausalLM.from_pretrained(saved / "peri_ln")
+    reward = AutoModelForSequenceClassification.from_pretrained(saved / "keel", num_labels=1, pad_token_id=0)
+    causal = AutoModelForCausalLM.from_pretrained(saved / "keel")
     for key, parameter in causal.model.named_parameters():
         assert torch.equal(parameter, reward.model.get_parameter(key)), key
 
@@ -229,11 +232,9 @@ def saved_keel(tmp_path_factory):
     return folder
 
 
-SLOW = [pytest.mark.slow]  # each a process that imports torch
-
-
-@pytest.mark.parametrize("order", ["lamina first", pytest.param("transformers first", marks=SLOW)])
-@pytest.mark.parametrize("body", ["model", pytest.param("config", marks=SLOW)])
+@pytest.mark.slow  # each a process that imports torch; above, Lamina comes first
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("body", BODIES)
 def test_a_saved_model_is_loaded_without_asking(saved_keel, order, body):
     text, made = BODIES[body]
     code = f"import sys; order = {order!r}\n{ORDERS[order]}\n{LOAD.format(body=text, made=made)}"
