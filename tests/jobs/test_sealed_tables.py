@@ -6,7 +6,7 @@ import pytest
 
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.jobs.files import write_sealed
+from lamina.jobs.files import read_sealed, write_sealed
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.seals import refuse_tables
@@ -86,6 +86,8 @@ def test_another_studys_record_is_named_and_is_nothing_to_resume(study):
 def test_a_cut_study_record_is_left_to_its_own_digest(study):
     (study / "study.yaml").write_text((study / "study.yaml").read_text()[:80])
     refuse_tables(study)
+    with pytest.raises(UserError, match=r"study\.yaml"):
+        read_sealed(study / "study.yaml")
 
 
 def test_an_edited_seal_is_named_and_a_folder_without_one_is_read(study):

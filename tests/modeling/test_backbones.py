@@ -277,7 +277,10 @@ def test_the_states_of_the_optimizer_count(a_gigabyte):
 
 
 def test_a_run_that_another_stands_in_for_is_not_measured(a_gigabyte):
-    resolve_run(PretrainSettings(**{**TINY, "hidden_size": 2**12, "num_heads": 32}), trained=False)
+    settings = PretrainSettings(**{**TINY, "hidden_size": 2**12, "num_heads": 32})
+    resolve_run(settings, trained=False)
+    with pytest.raises(UserError, match="GiB free"):
+        resolve_run(settings)
 
 
 def test_a_model_that_does_not_fit_is_refused_unless_it_has_no_memory(a_gigabyte):

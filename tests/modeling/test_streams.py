@@ -404,6 +404,9 @@ def test_a_run_of_it_may_begin(wiring):
     """The check builds a layer of each kind; sources name other layers."""
     plan = resolve("post_ln" if wiring == "residual" else "pre_ln", 10, wiring=wiring)
     check_modules(PretrainSettings(), llama(10), plan, TrainingArguments(), trained=False)
+    grouped = resolve("post_ln" if wiring == "residual" else "pre_ln", 10, wiring=wiring, norm="group", groups=5)
+    with pytest.raises(UserError, match="groups: 5"):
+        check_modules(PretrainSettings(), llama(10), grouped, TrainingArguments(), trained=False)
 
 
 def test_flops_count_what_the_wiring_multiplies():

@@ -56,6 +56,8 @@ def test_the_recommended_initialisation_is_that_of_the_papers_main_runs(name, in
 def test_the_defaults_of_an_option_are_values_that_it_takes(name):
     for option in get(name).options:
         option.check(name, option.default)
+        with pytest.raises(UserError, match=f"option '{option.name}'"):
+            option.check(name, object())
 
 
 @pytest.mark.parametrize("name", names())

@@ -64,6 +64,8 @@ def test_a_spike_shorter_than_patience_and_a_loss_within_the_margin_are_forgiven
     watch = guard()
     for step in range(1, 60):
         watch.see_loss(step, loss(step))
+    with pytest.raises(Diverged, match="above its best"):  # it still looks
+        all(watch.see_loss(step, 90.0) is None for step in range(60, 99))
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])

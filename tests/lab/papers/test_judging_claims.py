@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from lab.papers.synthetic_trials import rows, trials
 from scipy import stats
+from spread import spread
 
 from lamina.errors import UserError
 from lamina.lab.papers.engine.verdicts import _reader
@@ -378,8 +379,10 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("studies", [150, pytest.param(4000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("setup", SETUPS)
+OFTEN = [("plain", 150), ("three planned looks at one claim", 150)]
+
+
+@pytest.mark.parametrize(("setup", "studies"), spread([*OFTEN, *((setup, 4000) for setup in SETUPS)], OFTEN))
 def test_without_an_effect_a_study_of_three_claims_is_wrong_in_at_most_one_of_twenty(setup, studies):
     random = np.random.default_rng(20261124)
     wrong = sum(any(verdict in WRONG for verdict in SETUPS[setup](random)) for _ in range(studies))
