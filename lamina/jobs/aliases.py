@@ -19,7 +19,8 @@ def _table(rows: str) -> dict[str, list[str]]:
 TAKEN = _table("""
 num_layers: num_hidden_layers n_layer n_layers; hidden_size: n_embd d_model; num_heads: num_attention_heads n_head;
 from_model: from model model_name_or_path; checkpoint: model model_name_or_path; models: model model_name_or_path;
-placement: placements; placements: placement; seed: seeds; seeds: seed; corpus: data train_file; data: train_file;
+placement: placements; placements: placement; seed: seeds; seeds: seed; corpus: data train_file;
+data: train_file dataset_name;
 learning_rate: lr learning_rates; learning_rates: lr learning_rate; warmup: warmup_steps num_warmup_steps warmup_ratio;
 epochs: num_train_epochs; steps: max_steps max_iters; gradient_accumulation: gradient_accumulation_steps;
 sequence_length: block_size max_length max_seq_length seq_len; output: output_dir out_dir output_path;
@@ -27,7 +28,7 @@ beta1: adam_beta1; beta2: adam_beta2; epsilon: adam_epsilon eps; max_grad_norm: 
 eval_steps: eval_interval; logging_steps: log_interval; keep: save_total_limit; push_to_hub: hub_model_id;
 text_field: dataset_text_field; eval_data: validation_file; lora_rank: lora_r; lora_targets: lora_target_modules;
 label_smoothing: label_smoothing_factor; max_answer: max_completion_length max_new_tokens max_tokens;
-reward_model: reward_model_name_or_path;
+reward_model: reward_model_name_or_path; template: chat_template_path;
 gradient_checkpointing: activation_checkpointing; chat_template: apply_chat_template; system: system_instruction
 """)
 # By our name, the names that do not mean quite the same: the setting is suggested.
@@ -36,9 +37,9 @@ epochs: epoch num_epochs; steps: num_train_epochs epoch num_epochs iters;
 batch_size: per_device_train_batch_size micro_batch_size batch bs;
 weights: load_in_4bit load_in_8bit dtype torch_dtype; precision: bf16 fp16 torch_dtype;
 compile: torch_compile torch_compile_backend torch_compile_mode; device: use_cpu no_cuda; seed: data_seed;
-data: corpus dataset_name; backbone: model model_name_or_path;
+data: corpus; backbone: model model_name_or_path;
 parallel: fsdp fsdp_config deepspeed parallelism_config gpus num_gpus;
-resume: resume_from_checkpoint; loss_on: completion_only_loss assistant_only_loss; template: chat_template_path;
+resume: resume_from_checkpoint;
 overwrite: overwrite_output_dir; reward_function: reward_funcs; reward_clip: reward_clip_range;
 num_heads: heads n_heads; num_layers: layers depth; hidden_size: hidden_dim dim width; weight_decay: wd;
 sequence_length: seqlen max_len context_length; workers: num_workers; learning_rate: learningrate; output: out outdir;

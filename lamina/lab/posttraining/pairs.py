@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.jobs.kinds import Kind
-from lamina.lab.posttraining.examples import IGNORED, Fields, preference_of
+from lamina.lab.posttraining.examples import PAIR_FORMS, Fields, by_trl
 from lamina.lab.posttraining.settings import DpoSettings, RewardSettings
 from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer
 from lamina.lab.posttraining.tuning import S, TuningStage, tune
@@ -102,8 +102,7 @@ def _overall(batches: Sequence[Measured]) -> dict[str, list[float]]:
 class PairStage(TuningStage[S]):
     """A stage that trains on preferences."""
 
-    encodes = ("chosen_whole", "rejected_whole", "prompt_ids", "chosen_ids", "rejected_ids", "truncated")
-    monitored = "chosen_whole"
+    forms = PAIR_FORMS
 
     def new_model(self) -> PreTrainedModel:
         """Load or build the model without dropout, as TRL does by default; LoRA's dropout is added later."""
@@ -114,30 +113,8 @@ class PairStage(TuningStage[S]):
             disable_dropout_in_model(model)
         return model
 
-    def encoded(self, row: Fields) -> Json:
-        """Encode a preference: whole texts, and separately the prompt (their common beginning) and the answers."""
-        better, worse = self.encoder.preference(preference_of(row))
-        ids, others = better["input_ids"], worse["input_ids"]
-        first = min(next(i for i, label in enumerate(t["labels"]) if label != IGNORED) for t in (better, worse))
-        first = next((i for i in range(first) if ids[i] != others[i]), first)
-        return {
-            "chosen_whole": ids,
-            "rejected_whole": others,
-            "prompt_ids": ids[:first],
-            "chosen_ids": ids[first:],
-            "rejected_ids": others[first:],
-            "truncated": better["truncated"] or worse["truncated"],
-        }
-
-
-def _margin(given: object) -> float:
-    try:
-        margin = float(str(given))  # a .csv file's is a text
-    except ValueError:
-        margin = math.nan
-    if not math.isfinite(margin):
-        raise ValueError(f"the field 'margin' must be a number, not {given!r}")
-    return margin
+    def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
+        return by_trl(self.theirs, rows, self.config, self.start.tokenizer, "data")
 
 
 class RewardModeling(PairStage[RewardSettings]):
@@ -150,30 +127,33 @@ class RewardModeling(PairStage[RewardSettings]):
     record = RewardSettings
     head = "sequence_classification"
     part, theirs = PairTrainer, "Reward"
-    encodes = (*PairStage.encodes, "margin")
-    columns = (("chosen_ids", "chosen_whole"), ("rejected_ids", "rejected_whole"))
+    columns = ("chosen_ids", "rejected_ids", "margin")
 
-    def encoded(self, row: Fields) -> Json:
-        """Encode a preference with its margin. Raises ValueError for an invalid margin or a cut answer.
+    def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
+        rows = super().by_trl(rows, form)
+        if "margin" in rows.column_names:  # a row without one has none
+            margins = [_margin(margin) for margin in rows["margin"]]
+            rows = rows.remove_columns("margin").add_column("margin", margins)
+        return rows
 
-        Pairs that are too long are left out, as in TRL: the score at the last token would not be the whole answer's.
-        """
-        margin = {"margin": _margin(row["margin"])} if "margin" in row else {}
-        encoded = super().encoded(row)
-        if encoded["truncated"]:
-            raise ValueError(
-                f"an answer ends after {self.encoder.longest} tokens, prompt included (allowed: at most that)"
-            )
-        return encoded | margin
-
-    def dataset(self, encoded_rows: Dataset, *, train: bool) -> Dataset:
-        data, margins = super().dataset(encoded_rows, train=train), list(encoded_rows["margin"])
-        if all(margin is None for margin in margins):
-            return data
-        return data.add_column("margin", [margin or 0.0 for margin in margins])
+    def wrong(self, row: Fields) -> str:
+        """Refuse pairs that are too long, which TRL drops: the score would not be the whole answer's."""
+        if row["chosen_ids"] == row["rejected_ids"]:
+            return "the two answers are the same"
+        if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:
+            return f"an answer ends after {self.start.longest} tokens, prompt included (allowed: at most that)"
+        return ""
 
     def fields(self, run: TrainingRun) -> Json:
         return {"max_length": None, "disable_dropout": False}
+
+
+def _margin(given: object) -> float:
+    if given is None:
+        return 0.0
+    if isinstance(given, int | float) and math.isfinite(given):
+        return float(given)
+    raise ValueError(f"the field 'margin' must be a number, not {given!r}")
 
 
 class DpoTrainer(PairTrainer):
@@ -211,7 +191,7 @@ class DpoTrainer(PairTrainer):
         return dataset
 
     def _prepare_dataset(self, dataset: Passed, *args: object, **kwargs: object) -> Passed:
-        return dataset  # it is encoded, which TRL does not look for here
+        return dataset  # it is prepared, which TRL does not look for here
 
 
 class DirectPreferences(PairStage[DpoSettings]):
@@ -220,10 +200,32 @@ class DirectPreferences(PairStage[DpoSettings]):
     kind = Kind.DPO
     record = DpoSettings
     part, theirs = DpoTrainer, "DPO"
-    columns = tuple((name, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+    columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+    def wrong(self, row: Fields) -> str:
+        """Refuse rows whose prompt leaves no room, which TRL drops, and answers that are the same."""
+        prompt, room = len(row["prompt_ids"]), self.start.longest - len(row["prompt_ids"])
+        if room < 1 and self.config.truncation_mode == "keep_start":
+            return f"the prompt has {prompt} tokens, which leaves none of {self.start.longest} for the answer"
+        better, worse = row["chosen_ids"], row["rejected_ids"]
+        if better == worse or (room > 0 and better[:room] == worse[:room]):
+            return f"the two answers are the same{'' if better == worse else f' in their first {room} tokens'}"
+        return ""
+
+    def tokens(self, row: Fields) -> list[int]:
+        return [*row["prompt_ids"], *row["chosen_ids"]][: self.start.longest]
+
+    def counts(self, *parts: Dataset | None) -> Json:
+        """Count the pairs of which TRL's collator cuts an answer."""
+        lengths = (
+            len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+            for part in parts
+            for row in cast("list[Json]", part or ())
+        )
+        return {"truncated": sum(length > self.start.longest for length in lengths)}
 
     def fields(self, run: TrainingRun) -> Json:
-        return {"max_length": None, "beta": self.settings.beta, "disable_dropout": False}
+        return {"max_length": self.start.longest, "beta": self.settings.beta, "disable_dropout": False}
 
     def options(self, arguments: TrainingArguments) -> Json:
         return {"ref_model": self.reference()}

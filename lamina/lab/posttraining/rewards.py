@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Score: TypeAlias = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
-"""Rewards of answers: takes the prompts' rows (prompt, prompt_ids, row), the answers' token ids and their texts."""
+"""Rewards of answers: takes the prompts (prompt, prompt_ids, text, row), the answers' token ids and their texts."""
 Parts: TypeAlias = Mapping[str, Sequence[float]]
 """Rewards of answers, by the reward's name."""
 BATCH = 32
@@ -189,7 +189,7 @@ def _of_function(named: str, *, seconds: float = 0.0, announced: bool = False) -
                 if trls:
                     reward = _as_trl_asks(function, row["prompt"], ids, text, whole)
                 else:
-                    reward = function(row["prompt"], text, whole)
+                    reward = function(row["text"], text, whole)
             return _number(named, reward)
 
         return in_time(ask, seconds)
@@ -203,12 +203,11 @@ def _of_function(named: str, *, seconds: float = 0.0, announced: bool = False) -
     return score
 
 
-def _as_trl_asks(function: Callable[..., Passed], prompt: str, ids: Sequence[int], text: str, row: Fields) -> Passed:
+def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[int], text: str, row: Fields) -> Passed:
     """Call a reward function of TRL's form, which takes lists by name and the row's fields, on one answer.
 
     A result of None, which TRL leaves out of the sum, counts as 0.
     """
-    asked = row.get("prompt", prompt)
     answer = [{"role": "assistant", "content": text}] if isinstance(asked, list) else text
     fields = {name: [value] for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")}
     (reward,) = function(prompts=[asked], completions=[answer], completion_ids=[list(ids)], **fields)

@@ -15,12 +15,12 @@ from __future__ import annotations
 import base64
 import copy
 import importlib.util
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 import torch
@@ -36,16 +36,19 @@ from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.run_folder import parse_lines
 from lamina.jobs.settings import at_least
-from lamina.lab.posttraining.examples import Fields, prompt_of
+from lamina.lab.posttraining.examples import Fields, Messages, prompts
 from lamina.lab.posttraining.rewards import Rewards, check_rewards, make_rewards, padded
 from lamina.lab.posttraining.settings import RlhfSettings
-from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer
+from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer, trl
 from lamina.lab.posttraining.tuning import TuningStage, tune
 from lamina.modeling.parts import patched
 from lamina.modeling.processes import Processes
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.run import TrainingRun
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-
 
 
 class PolicyTrainer(TunedTrainer, _Online):
-    """A mixin for TRL's RLOOTrainer and GRPOTrainer: prompts encoded here, Lamina's rewards, a separate reference.
+    """A mixin for TRL's RLOOTrainer and GRPOTrainer: Lamina's rewards, a separate reference.
 
     Args:
         rewards: the rewards of answers, not clipped.
@@ -128,28 +131,21 @@ class PolicyTrainer(TunedTrainer, _Online):
                 part, _, field = name.partition(".")
                 self._buffered_inputs[int(part)][field] = value.to(self.args.device)
 
-    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, Json]:
-        return [self._ids[prompt] for prompt in prompts], None, {}
-
-    def _generate_and_score_completions(self, inputs: list[Fields]) -> Passed:
-        self._ids = {row["prompt"]: row["prompt_ids"] for row in inputs}
-        return super()._generate_and_score_completions(inputs)
-
     def _clipped_rewards(
         self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
+        completions: Sequence[str | Messages],
         completion_ids: Sequence[Sequence[int]],
-        row: Sequence[str],
-        prompt_ids: Sequence[Sequence[int]],
-        **kwargs: object,
+        prompts: Sequence[str | Messages],
+        **columns: Sequence[Passed],
     ) -> list[float]:
         """Compute rewards with the signature that TRL expects of a reward function."""
+        names = ("text", "prompt_ids", "row")
         rows = [
-            {"prompt": prompt, "prompt_ids": ids, "row": whole}
-            for prompt, ids, whole in zip(prompts, prompt_ids, row, strict=True)
+            {"prompt": prompt, **dict(zip(names, values, strict=True))}
+            for prompt, *values in zip(prompts, *(columns[name] for name in names), strict=True)
         ]
-        parts = self.rewards.parts(rows, completion_ids, completions)
+        texts = [answer if isinstance(answer, str) else answer[0]["content"] for answer in completions]
+        parts = self.rewards.parts(rows, completion_ids, texts)
         for name, values in parts.items() if len(parts) > 1 else ():
             self._metrics["train"][f"reward_{name}"].append(self.processes.mean(sum(values) / len(values)))
         rewards = self.rewards.total(parts)
@@ -326,11 +322,10 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
     kind = Kind.RLHF
     record = RlhfSettings
     part, theirs = ReMaxTrainer, "RLOO"
-    encodes = ("prompt", "prompt_ids", "row")
-    columns = tuple((name, name) for name in encodes)
+    forms = (("prompt",),)
+    columns = ("prompt", "prompt_ids", "text", "row")
     guarded = False
     measure = "eval_reward"
-    monitored = "prompt_ids"
 
     def rewards(self) -> str:
         settings, longest = self.settings, self.start.longest
@@ -344,13 +339,35 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
             )
         return digest
 
-    def encoded(self, row: Fields) -> Json:
-        """Encode a prompt: its text, its token ids, and its row as JSON."""
-        if row.get("tools"):
-            raise ValueError("the field 'tools' has tools, which no policy here calls")
-        prompt = prompt_of(row)
-        ids = self.encoder.prompt(prompt, room=self.settings.max_answer)
-        return {"prompt": self.encoder.prompt_text(prompt), "prompt_ids": ids, "row": json.dumps(row, default=str)}
+    def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
+        if "tools" in rows.column_names:
+            raise UserError("the column 'tools' has tools, which no policy here calls")
+        return prompts(rows, turns=turns), ("prompt",)
+
+    def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
+        """Add the prompts' tokens, as TRL's trainers make them at each step, and their text."""
+        tokenizer, options = self.start.tokenizer, self.settings.trl.get("chat_template_kwargs") or {}
+        theirs = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=options)
+        tokens, how = (
+            trl("RLOOTrainer")._tokenize_prompts,
+            {"tokenize": False, "add_generation_prompt": True, **options},
+        )
+
+        def encoded(batch: Json) -> Json:
+            asked: list[Any] = batch["prompt"]
+            texts = [one if isinstance(one, str) else tokenizer.apply_chat_template(one, **how) for one in asked]
+            return {"prompt_ids": tokens(theirs, asked)[0], "text": texts}
+
+        return rows.map(encoded, batched=True, num_proc=self.config.dataset_num_proc)
+
+    def tokens(self, row: Fields) -> list[int]:
+        return row["prompt_ids"]
+
+    def wrong(self, row: Fields) -> str:
+        length, answer, longest = len(row["prompt_ids"]), self.settings.max_answer, self.start.longest
+        if length + answer <= longest:
+            return ""
+        return f"the prompt has {length} tokens and the answer up to {answer}, the context {longest}"
 
     def check(self, job: Job[RlhfSettings], processes: Processes) -> None:
         if job.settings.algorithm != "remax":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from pathlib import Path
+from typing import ClassVar, Literal, Self, cast
 
 from lamina.core.json_types import Json
 from lamina.core.values import comma_separated, entries, examples_name, existing_file, factors, mapping, place, text
@@ -21,6 +23,7 @@ from lamina.training.setting_groups import (
 )
 from lamina.training.settings import EndSettings, ParallelSettings, PretrainSettings, SourceSettings
 
+_FILES = r"\.(jsonl?|ndjson|csv|parquet|txt)(\.(gz|xz|zst))?$"
 PRESETS: dict[str, Mapping[str, object]] = {
     # OwLore's script (Li et al. 2024), which Mix-LN Table 2 follows. It packs the examples and trains on all tokens.
     "commonsense170k": {
@@ -30,7 +33,7 @@ PRESETS: dict[str, Mapping[str, object]] = {
         "batch_size": 16,
         "sequence_length": 512,
         "packing": True,
-        "loss_on": "all",
+        "trl": {"completion_only_loss": False},
     },
     # LLM-Adapters (Hu et al. 2023). Its code trains on the question, too, and LoRA's rank is 8.
     "commonsense170k-adapters": {
@@ -42,7 +45,7 @@ PRESETS: dict[str, Mapping[str, object]] = {
         "sequence_length": 256,
         "warmup": 100.0,
         "eval_examples": 120,
-        "loss_on": "all",
+        "trl": {"completion_only_loss": False},
         "lora_rank": 8,
         "lora_alpha": 16.0,
         "lora_dropout": 0.05,
@@ -70,13 +73,19 @@ LORA = (
 """The arguments of peft's LoraConfig without a setting of their own that need nothing else of a run."""
 
 
+def of_hub(source: str) -> bool:
+    """Return whether a source is a data set's name as TRL's users write it, OWNER/NAME, and no file or folder."""
+    named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) is not None
+    return named and not re.search(_FILES, source) and not Path(source).exists()
+
+
 class DataSettings(Settings, group="data"):
     """The examples, and how they become text."""
 
     data: str | None = setting(
         None,
-        "the examples: a .jsonl, .json, .csv or .parquet file, hf:NAME[:CONFIG][@SPLIT], generated:answers or "
-        "generated:preferences",
+        "the examples: a .jsonl, .json, .csv or .parquet file, a folder, a name of the hub (trl-lib/Capybara), "
+        "hf:NAME[:CONFIG][@SPLIT], generated:answers or generated:preferences",
         examples_name,
     )
     eval_data: str | None = setting(None, "held-out examples (default: eval_fraction of the data)", examples_name)
@@ -101,7 +110,8 @@ class DataSettings(Settings, group="data"):
         """Raise UserError for missing files of examples."""
         super().check_names()
         for name in ("data", "eval_data"):
-            if (source := getattr(self, name)) is not None:
+            source = getattr(self, name)
+            if source is not None and not of_hub(source):
                 existing_file(name, source)
 
 
@@ -141,7 +151,7 @@ def _outside(*kinds: str) -> dict[str, tuple[str, ...]]:
     """Return the options that a job accepts for peft, for TRL's trainers of these kinds, and for Trainer."""
     return {
         "lora": (*LORA, "use_peft", "task_type"),
-        "trl": tuple(f"trl/trainer/{kind}_config.py" for kind in kinds),
+        "trl": (*(f"trl/trainer/{kind}_config.py" for kind in kinds), "loss_on"),
         **TrainerSettings.outside,
     }
 
@@ -235,7 +245,6 @@ class SftSettings(TuningSettings):
     )
     epochs: float = changed(3.0)
     learning_rate: float = changed(2e-5)
-    loss_on: Literal["answer", "all"] = setting("answer", "the tokens that are trained on: answer, or all")
     packing: bool = setting(
         False, "fill each sequence with several examples, which don't attend to one another; sequence_length long"
     )
@@ -261,13 +270,20 @@ class SftSettings(TuningSettings):
 
 
 def with_preset(given: Mapping[str, object]) -> Json:
-    """Merge a user's settings over their preset's. Raises UserError for an unknown preset."""
+    """Merge a user's settings over their preset's. Raises UserError for an unknown preset, and for a former name."""
+    if "loss_on" in given or "loss_on" in cast(Json, given.get("trl") or {}):
+        raise UserError(
+            "loss_on: it has TRL's names (allowed: trl.completion_only_loss false for all tokens, or "
+            "trl.assistant_only_loss true for all answers of messages)"
+        )
     name = given.get("preset")
     if name is None:
         return dict(given)
     if name not in PRESETS:
         raise unknown("preset", str(name), PRESETS)
-    return {**PRESETS[str(name)], **given}
+    preset = PRESETS[str(name)]
+    trl = {"trl": {**preset["trl"], **given["trl"]}} if "trl" in preset and "trl" in given else {}  # type: ignore[dict-item]
+    return {**preset, **given, **trl}
 
 
 class RewardSettings(TuningSettings):

@@ -1,7 +1,9 @@
-"""Supervised fine-tuning on TRL's SFTTrainer, with tokens encoded here."""
+"""Supervised fine-tuning on TRL's SFTTrainer."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,9 +11,9 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.job import Job
 from lamina.jobs.kinds import Kind
-from lamina.lab.posttraining.examples import IGNORED, Fields, example_of, read_template
+from lamina.lab.posttraining.examples import IGNORED, SFT_FORMS, Fields, by_trl, training_template
 from lamina.lab.posttraining.settings import SftSettings
-from lamina.lab.posttraining.trainer import Passed, TunedTrainer, trl
+from lamina.lab.posttraining.trainer import Passed, TunedTrainer
 from lamina.lab.posttraining.tuning import TuningStage, tune
 from lamina.modeling.processes import Processes
 from lamina.training.run import TrainingRun
@@ -42,40 +44,58 @@ class SftTrainer(TunedTrainer):
 
 
 class SupervisedFineTuning(TuningStage[SftSettings]):
-    """Trains on the mean negative log-likelihood of the answers' tokens."""
+    """Trains on the mean negative log-likelihood of TRL's labels: of a completion, or of all tokens."""
 
     kind = Kind.SFT
     record = SftSettings
     part, theirs = SftTrainer, "SFT"
-    encodes = ("input_ids", "labels", "truncated")
-    columns = (("input_ids", "input_ids"), ("labels", "labels"))
+    forms = SFT_FORMS
+    columns = ("input_ids", "labels")
 
     def check(self, job: Job[SftSettings], processes: Processes) -> None:
         if job.settings.packing and "padding_free" in job.settings.trl:
             raise UserError("trl.padding_free: set by --packing (allowed: without it)")
+        if (text := job.settings.trl.get("dataset_text_field")) is not None:
+            self.forms = (*SFT_FORMS[:2], (str(text),))
         super().check(job, processes)
 
-    def template(self) -> str | None:
-        return None  # with ``auto``, the first conversation decides
+    def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
+        answers = self.config.completion_only_loss
+        template = training_template(self.start.tokenizer) if self.config.assistant_only_loss else None
+        own = {"completion_only_loss": len(form) == 2 if answers is None else answers, "chat_template": template}
+        return by_trl("SFT", rows, self.config, self.start.tokenizer, False, None, "data", **own)
 
-    def encoded(self, row: Fields) -> Json:
-        example, encoder = example_of(row), self.encoder
-        if encoder.template is None and ("messages" in example or encoder.wraps_texts):
-            default = "alpaca" if "instruction" in row else "chat"
-            encoder.template = read_template(self.settings.template, self.start.tokenizer, default=default)
-        return encoder.example(example)
+    @property
+    def _cut(self) -> slice:
+        longest = self.start.longest
+        return slice(-longest, None) if self.config.truncation_mode == "keep_end" else slice(longest)
 
-    def dataset(self, encoded_rows: Dataset, *, train: bool) -> Dataset:
-        data = super().dataset(encoded_rows, train=train)
-        return trl("pack_dataset")(data, self.start.longest, "bfd") if train and self.settings.packing else data
+    def wrong(self, row: Fields) -> str:
+        labels, longest = row["labels"], self.start.longest
+        if any(label != IGNORED for label in labels[self._cut][1:]):
+            return ""
+        first = next((at for at, label in enumerate(labels) if label != IGNORED), None)
+        if first is None or len(labels) < 2:
+            return "it has no token to train on"
+        return f"the prompt has {first} tokens, which leaves none of {longest} for the answer"
 
-    def counts(self, train: Dataset) -> Json:
-        answers = sum(label != IGNORED for labels in train["labels"] for label in labels)
-        return {"sequences": len(self.train), "answer_tokens": answers}
+    def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
+        packing = train and self.settings.packing
+        config = copy.copy(self.config)
+        config.max_length = self.start.longest
+        if packing:  # by one process, since the packs depend on their number
+            config.dataset_num_proc = self.settings.trl.get("dataset_num_proc")
+        return by_trl("SFT", rows, config, self.start.tokenizer, packing, None, "data")
+
+    def counts(self, *parts: Dataset | None) -> Json:
+        answers = sum(label != IGNORED for labels in self.train["labels"] for label in labels)
+        cut = sum(len(ids) > self.start.longest for part in parts if part for ids in part["input_ids"])
+        return {"sequences": len(self.train), "answer_tokens": answers, "truncated": cut}
 
     def fields(self, run: TrainingRun) -> Json:
-        prepared = {"skip_prepare_dataset": True}
-        return {"max_length": None, "padding_free": self.settings.packing, "dataset_kwargs": prepared}
+        packed = self.settings.packing and self.config.packing_strategy != "wrapped"
+        prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}, "assistant_only_loss": False}
+        return {"max_length": None, **({"padding_free": True} if packed else {}), **prepared}
 
 
 sft = partial(tune, SupervisedFineTuning)

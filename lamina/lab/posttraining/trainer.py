@@ -29,14 +29,11 @@ from lamina.training.trainer import CheckpointedTrainer, OrderedTrainer
 T = TypeVar("T")
 # Of TRL's arguments: those that a flag of Lamina's sets, and why others are refused.
 _FLAGGED = re.compile(
-    r"num_generations|temperature|beta|max_(completion_)?length|packing|(completion|assistant)_only_loss|"
-    r"chat_template_path|reward_(weights|clip_range)"
+    r"num_generations|temperature|beta|max_(completion_)?length|packing|chat_template_path|reward_(weights|clip_range)"
 )
 _REFUSED = {
     r"model_init_kwargs|trust_remote_code|pad_token": "the model and its tokenizer are those of --from",
-    r"dataset_\w+|chat_template_path|shuffle_dataset|truncation_mode|packing_strategy|eval_packing": (
-        "rows are read, encoded and ordered by Lamina, so that a run resumes exactly"
-    ),
+    r"dataset_kwargs|shuffle_dataset|eval_packing": "the order of the rows is Lamina's, so that a run resumes exactly",
     r"sync_ref_model|ref_model_\w+": "records and checkpoints hold a policy to the model that it starts from",
     r"num_generations_eval": "an evaluation has one answer per held-out prompt",
     r"generation_batch_size": "set by trl.steps_per_generation",
@@ -54,10 +51,11 @@ def trl(name: str) -> Passed:
     return getattr(library, name)
 
 
-def check_trl(options: Json, theirs: str, offered: Collection[str]) -> None:
-    """Raise UserError for an option that the configuration of TRL's trainer lacks, or that Lamina decides.
+def check_trl(options: Json, theirs: str, offered: Collection[str]) -> Passed:
+    """Build the configuration of TRL's trainer; ``offered`` are the job's own settings.
 
-    ``offered`` are the job's own settings.
+    Raises:
+        UserError: for an option that it lacks, or that Lamina decides.
     """
     kind, own = trl(f"{theirs}Config"), {entry.name for entry in fields(TrainingArguments)}
     names = {entry.name for entry in fields(kind)}
@@ -74,7 +72,8 @@ def check_trl(options: Json, theirs: str, offered: Collection[str]) -> None:
     try:
         checkpointing = "activation" if "activation_checkpointing" in own else "gradient"  # before transformers 5.23
         fixed = {"output_dir": "none", "use_cpu": True, "bf16": False, "report_to": "none"}
-        kind(**fixed, **{f"{checkpointing}_checkpointing": False}, **options)
+        fixed |= {"max_length": None} if "max_length" in names else {}
+        return kind(**fixed, **{f"{checkpointing}_checkpointing": False}, **options)
     except Exception as error:  # its checks raise any type
         raise UserError(f"trl: {one_line(error)}") from None
 

@@ -32,7 +32,16 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, ResumePolicy
 from lamina.jobs.manifest import content_hash
 from lamina.jobs.status import Status
-from lamina.lab.posttraining.examples import BATCH, ExampleEncoder, Fields, read, read_template
+from lamina.lab.posttraining.examples import (
+    BATCH,
+    Fields,
+    conform,
+    load,
+    prepare,
+    processes_for,
+    read_template,
+    template_end,
+)
 from lamina.lab.posttraining.settings import TuningSettings, with_preset
 from lamina.lab.posttraining.starting import (
     PACKED,
@@ -71,7 +80,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=TuningSettings)
-LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")  # the columns whose tokens an example has
 POLICY = ResumePolicy(what="run", free=TuningSettings.free(), compared=frozenset(("from_model", "reward_model")))
 
 
@@ -266,12 +274,13 @@ class TuningStage(TrainingStage[S]):
         head: the name of the trained model's head.
         guarded: whether the loss is in nats and is watched for divergence; otherwise it only has to be finite.
         measure: the evaluation's metric that decides how the run ended.
-        encodes: the fields of an encoded row.
-        columns: the columns of TRL's data set, each with the field of an encoded row that fills it.
+        forms: the columns of TRL's forms that the stage takes.
+        columns: the columns that TRL's own preparation of the data gives: token ids, and what the loss needs.
         ordered: makes the training order.
-        monitored: the field of an encoded row that the layer monitor reads.
-        train: the encoded examples.
-        held_out: the encoded examples of an evaluation.
+        train: the prepared examples.
+        held_out: the prepared examples of an evaluation.
+        config: TRL's own configuration, by which the data are prepared.
+        templated: whether the rows have turns, which the tokenizer's chat template makes a text.
         inputs: token ids [sequences, tokens] for the layer monitor.
         notes: counts for result.json.
     """
@@ -279,12 +288,11 @@ class TuningStage(TrainingStage[S]):
     policy = POLICY
     recorder = TuningRecorder
     evaluates_first = True
-    monitored: ClassVar[str] = "input_ids"
     head: ClassVar[str] = "causal_lm"
     guarded: ClassVar[bool] = True
     measure: ClassVar[str] = "eval_loss"
-    encodes: ClassVar[Sequence[str]]
-    columns: ClassVar[Sequence[tuple[str, str]]]
+    forms: ClassVar[Sequence[tuple[str, ...]]]
+    columns: ClassVar[Sequence[str]]
     ordered: Callable[..., TrainOrder] = TrainOrder
     part: type[TunedTrainer]
     theirs: str
@@ -293,7 +301,8 @@ class TuningStage(TrainingStage[S]):
     held_out: Dataset
     inputs: torch.Tensor
     notes: Json
-    encoder: ExampleEncoder
+    config: Passed
+    templated: bool = False
     watched: Watched
     best: BestWeights
     tuner: Any
@@ -301,20 +310,27 @@ class TuningStage(TrainingStage[S]):
     processes: Processes
 
     @abstractmethod
-    def encoded(self, row: Fields) -> Json:
-        """Encode a row. Raises ValueError with the reason if it can't be used."""
+    def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
+        """Prepare rows in TRL's form by the code of TRL's trainer, not cut to ``start.longest``."""
 
-    def dataset(self, encoded_rows: Dataset, *, train: bool) -> Dataset:
-        """Convert encoded rows to the form that TRL's trainer takes; ``train`` is False for an evaluation's."""
-        chosen = encoded_rows.select_columns([field for _, field in self.columns])
-        return chosen.rename_columns({field: name for name, field in self.columns})
+    @abstractmethod
+    def wrong(self, row: Fields) -> str:
+        """Say why a prepared row is of no use; empty if it is."""
 
-    def template(self) -> str | None:
-        """Choose the template, before the first row is read; None leaves texts unchanged."""
-        return read_template(self.settings.template, self.start.tokenizer, default=None)
+    def tokens(self, row: Fields) -> list[int]:
+        """Return the token ids of a prepared row that the layer monitor reads."""
+        return row[self.columns[0]]
 
-    def counts(self, train: Dataset) -> Json:
-        """Return further counts for result.json."""
+    def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
+        """Convert prepared rows to what TRL's trainer takes; ``train`` is False for an evaluation's."""
+        return rows
+
+    def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
+        """Bring rows into one of TRL's forms, and return its columns."""
+        return conform(rows, self.forms, turns=turns)
+
+    def counts(self, *parts: Dataset | None) -> Json:
+        """Return further counts of the prepared rows, not yet cut, for result.json."""
         return {}
 
     def rewards(self) -> str:
@@ -343,7 +359,7 @@ class TuningStage(TrainingStage[S]):
         if settings.push_to_hub is not None:
             processes.by_first(lambda: check_repository(str(settings.push_to_hub)))
         check_arguments(settings.trainer, settings.schedule, type(settings))
-        check_trl(settings.trl, self.theirs, settings.names())
+        self.config = check_trl(settings.trl, self.theirs, settings.names())
         if settings.lora_rank:
             lora_of(settings)
         if settings.trl.get("activation_offloading") and device_of(settings.device) == "cpu":
@@ -358,46 +374,55 @@ class TuningStage(TrainingStage[S]):
         self.plan, self.processor = self.start.plan, self.start.tokenizer
         self.watched = Watched(self.settings, self.start, processes)
         if settings.group_by_length:
-            columns = [self.train[name] for name in LENGTHS if name in self.train.column_names]
+            columns = [self.train[name] for name in self.columns if name.endswith("_ids")]
             self.ordered = partial(TrainOrder, lengths=[sum(map(len, row)) for row in zip(*columns, strict=True)])
 
     def read_examples(self) -> None:
         """Find the starting model, then read and encode the data. Raises UserError."""
         settings = self.settings
         self.start = find_start(settings, self.head)
-        rewards, tokenizer = self.rewards(), self.start.tokenizer
-        encoder = self.encoder = ExampleEncoder(
-            tokenizer=tokenizer,
-            template=self.template(),
-            longest=self.start.longest,
-            loss_on_all=getattr(settings, "loss_on", "answer") == "all",
-            wraps_texts=settings.template not in ("auto", "none"),
-            options=settings.trl.get("chat_template_kwargs") or {},
-        )
-        how = {"state": lambda: (encoder.template, encoder.warned), "skip_bad": settings.skip_bad}
-        encoding = partial(read, use=self.encoded, fields=self.encodes, **how)
-        rows, skipped = encoding("data", str(settings.data))
+        rewards = self.rewards()
+        rows, skipped = self._prepared("data", str(settings.data))
         apart, others = None, 0
         if settings.eval_data is not None:
-            apart, others = encoding("eval_data", settings.eval_data)
-        if self.encoder.template is not None:
-            tokenizer.chat_template = self.encoder.template
+            apart, others = self._prepared("eval_data", settings.eval_data)
         train, held_out = split(rows, settings, apart)
         self.train, self.held_out = self.dataset(train, train=True), self.dataset(held_out, train=False)
-        self.inputs = monitored(held_out[self.monitored])
-        cut = [sum(part["truncated"]) for part in (rows, apart) if part and "truncated" in part.column_names]
-        self.notes = {
-            "examples": len(train),
-            **self.counts(train),
-            "held_out": len(held_out),
-            "skipped": skipped + others,
-            **({"truncated": sum(cut)} if cut else {}),
-        }
+        self.inputs = monitored([self.tokens(row) for row in cast("Iterator[Json]", self.held_out)])
+        self.notes = {"examples": len(train), **self.counts(rows, apart), "held_out": len(held_out)}
+        self.notes["skipped"] = skipped + others
         data = fingerprint(train, held_out)
         if settings.eval_corpus is not None:
             with about_eval_corpus():
                 data += f"+{single_corpus_of(settings.eval_corpus, 'text').fingerprint()}"
         self.identity = TuningIdentity(self, data, content_hash(self.start.path), rewards)
+
+    def _prepared(self, name: str, source: str) -> tuple[Dataset, int]:
+        """Load and prepare the rows of a source; also return how many were left out."""
+        settings, where = self.settings, f"{name}: {source!r}"
+        loaded, turns = load(name, source), settings.template not in ("auto", "none")
+        try:
+            rows, form = self.conform(loaded, turns=turns)
+            if type(rows.features[form[-1]]).__name__ != "Value" or turns:
+                self._choose_template(loaded)
+        except ValueError as error:
+            raise UserError(str(error) if str(error).startswith("template") else f"{where}: {error}") from None
+        self.config.dataset_num_proc = settings.trl.get("dataset_num_proc", processes_for(rows))
+        prepared = partial(self.by_trl, form=form)
+        encoded, skipped = prepare(where, rows, form, prepared, self.wrong, skip_bad=settings.skip_bad)
+        return encoded.select_columns([name for name in self.columns if name in encoded.column_names]), skipped
+
+    def _choose_template(self, rows: Dataset) -> None:
+        """Give the tokenizer the template of the settings; the first data with turns decide what ``auto`` is."""
+        default = (
+            ("alpaca" if "instruction" in rows.column_names else "chat")
+            if self.settings.command_name == "sft"
+            else None
+        )
+        template = read_template(self.settings.template, self.start.tokenizer, default=default)
+        if template is None:
+            raise UserError("turns need a chat template (allowed: a --template, or prompts and answers as texts)")
+        self.start.tokenizer.chat_template, self.templated = template, True
 
     def reference(self) -> PreTrainedModel | NoReference:
         """Load the model to which the policy is held; with LoRA, return a placeholder for the policy without it."""
@@ -414,7 +439,7 @@ class TuningStage(TrainingStage[S]):
         return model
 
     def new_model(self) -> PreTrainedModel:
-        return self.start.policy(self.encoder.ends())
+        return self.start.policy(template_end(self.start.tokenizer) if self.templated else [])
 
     def model(self, run: TrainingRun) -> PreTrainedModel:
         torch.manual_seed(self.settings.seed)
@@ -467,7 +492,7 @@ class TuningStage(TrainingStage[S]):
         settings = self.settings.as_run()
         # TRL turns checkpointing on by default, under the name that transformers had for it before 5.23
         checkpointing = {"gradient_checkpointing": self.settings.gradient_checkpointing}
-        fields = {**checkpointing, **self.fields(run), **self.settings.trl}
+        fields = {**checkpointing, **self.settings.trl, **self.fields(run)}
         arguments = arguments_of(trl(f"{self.theirs}Config"), settings, run.processes.size, **fields)
         try:
             return trainer_class(self.part, self.theirs)(

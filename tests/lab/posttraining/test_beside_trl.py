@@ -33,7 +33,7 @@ USUAL = (
 POLICY = "--num_generations 2 --max_completion_length 8 --beta 0.1"
 # By job and form of the rows: what is typed at both, at TRL alone, and at Lamina alone.
 TABLE = [
-    ("sft", "messages", "", "", "--loss-on all"),
+    ("sft", "messages", "", "", ""),
     ("sft", "turns", "--eval_strategy steps --no_remove_unused_columns --gradient_checkpointing False", "", ""),
     ("sft", "turns", "--gradient_accumulation_steps 2 --logging_first_step --save_total_limit 1", "", ""),
     ("sft", "turns", "--loss_type dft --warmup_steps 2", "", ""),
@@ -41,7 +41,8 @@ TABLE = [
     ("sft", "text", "--packing --max_length 64", "--eval_packing false", ""),
     ("sft", "text", "--padding_free", "", ""),
     ("sft", "text", "--eos_token !", "", ""),  # which YAML reads as null
-    ("sft", "messages", "", "--chat_template_path {marked} --assistant_only_loss", "--template {marked}"),
+    ("sft", "messages", "--chat_template_path {marked} --assistant_only_loss", "", ""),
+    ("sft", "turns", "--completion_only_loss false", "", ""),
     ("sft", "turns", LORA, "", ""),
     ("sft", "turns", f"{LORA} --use_dora", "", ""),
     ("sft", "turns", f"{LORA} --use_rslora", "", ""),
@@ -188,7 +189,7 @@ def by_trl(job, start, rows, flags):
 )
 def test_trls_flags_train_as_trl_does(job, form, both, theirs, ours, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    theirs, ours = (flags.format(marked=start / "marked.jinja") for flags in (theirs, ours))
+    both = both.replace("{marked}", str(start / "marked.jinja"))
     data, output = write_rows(tmp_path / "rows.jsonl", rows_of(form)), tmp_path / "run"
     (tmp_path / "rewards.py").write_text(REWARD)
     flags = f"--model_name_or_path {start} --data {data} --eval-data {data} --output_dir {output} --precision fp32 "

@@ -94,7 +94,7 @@ def test_prompts_are_those_of_the_answers_in_use():
         ("dpo", {"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's"),
         ("dpo", {"trainer": {"use_liger_kernel": "x"}}, "trainer.use_liger_kernel: 'x' (allowed: true, false)"),
         ("sft", {"trl": {"chat_template_path": "x"}}, "trl.chat_template_path: set by --template"),
-        ("sft", {"trl": {"shuffle_dataset": False}}, "rows are read, encoded and ordered by Lamina"),
+        ("sft", {"trl": {"shuffle_dataset": False}}, "the order of the rows is Lamina's, so that a run"),
         ("sft", {"trl": {"padding_free": False}, "packing": True}, "trl.padding_free: set by --packing"),
         ("rlhf", {"algorithm": "grpo", "trl": {"num_iterations": 0}}, "trl.num_iterations: 0"),
         ("rlhf", {"algorithm": "rloo", "trl": {"reward_clip_range": [-1, 1]}}, "set by --reward-clip"),

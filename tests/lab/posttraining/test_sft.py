@@ -152,7 +152,7 @@ def test_rows_that_are_not_evaluated_are_trained_on():
 
 def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
     bad = write_rows(tmp_path / "bad.jsonl", [*sorting(6), {"instruction": "no answer"}, {"other": 1}])
-    with pytest.raises(UserError, match=r"data: '.*bad.jsonl', row 7: no known fields .*--skip-bad"):
+    with pytest.raises(UserError, match=r"data: '.*bad.jsonl', row 7: the field 'completion' is missing .*--skip-bad"):
         tuned(data=str(bad))
     _, result = tuned(data=str(bad), skip_bad=True, steps=1)
     assert result["skipped"] == 2
@@ -173,14 +173,15 @@ def test_rows_that_are_skipped_are_counted(tuned, tmp_path):
         ({"trl": {"los_type": "dft"}}, "unknown trl argument 'los_type'; did you mean 'loss_type'"),
         ({"trl": {"max_length": 9}}, "trl.max_length: set by --sequence-length (allowed: that flag)"),
         ({"trl": {"learning_rate": 9}}, "trl.learning_rate: set by --learning-rate (allowed: that flag)"),
-        ({"trl": {"assistant_only_loss": True}}, "trl.assistant_only_loss: set by --loss-on (allowed: that flag)"),
+        ({"loss_on": "all"}, "loss_on: it has TRL's names (allowed: trl.completion_only_loss false for all tokens, or"),
+        ({"trl": {"loss_on": "all"}}, "loss_on: it has TRL's names"),
         ({"trl": {"neftune_noise_alpha": 5}}, "set by --trainer.neftune_noise_alpha (allowed: that flag)"),
         ({"trl": {"activation_offloading": True}, "device": "cpu"}, "moves activations to the CPU (allowed: on a GPU)"),
         ({"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel: Liger has no layers for Lamina's models"),
         ({"trainer": {"eval_strategy": "epoch"}}, "fixed, since Lamina's records depend on it (allowed: steps)"),
         ({"lora": {"use_dora": True}}, "lora: {'use_dora': True} has no effect without LoRA"),
         ({"lora_rank": 2, "lora": {"use_dorra": True}}, "unknown lora argument 'use_dorra'; did you mean 'use_dora'"),
-        ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: rows are read, encoded and ordered by Lamina"),
+        ({"trl": {"dataset_kwargs": {}}}, "trl.dataset_kwargs: the order of the rows is Lamina's, so that a run"),
         ({"trl": {"eos_token": "<|im_end|>"}}, "trl.eos_token: '<|im_end|>' is no token of the tokenizer"),
         ({"trl": {"eos_token": ["x"]}}, "trl.eos_token: ['x'] is no token of the tokenizer"),
         ({"weights": "nf4"}, "weights: 'nf4' can't be trained (allowed: fp32, bf16, or with --lora-rank)"),

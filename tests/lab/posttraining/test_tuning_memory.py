@@ -1,5 +1,7 @@
 """What a job after pretraining takes in memory: weights, attention kernel, one model for two, batches by length."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lab.posttraining.tiny import common, preferences, records, same_weights, sorting, write_model, write_rows
@@ -113,7 +115,7 @@ def test_a_pair_is_as_long_as_its_prompt_and_answers(base, tmp_path):
         **{**common(base, data, tmp_path / "run"), "group_by_length": True, "template": "none", "steps": 1}
     )
     stage = DirectPreferences()
-    stage.settings = settings
+    stage.check(SimpleNamespace(settings=settings), Processes())
     stage.read(Processes(), bar=False)
     (lengths,) = stage.ordered.keywords.values()
     whole = [sum(map(len, (row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]))) for row in stage.train]

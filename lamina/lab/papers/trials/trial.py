@@ -93,6 +93,9 @@ def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Jso
     field = str(values.get("text_field", "text"))
     texts = {name: _text(str(values[name]), field) for name in ("corpus", "eval_corpus") if values.get(name)}
     kept = _deciding(values, settings.free(), (*job.inputs, *texts))
+    if job.name == "sft":  # the older name of TRL's completion_only_loss, in the keys of all older trials
+        kept["loss_on"] = "all" if kept.get("trl") == {"completion_only_loss": False} else "answer"
+        kept = {name: value for name, value in kept.items() if name != "trl" or kept["loss_on"] == "answer"}
     identity: Json = {"job": job.name, "numerics": NUMERICS, "settings": kept, "inputs": dict(inputs), "data": data}
     return {**identity, **({"texts": texts} if texts else {}), **_places(kept)}
 
