@@ -337,7 +337,6 @@ def sft(
     group_by_length: bool = False,
     trl: Json = {},
     preset: str | None = None,
-    loss_on: Literal["answer", "all"] = "answer",
     packing: bool = False,
     best_by: str = "last",
     resume: Resume = False,

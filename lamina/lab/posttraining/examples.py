@@ -100,7 +100,8 @@ def _of_file(path: Path) -> Dataset:
     import datasets
     import pandas as pd
 
-    reader, options = READERS[inner_suffix(path)], Json()
+    reader = READERS[inner_suffix(path)]
+    options: dict[str, Any] = {}
     if reader == "csv":  # else 007 is a number, and NA is missing
         columns = pd.read_csv(path, nrows=0).columns
         types = {name: datasets.Value("float64" if name == "margin" else "string") for name in columns}
@@ -224,7 +225,7 @@ def _of_texts(row: Json) -> Json:
 
 
 def _of_sharegpt(row: Json) -> Json:
-    from trl import maybe_convert_to_chatml
+    from trl.data_utils import maybe_convert_to_chatml
 
     turns = maybe_convert_to_chatml({"conversations": [dict(turn) for turn in row["conversations"] or ()]})["messages"]
     names = {"human": "user", "gpt": "assistant"}
@@ -268,8 +269,8 @@ def _prompt_of(row: Json) -> object:
     if "conversations" in row:
         texts = [_turn(("user", "assistant")[at % 2], turn) for at, turn in enumerate(row["conversations"])]
         row = {"messages": texts} if isinstance(row["conversations"][0], str) else _of_sharegpt(row)
-    turns = row.get("messages") or row.get("chosen")
-    last = max((at for at, turn in enumerate(turns or ()) if turn["role"] == "user"), default=-1)
+    turns: Messages = row.get("messages") or row.get("chosen") or ()
+    last = max((at for at, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     return turns[: last + 1] if last >= 0 else None
 
 
@@ -417,13 +418,14 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
         raise unknown("template", choice, (*CHOICES, "FILE.jinja"))
     try:
         text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"template: {choice!r} can't be read ({one_line(error)})") from None
+    try:
         tokenizer.apply_chat_template([_turn("user", "0")], chat_template=text, tokenize=False)
     except TemplateSyntaxError as error:
         raise UserError(f"template: no Jinja in its line {error.lineno} ({one_line(error)})") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"template: {choice!r} can't be read ({one_line(error)})") from None
-    except Exception:  # of a template for other conversations
-        pass
+    except Exception as error:  # of a template for other conversations
+        logger.debug("template: %s", error)
     return text
 
 

@@ -291,7 +291,7 @@ class TuningStage(TrainingStage[S]):
     head: ClassVar[str] = "causal_lm"
     guarded: ClassVar[bool] = True
     measure: ClassVar[str] = "eval_loss"
-    forms: ClassVar[Sequence[tuple[str, ...]]]
+    forms: Sequence[tuple[str, ...]]
     columns: ClassVar[Sequence[str]]
     ordered: Callable[..., TrainOrder] = TrainOrder
     part: type[TunedTrainer]

@@ -66,7 +66,7 @@ def test_an_evaluation_of_pairs_is_a_mean_over_pairs_whatever_the_batches(base, 
     losses = [math.log1p(math.exp(row.get("margin", 0.0) - margin)) for row, margin in zip(rows, margins, strict=True)]
     assert result["eval_loss"] == pytest.approx(sum(losses) / 6, abs=1e-5)
     write_rows(held_out, [rows[0] | {"margin": "wide"}])
-    with pytest.raises(UserError, match="row 1: the field 'margin' must be a number, not 'wide'"):
+    with pytest.raises(UserError, match="row 1: .*: the field 'margin' must be a number, not 'wide'"):
         reward({**common(base, pairs, tmp_path / "other"), "eval_data": str(held_out)}, bar=False)
 
 
@@ -377,7 +377,7 @@ def test_functions_of_trls_form_are_asked_as_trl_asks(tmp_path):
 
     def asked(name, prompt, text, **fields):
         settings = RlhfSettings(reward_function=f"{tmp_path / 'own.py'}:{name}")
-        row = {"prompt": "rendered", "row": json.dumps({"prompt": prompt, **fields})}
+        row = {"prompt": prompt, "text": "rendered", "row": json.dumps({"prompt": prompt, **fields})}
         rewards = make_rewards(settings, torch.device("cpu"))
         return rewards.total(rewards.parts([row], [[5, 6]], [text]))
 
