@@ -66,7 +66,7 @@ def test_an_evaluation_of_pairs_is_a_mean_over_pairs_whatever_the_batches(base, 
     losses = [math.log1p(math.exp(row.get("margin", 0.0) - margin)) for row, margin in zip(rows, margins, strict=True)]
     assert result["eval_loss"] == pytest.approx(sum(losses) / 6, abs=1e-5)
     write_rows(held_out, [rows[0] | {"margin": "wide"}])
-    with pytest.raises(UserError, match="row 1: .*: the field 'margin' must be a number, not 'wide'"):
+    with pytest.raises(UserError, match=r"row 1: .*: the field 'margin' must be a number, not 'wide'"):
         reward({**common(base, pairs, tmp_path / "other"), "eval_data": str(held_out)}, bar=False)
 
 
