@@ -177,7 +177,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
         raise UserError(f"the column {min(pictures)!r} has images, which no model here reads")
     if "conversations" in columns and "messages" not in columns:
         texts = isinstance(next(iter(rows[0]["conversations"] or ()), None), str)
-        rows = mapped(_of_texts, "prompt", "completion") if texts else mapped(_of_sharegpt, "messages")
+        rows = mapped(_of_lima, "prompt", "completion") if texts else mapped(_of_sharegpt, "messages")
     elif "instruction" in columns and not any(columns.issuperset(form) for form in forms if form != PAIR_FORMS[1]):
         answered = ["completion"] if "output" in columns and "chosen" not in columns else []
         rows = mapped(_of_alpaca, "prompt", *answered)
@@ -218,8 +218,12 @@ def _of_alpaca(row: Json) -> Json:
     return {"prompt": [_turn("user", asked)], **({"completion": answer} if "output" in row else {})}
 
 
-def _of_texts(row: Json) -> Json:
-    turns = [_turn(("user", "assistant")[at % 2], text) for at, text in enumerate(row["conversations"] or ())]
+def _alternate(texts: Sequence[object]) -> list[Json]:
+    return [_turn(("user", "assistant")[at % 2], text) for at, text in enumerate(texts)]
+
+
+def _of_lima(row: Json) -> Json:
+    turns = _alternate(row["conversations"] or ())
     answered = len(turns) // 2 * 2
     return {"prompt": turns[: max(0, answered - 1)], "completion": turns[max(0, answered - 1) : answered]}
 
@@ -267,8 +271,8 @@ def _prompt_of(row: Json) -> object:
     if "instruction" in row and "messages" not in row:
         return _of_alpaca(row)["prompt"]
     if "conversations" in row:
-        texts = [_turn(("user", "assistant")[at % 2], turn) for at, turn in enumerate(row["conversations"])]
-        row = {"messages": texts} if isinstance(row["conversations"][0], str) else _of_sharegpt(row)
+        said = row["conversations"]
+        row = {"messages": _alternate(said)} if isinstance(said[0], str) else _of_sharegpt(row)
     turns: Messages = row.get("messages") or row.get("chosen") or ()
     last = max((at for at, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     return turns[: last + 1] if last >= 0 else None

@@ -65,14 +65,10 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         own = {"completion_only_loss": len(form) == 2 if answers is None else answers, "chat_template": template}
         return by_trl("SFT", rows, self.config, self.start.tokenizer, False, None, "data", **own)
 
-    @property
-    def _cut(self) -> slice:
-        longest = self.start.longest
-        return slice(-longest, None) if self.config.truncation_mode == "keep_end" else slice(longest)
-
     def wrong(self, row: Fields) -> str:
         labels, longest = row["labels"], self.start.longest
-        if any(label != IGNORED for label in labels[self._cut][1:]):
+        kept = labels[-longest:] if self.config.truncation_mode == "keep_end" else labels[:longest]
+        if any(label != IGNORED for label in kept[1:]):
             return ""
         first = next((at for at, label in enumerate(labels) if label != IGNORED), None)
         if first is None or len(labels) < 2:
