@@ -223,6 +223,7 @@ def _alternate(texts: Sequence[object]) -> list[Json]:
 
 
 def _of_lima(row: Json) -> Json:
+    """Return the turns up to the last answer, and that answer."""
     turns = _alternate(row["conversations"] or ())
     answered = len(turns) // 2 * 2
     return {"prompt": turns[: max(0, answered - 1)], "completion": turns[max(0, answered - 1) : answered]}
