@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Literal, NoReturn, Union, get_args, get_origin
+from typing import Literal, NoReturn, Union, cast, get_args, get_origin
 
 from lamina.core.json_types import Json
 from lamina.core.specs import read_value
@@ -83,6 +84,70 @@ class Reader:
         return " .KEY VALUE" if dict in self.kinds else "X" if float in self.kinds else "N"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How the words of a flag become a value.
+
+    Attributes:
+        action: the setting or option that gets the value.
+        flag: our flag for it, which may be the negative of a switch.
+        is_list: whether all words up to the next flag are its values.
+        adds: whether each use adds a value to the earlier ones.
+        key: another library's option that the setting passes on; the flag is then that library's.
+        alone: the value of that option where no word follows.
+    """
+
+    action: Action
+    flag: str = ""
+    is_list: bool = False
+    adds: bool = False
+    key: str | None = None
+    alone: str = ""
+
+    def take(self, options: Namespace, inner: str, text: str | None, left: list[str]) -> None:
+        """Put the value into ``options``.
+
+        Args:
+            inner: what follows a dot in the flag, a mapping's key.
+            text: what follows an equals sign; None without one.
+            left: the words behind the flag, of which the value's are removed.
+        """
+        action, names = self.action, "/".join(self.action.option_strings)
+        if self.key is not None:
+            words = _values(left) if text is None else [text]
+            text = f"[{', '.join(words)}]" if len(words) > 1 else (*words, self.alone)[0]
+            text = f"{self.key}={text}"
+        elif isinstance(action, BooleanOptionalAction) or action.nargs == 0:
+            value = not self.flag.startswith("--no-")
+            if isinstance(action, BooleanOptionalAction):
+                if text is None and left and left[0].lower() in _SWITCH:
+                    text = left.pop(0)
+                if text is not None and text.lower() in _SWITCH:
+                    value, text = value == _SWITCH[text.lower()], None
+            if text is not None:
+                raise UserError(f"{names}: ignored explicit argument {text!r}")
+            setattr(options, action.dest, value)
+            return
+        elif text is None and action.type is _resume:  # it takes no word of its own
+            text = "yes"
+        elif text is None and self.is_list:
+            text = ",".join(_values(left)) or None
+        if text is None and left and _is_value(left[0]):
+            text = left.pop(0)
+        if text is None:
+            raise UserError(f"{names}: expected one argument")
+        read = cast(Callable[[str], object], action.type or str)
+        try:
+            value = read(f"{inner}={text}" if inner else text)
+        except ArgumentTypeError as error:
+            raise UserError(f"{names}: {error}") from None
+        earlier = getattr(options, action.dest, [])
+        setattr(options, action.dest, [*earlier, value] if self.adds else value)
+
+
+_SWITCH = {"true": True, "false": False}
+
+
 class Parser(ArgumentParser):
     """A command's parser: accepts other names of settings, and raises UserError that suggests the nearest option.
 
@@ -97,6 +162,7 @@ class Parser(ArgumentParser):
         self.examples = inspect.cleandoc(examples)
         self.record: type[Settings] | None = None
         self.full_help = False
+        self._readings: dict[str, Reading] = {}  # by flag; made when the first line is parsed
 
     def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
         """Add a flag for each field, ``--num-layers`` for ``num_layers``, and ``--config``, which reads YAML.
@@ -154,19 +220,43 @@ class Parser(ArgumentParser):
         return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
 
     def parse(self, argv: Sequence[str]) -> Namespace:
-        """Parse a command line. Raises UserError for an unknown flag."""
-        options, unknown = self.parse_known_args(self._in_our_words(argv))
+        """Parse a command line: the words of its flags by the table of readings, the others by their order.
+
+        Raises UserError for an unknown flag.
+        """
+        options, rest, left, names = Namespace(), list[str](), list(argv), dict[str, str]()
+        while left:
+            word = left.pop(0)
+            if word in ("-h", "--help", "--help=all"):
+                self.full_help = word == "--help=all" or left[:1] == ["all"]
+                self.print_help()
+                self.exit()
+            if not word.startswith("--") or word == "--":
+                rest.append(word)
+                continue
+            name, equals, text = word.partition("=")
+            outer, _, inner = name.partition(".")
+            reading = self._reading(outer.replace("_", "-"))
+            if reading is None:
+                raise self._unknown(word)
+            if reading.key is None and (before := names.setdefault(reading.flag, _hyphens(outer))) != _hyphens(outer):
+                raise UserError(f"{before} and {outer} are the same setting (allowed: one of them)")
+            reading.take(options, inner, text if equals else None, left)
+        options, unknown = self.parse_known_args(rest, options)
         for word in unknown:
-            if not word.startswith("-"):
-                raise UserError(f"unexpected argument {shortened(repr(word), 80)} (see `{self.prog} --help`)")
-            option, full = word.partition("=")[0], " all" if self.record and self.record.main else ""
-            near = suggestion(option.strip("-").replace("-", "_"), self._dests())
-            hint = did_you_mean(near and self._flag(near))
-            raise UserError(f"unknown option {shortened(option, 80)}{hint} (see `{self.prog} --help{full}`)")
+            raise self._unknown(word)
         for option, value in vars(options).items():
             if isinstance(value, str) and value.isprintable():
                 refuse_special(option, value)
         return options
+
+    def _unknown(self, word: str) -> UserError:
+        if not word.startswith("-"):
+            return UserError(f"unexpected argument {shortened(repr(word), 80)} (see `{self.prog} --help`)")
+        option, full = word.partition("=")[0], " all" if self.record and self.record.main else ""
+        near = suggestion(option.strip("-").replace("-", "_"), self._dests())
+        hint = did_you_mean(near and self._flag(near))
+        return UserError(f"unknown option {shortened(option, 80)}{hint} (see `{self.prog} --help{full}`)")
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage."""
@@ -179,56 +269,26 @@ class Parser(ArgumentParser):
         action = next(action for action in self._actions if action.dest == dest)
         return _named(action)[0]
 
-    def _in_our_words(self, words: Sequence[str]) -> list[str]:
-        """Translate words to Lamina's names of settings, with hyphens; a mapping's become ``--flag=key=value``."""
-        left, ours, names = list(words), [], dict[str, str]()
-        while left:
-            word = left.pop(0)
-            name, equals, value = word.partition("=")
-            outer, dot, inner = name.partition(".")
-            flag = outer.replace("_", "-")
-            if word in ("-h", "--help", "--help=all"):
-                self.full_help, word = word == "--help=all" or left[:1] == ["all"], "--help"
-            elif word.startswith("--") and word != "--":
-                setting = meaning(flag[2:].replace("-", "_"), self._dests())
-                if flag not in self._option_string_actions and setting and self._flag(setting).startswith("--"):
-                    flag = self._flag(setting)
-                action = self._option_string_actions.get(flag)
-                if action is None and (where := self._outside(flag)) is not None:
-                    words = [value] if equals else _values(left)
-                    text = f"[{', '.join(words)}]" if len(words) > 1 else (*words, where[2])[0]
-                    ours.append(f"--{where[0]}={where[1]}={text}")
-                    continue
-                if (before := names.setdefault(flag, outer.replace("_", "-"))) != outer.replace("_", "-"):
-                    raise UserError(f"{before} and {outer} are the same setting (allowed: one of them)")
-                if flag == "--resume" and not equals:
-                    equals, value = "=", "yes"  # it takes no word of its own
-                elif isinstance(action, BooleanOptionalAction):
-                    if (value if equals else left[0] if left else "").lower() in ("true", "false"):
-                        said = value if equals else left.pop(0)
-                        flag, equals, value = flag if said.lower() == "true" else f"--no-{flag[2:]}", "", ""
-                elif not equals and self._takes_list(action):
-                    value = ",".join(_values(left))
-                    equals = "=" if value else ""
-                word = flag + dot + inner + equals + value
-                if dot and flag in self._option_string_actions:
-                    value = value if equals else left.pop(0) if left else None
-                    word = flag if value is None else f"{flag}={inner}={value}"
-            ours.append(word)
-        return ours
-
-    def _outside(self, flag: str) -> tuple[str, str, str] | None:
-        """Return the setting that passes on another library's option, the option, and its value as a switch."""
+    def _reading(self, flag: str) -> Reading | None:
+        """Return how a flag is read: ours, another library's name for it, or an option that a setting passes on."""
+        if not self._readings:
+            checks = {} if self.record is None else {name: self.record.check_of(name) for name in self.record.names()}
+            lists = all(action.option_strings for action in self._actions)  # else words of their own may follow
+            for action in self._actions:
+                is_list = lists and checks.get(action.dest) in (comma_separated, factors)
+                adds = action.default == [] or action.metavar == " .KEY VALUE"
+                row = Reading(action, is_list=is_list, adds=adds)
+                self._readings |= {ours: replace(row, flag=ours) for ours in action.option_strings}
+        if flag in self._readings:
+            return self._readings[flag]
         name = flag[2:].replace("-", "_")
+        setting = meaning(name, self._dests())
+        if setting and (ours := self._flag(setting)).startswith("--"):
+            return self._readings[ours]
         for option, value in ((name, "true"), (name.removeprefix("no_"), "false")):
             if self.record is not None and (where := passed_on(option, self._dests(), self.record.outside)):
-                return *where, value
+                return replace(self._readings[f"--{where[0]}"], key=where[1], alone=value)
         return None
-
-    def _takes_list(self, action: Action | None) -> bool:
-        if action is None or self.record is None or self._get_positional_actions():
-            return False
-        return self.record.check_of(action.dest) in (comma_separated, factors)
 
     def format_help(self) -> str:
         """Return the help: the main settings or, after ``--help all``, all of them in groups."""
@@ -268,6 +328,15 @@ def help_rows(action: Action) -> Iterator[str]:
     for line in textwrap.wrap(about, width - INDENT, break_on_hyphens=False) or [""]:
         yield f"{head:<{INDENT}}{line}".rstrip()
         head = ""
+
+
+def _hyphens(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _is_value(word: str) -> bool:
+    """Return whether a word behind a flag is its value: no flag, but perhaps a negative number or a sentence."""
+    return not word.startswith("-") or word == "-" or " " in word or re.fullmatch(r"-\d+|-\d*\.\d+", word) is not None
 
 
 def _values(left: list[str]) -> list[str]:
