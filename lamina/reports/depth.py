@@ -55,8 +55,10 @@ def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
     return [table[steps] for table in tables] if steps else tables
 
 
-def ends(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
+def ends(items: Sequence[Shown], quantity: Quantity, failed: int | None = None) -> go.Figure | None:
     """Draw a quantity against the depth at the first and at the last logged step, side by side on one scale.
+
+    Between them stands the first record from ``failed`` on, the step at which the only run went wrong.
 
     With several seeds: their (geometric) mean, and the range from the lowest seed to the highest as a band.
     """
@@ -69,9 +71,14 @@ def ends(items: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
         captions.append(
             f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's {ordinal} logged step"
         )
+    columns = [0, -1]
+    later = [at for at, step in enumerate(tables[0][1][0].columns) if failed is not None and step >= failed]
+    if later and 0 < later[0] < len(tables[0][1][0].columns) - 1:
+        columns.insert(1, later[0])
+        captions.insert(1, f"went wrong: step {tables[0][1][0].columns[later[0]]:.0f}")
     lines = []
     for item, seeds in tables:
-        for panel, column in ((1, 0), (2, -1)):
+        for panel, column in enumerate(columns, start=1):
             values: Frame = pd.concat([table.iloc[:, column] for table in seeds], axis=1)
             lines.append((panel, _mean_with_range(item, values, log=quantity.log, legend=panel == 1)))
     depth = _axis(quantity, [table for _, seeds in tables for table in seeds])

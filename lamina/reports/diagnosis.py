@@ -123,6 +123,15 @@ def gather(folder: Path) -> Evidence:
     )
 
 
+def failing_step(folder: Path) -> int | None:
+    """Return the step of a run's first anomaly; None without one, or without records by layer."""
+    try:
+        first = gather(folder).first
+    except UserError:
+        return None
+    return None if first is None else first.step
+
+
 def _view(metrics: Collection[str]) -> str:
     """Return which of ``VIEWS`` a history's metrics are."""
     return "layers" if "gradient_norm" in metrics else "norm" if NORM in metrics else "loss"

@@ -101,6 +101,8 @@ def _frame_losses(
                 annotation_position="bottom left",
             )
         highest = max(known.values(), default=math.inf)
+        if evaluated and BIGRAM in known and all(losses[-1] < known[BIGRAM] for losses in evaluated if len(losses)):
+            highest = known[BIGRAM]  # all are past it: their ends matter
         if known:
             top = highest + 0.35 * max(highest - low, 0.3)
         ends = [losses[-1] for losses in evaluated if len(losses)]

@@ -16,6 +16,7 @@ from lamina.reports.page import Section, details, figure, sentence, words
 from lamina.reports.records import Frame, Trial, by_depth, select, whole_of
 from lamina.reports.style import Shown
 
+_OPEN = ("Gradients", "Variances")  # sections whose first chart starts open
 _POINTS = 350  # of a line over the steps
 _DASHES = ("solid", "dot", "dash", "dashdot")
 _PARTS = "The same for each sub-layer, from the first record (light) to the last (dark)."
@@ -27,13 +28,29 @@ _EXPERTS = (
 _MISSING = '<p class="none">This folder has no records by layer.</p>'
 
 
-def sections(items: Sequence[Shown]) -> list[Section]:
-    """Return the sections of the metrics that these trials recorded."""
-    html = dict.fromkeys(SECTIONS, "")
+def sections(items: Sequence[Shown], failed: int | None = None) -> list[Section]:
+    """Return the sections of the metrics that these trials recorded; ``failed``: the step at which a run went wrong.
+
+    The first chart of two sections is open, and all others are folded.
+    """
+    html, opened = dict.fromkeys(SECTIONS, ""), dict.fromkeys(SECTIONS, "")
     for metric in METRICS.values():
-        html[metric.section] += _charts(items, metric, "" if not html[metric.section] else metric.title)
-    made = [Section(name, SECTIONS[name], html) for name, html in html.items() if html]
+        known = bool(html[metric.section] or opened[metric.section])
+        first, others = _charts(items, metric, metric.title if known else "", failed)
+        if metric.section in _OPEN and not known:
+            opened[metric.section], first = first, ""
+        html[metric.section] += first + others
+    made = [
+        Section(name, SECTIONS[name], opened[name] + _folded(html[name], more=bool(opened[name])))
+        for name in SECTIONS
+        if html[name] or opened[name]
+    ]
     return made or [Section("Gradients", SECTIONS["Gradients"], _MISSING)]
+
+
+def _folded(html: str, *, more: bool) -> str:
+    count = html.count("<figure>")
+    return details(f"{count} {'more ' * more}chart{'s' * (count != 1)}", html)
 
 
 def blocks(metric: Metric) -> Quantity:
@@ -53,26 +70,26 @@ def _part(fixed: Mapping[str, object], trial: Trial) -> Frame:
     return by_depth(select(trial.layers[trial.layers["layer"] >= 0], fixed))
 
 
-def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> str:
-    """Draw a metric's records: of whole blocks, of each of their parts, and outside of them."""
+def _charts(items: Sequence[Shown], metric: Metric, heading: str, failed: int | None) -> tuple[str, str]:
+    """Draw a metric's records: the first chart, of whole blocks; and those of their parts, and outside of them."""
     tables = [trial.layers[trial.layers["metric"] == metric.name] for item in items for trial in item.trials]
     rows = pd.concat(tables) if tables else pd.DataFrame()
     if rows.empty:
-        return ""
-    whole = ""
+        return "", ""
+    first = whole = ""
     if not metric.folded:
-        whole = figure(depth.ends(items, blocks(metric)), metric.caption, heading)
-        maps = depth.heat_maps(items, blocks(metric))
-        whole += figure(maps, metric.over_steps, "" if heading else "Over the steps")
+        first = figure(depth.ends(items, blocks(metric), failed), metric.caption, heading)
+        whole = figure(depth.heat_maps(items, blocks(metric)), metric.over_steps, "" if heading else "Over the steps")
     if metric.by_index:
-        return whole + details("Every expert", figure(_by_index(items, metric), _EXPERTS))
-    parts = _parts(items, metric, rows, _PARTS if whole else metric.caption)
-    inside = bool(whole or parts)
+        return first, whole + details("Every expert", figure(_by_index(items, metric), _EXPERTS))
+    drawn = bool(first or whole)
+    parts = _parts(items, metric, rows, _PARTS if drawn else metric.caption)
+    inside = bool(drawn or parts)
     outside = figure(_outside(items, metric), _OUTSIDE if inside else metric.caption, "" if inside else heading)
     if metric.folded:
-        return details(metric.title, parts + outside)
-    parts = details("Attention and feed-forward", parts) if whole else parts
-    return whole + parts + (details("Outside the blocks", outside) if inside else outside)
+        return "", details(metric.title, parts + outside)
+    parts = details("Attention and feed-forward", parts) if drawn else parts
+    return first, whole + parts + (details("Outside the blocks", outside) if inside else outside)
 
 
 def _parts(items: Sequence[Shown], metric: Metric, rows: Frame, caption: str) -> str:

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from lamina.jobs.files import write_text
 from lamina.jobs.names import PAGE
 from lamina.reports.records import faults
-from lamina.reports.style import FONT, to_html
+from lamina.reports.style import FONT, TURNS, to_html
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def write_page(
         facts=[fact for fact in facts if fact],
         command=str(command or ""),
         changed=Markup(callouts(f"{line}: it is left out of the page." for line in damage)),
-        sections=[(part, Markup(part.html)) for part in parts],
+        sections=[(part, Markup(html)) for part, html in zip(parts, _said_once(parts), strict=True)],
         style=Markup(_ASSETS.joinpath("page.css").read_text(encoding="utf-8").replace("FONT", FONT)),
         script=Markup(_ASSETS.joinpath("page.js").read_text(encoding="utf-8")),
         plotly=packed_plotly() if any("plotly-graph-div" in part.html for part in parts) else "",
@@ -63,9 +63,20 @@ def write_page(
     return folder / name
 
 
-def prose(texts: Iterable[str], colors: Mapping[str, str]) -> str:
-    """Return plain sentences as paragraphs, with the placements' names in their colors."""
-    return "".join(f"<p>{_names(escape(text), colors)}</p>" for text in texts)
+def _said_once(parts: Sequence[Section]) -> list[str]:
+    """Return the sections' HTML, with the note on dashed lines below the first such chart only."""
+    first = next((part for part in parts if TURNS in part.html), None)
+    kept = {id(part): part.html.partition(TURNS) for part in parts}
+    return [
+        before + (TURNS if part is first else "") * bool(found) + after.replace(TURNS, "")
+        for part, (before, found, after) in ((part, kept[id(part)]) for part in parts)
+    ]
+
+
+def prose(texts: Iterable[str], colors: Mapping[str, str], kind: str = "") -> str:
+    """Return plain sentences as paragraphs of a CSS class, with the placements' names in their colors."""
+    start = f'<p class="{kind}">' if kind else "<p>"
+    return "".join(f"{start}{_names(escape(text), colors)}</p>" for text in texts)
 
 
 def callouts(texts: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, callouts, details, figure, moment, prose
 from lamina.reports.ranking import notices, summarize
 from lamina.reports.records import Frame, Study, rows_of
-from lamina.reports.sentences import Guess, sentences
+from lamina.reports.sentences import Guess, differences, sentences
 from lamina.reports.style import Shown, colors
 
 
@@ -38,17 +38,26 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
     return summary, items, color
 
 
-def what_happened(study: Study, summary: Frame, items: list[Shown], color: dict[str, str]) -> Section:
+def finding(summary: Frame, color: dict[str, str]) -> str:
+    """Say in large letters who leads, and who failed."""
+    return prose(sentences(summary), color, "finding")
+
+
+def cautions(study: Study, summary: Frame, items: list[Shown]) -> str:
+    """Return what a reader should know before trusting the numbers."""
+    own = {item.placement: t.plan.initialization for item in items for t in item.trials if t.plan is not None}
+    recommended = {placement: name or "normal" for placement, name in own.items()}
+    return callouts([*notices(summary, study.results, recommended, study.settings), *scale_note(study.results)])
+
+
+def by_layer(summary: Frame, items: list[Shown], color: dict[str, str]) -> Section:
     gradients, variances = (
         {item.placement: depth.over_seeds(item, layers.blocks(METRICS[name])) for item in items}
         for name in ("gradient_norm", "hidden_variance")
     )
-    texts = sentences(summary, gradients=gradients, variances=variances)
-    own = {item.placement: t.plan.initialization for item in items for t in item.trials if t.plan is not None}
-    recommended = {placement: name or "normal" for placement, name in own.items()}
-    warnings = notices(summary, study.results, recommended, study.settings)
-    html = prose([*texts, *scale_note(study.results)], color) + callouts(warnings)
-    return Section("What happened", "What happened", html)
+    text = differences(summary, gradients, variances)
+    title = "What differs by layer" if len(items) > 1 else "From layer to layer"
+    return Section("By layer", title, prose([text], color) if text else "")
 
 
 def loss(study: Study, items: list[Shown], several: bool) -> Section:
@@ -138,8 +147,8 @@ def scale_note(results: Frame) -> list[str]:
         return []
     parameters, tokens = (f"{size / 1e6:,.1f} million" if size >= 1e5 else f"{size:,.0f}" for size in sizes)
     return [
-        f"The scale: {parameters} parameters and {tokens} tokens per run. The papers' smallest models have 71 million "
-        "and see a billion, so what holds here need not hold there."
+        f"These models have {parameters} parameters and saw {tokens} tokens each. The papers' smallest models have 71 "
+        "million and see a billion, so larger models may rank otherwise."
     ]
 
 
@@ -161,13 +170,12 @@ def facts(study: Study) -> list[str]:
 
 _SMALL = 20e6  # parameters
 _LOSS = (
-    "Points: eval loss. Thin lines: training loss. A run whose curve stays on the dashed line has learned how "
-    "often each {} occurs and nothing else. Double-click to see what lies above the picture (mostly the first "
-    "steps). Click a name to hide it."
+    "Points: eval loss. Thin lines: training loss. A run on the dashed line has learned how often each {} occurs and "
+    "nothing else. Double-click to see the first steps above the picture. Click a name to hide it."
 )
 _BIGRAM = (
-    " The dotted line is the loss of a table that knows only which token follows which, from the same text: a curve "
-    "above it shows nothing of the model's depth."
+    " The dotted line is the loss of a table of which token follows which: a curve above it tells nothing about the "
+    "model's depth."
 )
 _SEEDS = " Over several seeds: the mean of those that finished, in a band of one standard deviation."
 _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. None of it was trained on."

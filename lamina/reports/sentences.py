@@ -47,14 +47,36 @@ _OF_TEXT = Guess("unigram entropy", "token", "context", "nats per token")
 _OF_IMAGES = Guess("entropy of the classes", "class", "images", "nats per image")
 
 
-def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tables | None = None) -> list[str]:
-    """Say which placement leads and by how much, which ones failed, and what the layers show of the reason.
+def sentences(summary: Frame) -> list[str]:
+    """Say which placement leads and by how much, and which ones failed.
 
-    ``summary`` is that of ``summarize``; ``gradients`` and ``variances`` are by placement, one row per layer (-1:
-    the embedding) and one column per logged step. Plain text: whoever puts it into a page escapes it.
+    ``summary`` is that of ``summarize``. Plain text: whoever puts it into a page escapes it.
     """
-    texts = [_lead(summary), _trouble(summary), _why(summary, gradients or {}, variances or {})]
-    return [sentence for sentence in texts if sentence]
+    return [sentence for sentence in (_lead(summary), _trouble(summary)) if sentence]
+
+
+def headline(summary: Frame) -> str:
+    """Return the finding in a line: who leads, or how the only run ended."""
+    rows = rows_of(summary)
+    ended = [row for row in rows if row["finished"]]
+    if len(rows) == 1:
+        row = rows[0]
+        if not ended:
+            return f"{row['placement']} {_STATES.get(row['status'], 'did not finish')}"
+        return f"{row['placement']} ended at an eval loss of {row['eval_loss']:.3f}"
+    ranked = [row for row in ended if is_ranked(row)]
+    if not ranked:
+        return f"None of {len(rows)} placements can be called the best"
+    return f"{ranked[0]['placement']} has the lowest eval loss of {len(rows)} placements"
+
+
+_STATES = {
+    "short": "ran too short to tell",
+    "stuck": "is stuck",
+    "diverged": "diverged",
+    "failed": "failed",
+    "interrupted": "was interrupted",
+}
 
 
 def _lead(summary: Frame) -> str:
@@ -164,7 +186,11 @@ def _together(end: str, rows: list[Json]) -> str:
     return f"{names} {end.format(**words)}"
 
 
-def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
+def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
+    """Say what differs by layer between the placements; nothing shows that it is the reason.
+
+    ``gradients`` and ``variances`` are by placement, one row per layer (-1: the embedding) and one column per step.
+    """
     rows = [row for row in rows_of(summary) if row["finished"] or row["status"] in ("stuck", "diverged")]
     known = [row for row in rows if any(_ratio(gradients.get(row["placement"]), at) for at in (0, -1))]
     texts = []
@@ -178,7 +204,7 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
         less = worst_ratio and best_ratio and abs(math.log(worst_ratio)) > abs(math.log(best_ratio))
         if less and best_ratio and worst_ratio and _size(worst_ratio) > _LEVEL:
             texts.append(
-                f"Why, by layer: {_evenness(worst, gradients[worst], column)}, while in {best} the two "
+                f"{_evenness(worst, gradients[worst], column)}, while in {best} the two "
                 + (f"differ {_times(_size(best_ratio))}" if _size(best_ratio) > _LEVEL else "are about equal")
             )
         else:
@@ -192,16 +218,16 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
             grows = f"grows {_times(growth[most])} from the first block to the last in {most}"
             even = "stays level" if _size(growth[first]) < _LEVEL else f"changes {_times(_size(growth[first]))}"
             grows += f" and {even} in {first}" if first != most else ""
-            texts.append(f"by the end the hidden variance {grows}")
+            texts.append(f"by the end the hidden states' variance {grows}")
         elif growth[least] < 1 / 2:
             by = _times(1 / growth[least])
-            texts.append(f"by the end the hidden variance falls {by} from the first block to the last in {least}")
+            texts.append(
+                f"by the end the hidden states' variance falls {by} from the first block to the last in {least}"
+            )
         else:
-            texts.append("the hidden variance stays about the same from the first block to the last")
-    said = "; ".join(texts)
-    if said.startswith(("in ", "at ", "by ", "the ")):  # not with a placement's name
-        said = said[0].upper() + said[1:]
-    return f"{said}." if said else ""
+            texts.append("the hidden states' variance stays about the same from the first block to the last")
+    starts = ("in ", "at ", "by ", "the ")  # not a placement's name
+    return " ".join(f"{text[0].upper() + text[1:] if text.startswith(starts) else text}." for text in texts)
 
 
 def _worst(known: list[Json]) -> str:

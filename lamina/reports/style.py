@@ -26,7 +26,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-seri
 INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
 
 _DASH = 9  # pixels of each color where lines take turns
-_TURNS = "Lines of the same values take turns: a dash of each."
+TURNS = '<p class="source">Where lines have the same values, Lamina draws a dash of each in turn.</p>'
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def at_least_a_decade(low: float, high: float) -> tuple[float, float]:
 def to_html(figure: go.Figure) -> str:
     """Return the figure's place in a page and its data, which the page's script unpacks and draws."""
     layout = cast("Any", figure.layout)
-    note = f'<p class="source">{_TURNS}</p>' if _uncover(figure) else ""
+    note = TURNS if _uncover(figure) else ""
     drawn = json.loads(str(plotly.io.to_json(figure, validate=False)))
     drawn["layout"].pop("template", None)  # Python's defaults, several kilobytes a figure; the look is set above
     text = json.dumps(drawn, separators=(",", ":"))

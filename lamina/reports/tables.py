@@ -123,7 +123,10 @@ def chip(word: str, label: str | None = None) -> str:
 
 
 def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
-    """Return the table of the placements, each at its best learning rate, best first."""
+    """Return the table of the placements, each at its best learning rate, best first.
+
+    What all placements have in common is folded below.
+    """
     several = bool((summary["learning_rates"] > 1).any())
     fields = [Field("", lambda row: in_form(row["rank"], ".0f"), "rank")]
     for column in _present(RANKING, summary):
@@ -135,7 +138,14 @@ def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
             fields.append(number("learning_rate", "g", "best learning rate"))
         else:
             fields.append(_field(column, colors))
-    return table(fields, rows_of(summary), "ranking", lambda row: "" if is_ranked(dict(row)) else "unfinished")
+    rows = rows_of(summary)
+    common = [field for field in fields[1:] if len(rows) > 1 and len({field.cell(row) for row in rows}) == 1]
+    shown = [field for field in fields if field not in common]
+    alike = "".join(f"<div><dt>{escape(field.title)}</dt><dd>{field.cell(rows[0])}</dd></div>" for field in common)
+    summed = f"<summary>The same for all {len(rows)} placements</summary>"
+    folded = f'<details>{summed}<dl class="settings">{alike}</dl></details>'
+    html = table(shown, rows, "ranking", lambda row: "" if is_ranked(dict(row)) else "unfinished")
+    return html + folded * bool(common)
 
 
 def trials_table(results: Frame, colors: Mapping[str, str]) -> str:

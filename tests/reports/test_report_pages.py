@@ -59,15 +59,29 @@ def test_the_ranking_goes_from_best_to_failed(page):
 def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
     ids = re.findall(r'<section id="([^"]+)"', page)
     assert ids == [
-        *("what-happened", "ranking", "loss", "gradients", "variances", "updates"),
+        *("ranking", "loss", "by-layer", "gradients", "variances", "updates"),
         *("magnitudes", "norm-gains", "experts", "placements", "settings"),
     ]
+    assert "<title>fusenorm has the lowest eval loss of 7 placements</title>" in page
     assert "confounded" in page
+    folded = re.sub(r"<details>(?:(?!<details>).)*?</details>", "", page, flags=re.DOTALL)
+    while folded != (less := re.sub(r"<details>(?:(?!<details>).)*?</details>", "", folded, flags=re.DOTALL)):
+        folded = less
+    assert len(re.findall(r'class="plotly-graph-div"', folded)) == 3  # the loss, gradients and variances
+    assert page.count("a dash of each in turn") <= 1
     assert len(re.findall(r'class="plotly-graph-div"', page)) == 28
     body = readable(page)
     assert body.count("<svg") == 7
     assert "Keel (arXiv 2601.19895)" in body
     assert "optimizer.weight decay" in body
+
+
+def test_what_all_placements_have_in_common_is_folded_below_the_ranking(page):
+    table = page[page.index('<table class="ranking"') : page.index("</table>")]
+    common = page[page.index("The same for all 7 placements") :].partition("</details>")[0]
+    assert ">learning rate</th>" not in table
+    assert "<dt>learning rate</dt><dd>0.003</dd>" in common
+    assert ">status</th>" in table  # not all finished
 
 
 def test_what_users_wrote_is_escaped(tmp_path):
@@ -97,7 +111,7 @@ def test_missing_and_broken_trial_files_do_not_break_the_page(study):
     rows = pd.read_parquet(part := trials[3] / "layers" / "part-00000.parquet")
     rows.assign(layer="first").to_parquet(part)
     rows.assign(role=None).to_parquet(part.with_name("part-00001.parquet"))
-    assert "What happened" in report(study).read_text(encoding="utf-8")
+    assert "Ranking by eval loss" in report(study).read_text(encoding="utf-8")
 
 
 def rename_trials(study):
@@ -129,7 +143,7 @@ def test_a_single_run_has_a_page_of_its_own(study):
     page = report(run).read_text(encoding="utf-8")
     assert page.count("<section") == 12
     assert "Learning rate and gradient norm" in page
-    assert "A run with keel" in page
+    assert "<title>keel ended at an eval loss of " in page
     assert "2.13.0" in page
     assert "diverged" in report(study / "trials" / "mix_ln-0.003-0").read_text(encoding="utf-8")
 
@@ -280,7 +294,7 @@ def test_lines_of_the_same_values_take_turns_so_that_each_color_shows():
         figure.add_scatter(x=layers, y=[factor * 10**layer for layer in layers], mode="lines", line={"color": color})
     html = to_html(figure.update_yaxes(type="log"))
     assert [line["line"].get("dash") for line in drawn(html)] == [None, "18px,9px", None, "9px,18px"]
-    assert "take turns" in html
+    assert "a dash of each in turn" in html
 
 
 def test_the_text_of_a_tick_is_the_value_of_the_tick():

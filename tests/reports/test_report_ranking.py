@@ -13,7 +13,7 @@ from lamina.jobs.names import PAGE
 from lamina.reports import notices, page, sections, summarize
 from lamina.reports.records import read_study
 from lamina.reports.registry import report
-from lamina.reports.sentences import sentences
+from lamina.reports.sentences import differences, headline, sentences
 from lamina.reports.terminal import ranking
 
 
@@ -226,7 +226,7 @@ SAID = {
         THREE,
         {},
         ["fusenorm has the lowest eval loss, 2.490, 0.040 below keel (2.530) and 0.240 below pre_ln (2.730)."],
-        "gradient norm|hidden variance",
+        "gradient norm|variance",
     ),
     "stuck and diverged ones are named with the reason": (
         THREE,
@@ -275,7 +275,7 @@ SAID = {
         {"gradients": EVEN, "variances": EVEN},
         ["After 20 steps the losses of all 3 placements still fall: too short to tell",
          "a, c and b ran too short to tell: at 3.90, 4.00 and 4.10",
-         "The hidden variance stays about the same from the first block to the last."],
+         "The hidden states' variance stays about the same from the first block to the last."],
         "stuck:|lowest|even than|nothing to rank",
     ),
     "one reason is said once": (
@@ -297,7 +297,9 @@ SAID = {
 @pytest.mark.parametrize("case", SAID)
 def test_what_the_sentences_say(case):
     frame, layers, said, unsaid = SAID[case]
-    text = "\n".join(sentences(summarize(frame), **layers))
+    by_layers = differences(summarize(frame), layers.get("gradients", {}), layers.get("variances", {}))
+    text = "\n".join([*sentences(summarize(frame)), by_layers])
+    assert "why" not in text.lower()  # nothing shows that a difference is the reason
     assert all(words in text for words in said), text
     assert unsaid is None or not re.search(unsaid, text), text
 
@@ -315,7 +317,8 @@ def test_what_the_sentences_say(case):
 def test_a_study_of_one_trial(row, expected):
     frame = trials(row)
     alone = {"a": by_layer(1e-3, 1.0)}
-    said = sentences(summarize(frame), gradients=alone, variances=alone)
+    said = [*sentences(summarize(frame)), differences(summarize(frame), alone, alone)]
+    assert headline(summarize(frame)) == expected.partition(":")[0].partition(" (")[0].rstrip(".")
     assert said[0].startswith(expected)
     assert not re.search("none|placements|apart|ranking", " ".join(said).lower())
     known = [notice for notice in notices(summarize(frame), frame) if "interrupted" not in notice]

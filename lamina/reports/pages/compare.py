@@ -10,6 +10,7 @@ from lamina.reports import figures, layers, scheduled_probes, sections, tables
 from lamina.reports.page import Section, details, figure, write_page
 from lamina.reports.records import Frame, read_study
 from lamina.reports.registry import report_of
+from lamina.reports.sentences import headline
 
 
 @report_of(Kind.COMPARE)
@@ -18,20 +19,22 @@ def compare_report(folder: Path) -> Path:
     study = read_study(folder)
     summary, items, color = sections.prepare(study)
     several = bool((summary["learning_rates"] > 1).any())
-    trials = details(f"All {len(study.results)} trials", tables.trials_table(study.results, color))
-    ranking = _ranking_note(several, summary) + tables.ranking_table(summary, color) + trials
+    trials = details(
+        f"All {len(study.results)} trials", tables.trials_table(study.results, color) + tables.spike_note(summary)
+    )
+    ranking = sections.finding(summary, color) + tables.ranking_table(summary, color) + trials
+    ranking += _ranking_note(several, summary) + sections.cautions(study, summary, items)
     rates = figure(figures.u_curves(study.results, color, list(summary["placement"])), RATES)
-    placements = f"{len(summary)} placements side by side" if len(summary) > 1 else summary["placement"].iloc[0]
     return write_page(
         folder,
-        title=f"Where the norms sit: {placements}",
+        title=headline(summary),
         facts=sections.facts(study),
         command=study.header.get("command"),
         sections=[
-            sections.what_happened(study, summary, items, color),
-            Section("Ranking", "Ranking by eval loss", ranking + tables.spike_note(summary)),
+            Section("Ranking", "Ranking by eval loss", ranking),
             sections.loss(study, items, several),
             Section("Learning rates", "Learning rates", rates),
+            sections.by_layer(summary, items, color),
             *layers.sections(items),
             *scheduled_probes.sections(items),
             sections.diagrams(study, items),

@@ -14,9 +14,9 @@ import plotly.graph_objects as go
 from lamina.reports import charts
 from lamina.reports.causes import rate_jump
 from lamina.reports.charts import Line
-from lamina.reports.diagnosis import Evidence, answer, headline
+from lamina.reports.diagnosis import Answer, Evidence, answer, headline
 from lamina.reports.metrics import METRICS
-from lamina.reports.page import Section, details, figure, sentence, write_page
+from lamina.reports.page import Section, details, figure, prose, sentence, write_page
 from lamina.reports.side_by_side import Place, SideBySide
 from lamina.reports.style import polish
 from lamina.training.monitor.alarms import Alarm, describe, events
@@ -32,15 +32,7 @@ _COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
 
 def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
     """Write the page to ``path``; ``source`` is the run."""
-    said = answer(evidence)
-    todo = [sentence(text.removeprefix("To change: ")) for text in said.changes]
-    advice = "".join(f"<li>{escape(text)}</li>" for text in todo)
-    texts = _paragraphs(said.cause or said.evidence) + (f"<ol>{advice}</ol>" if advice else "")
-    losses, steps = evidence.losses, sorted(evidence.losses)
-    course = _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
-    html = figure(
-        course if losses else None, "Training loss of every step. Red: where the loss rose. Orange: the first anomaly."
-    )
+    said, html = answer(evidence), loss_chart(evidence)
     if rate_jump(evidence) is not None:
         rates = sorted(evidence.rates)
         lines = [("learning rate", _COLORS[2], rates, [evidence.rates[step] for step in rates])]
@@ -70,7 +62,7 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
         ],
         command=f"lamina diagnose {source}",
         sections=[
-            Section(name="Diagnosis", title=title, html=texts),
+            Section(name="Diagnosis", title=title, html=findings(said)),
             Section(name="Charts", title="What shows it", html=html),
             Section(name="Evidence", title="Evidence", html=_paragraphs(said.evidence if said.cause else [])),
             Section(name="Notes", title="How far to trust it", html=_paragraphs(said.notes)),
@@ -81,6 +73,22 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
             ),
         ],
     )
+
+
+def findings(said: Answer) -> str:
+    """Return the cause and a list of what to change; without a cause, what the loss did."""
+    todo = [sentence(text.removeprefix("To change: ")) for text in said.changes]
+    advice = "".join(f"<li>{escape(text)}</li>" for text in todo)
+    return prose(said.cause or said.evidence, {}, "finding") + (f"<ol>{advice}</ol>" if advice else "")
+
+
+def loss_chart(evidence: Evidence) -> str:
+    """Draw the loss of every recorded step, with marks at the rise and at the first anomaly."""
+    losses, steps = evidence.losses, sorted(evidence.losses)
+    marks = " Red: where the loss rose." * (evidence.rose is not None)
+    marks += " Orange: the first anomaly." * (evidence.first is not None)
+    course = _drawn(evidence, [("loss", _COLORS[2], steps, [losses[step] for step in steps])], "loss")
+    return figure(course if losses else None, f"Training loss of every recorded step.{marks}")
 
 
 def _paragraphs(texts: Iterable[str]) -> str:

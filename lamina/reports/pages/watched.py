@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.core.json_types import Json
+from lamina.errors import UserError
 from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
-from lamina.reports import layers, scheduled_probes, sections
-from lamina.reports.page import Section, callouts, write_page
+from lamina.reports import charts, layers, scheduled_probes, sections
+from lamina.reports.charts import Line
+from lamina.reports.diagnosis import Evidence, answer, gather, headline
+from lamina.reports.page import Section, callouts, figure, sentence, write_page
+from lamina.reports.pages.diagnosis import findings, loss_chart
 from lamina.reports.records import read_run
 from lamina.reports.registry import report_of
+from lamina.reports.style import PALETTE
 from lamina.training.monitor.alarms import describe, events, read_alarms
-from lamina.training.monitor.writers import read_about
+from lamina.training.monitor.writers import NORM, read_about
 
 
 @report_of(Kind.WATCHED)
@@ -21,10 +26,17 @@ def watched_report(folder: Path) -> Path:
     about, study = read_about(folder), read_run(folder)
     _, items, _ = sections.prepare(study)
     parameters = about.get("parameters")
+    try:
+        evidence = gather(folder)
+    except UserError:  # there is nothing by layer
+        evidence = None
+    title = headline(evidence) if evidence else f"A training of {about.get('model', 'a model')}"
+    cause = "Cause, and what to change" if evidence and evidence.first else "What Lamina found"
     return write_page(
         folder,
-        title=f"A training of {about.get('model', 'a model')}",
+        title=title,
         facts=[
+            str(about.get("model", "")),
             f"status: {study.results['status'].iloc[0]}",
             f"{about['num_layers']} layers of width {about.get('hidden_size')}" if about.get("num_layers") else "",
             f"{parameters:,} parameters" if isinstance(parameters, int) else "",
@@ -32,25 +44,39 @@ def watched_report(folder: Path) -> Path:
         ],
         command=study.header.get("command"),
         sections=[
-            Section("What happened", "What happened", _summary(folder, about)),
-            sections.loss(study, items, several=False),
-            sections.course(items[0], "The gradient norm is the one before clipping."),
-            *layers.sections(items),
+            Section("Diagnosis", cause, (findings(answer(evidence)) if evidence else "") + _summary(folder, about)),
+            Section("Loss", "Training loss", loss_chart(evidence)) if evidence else sections.loss(study, items, False),
+            Section("Course", "Learning rate and gradient norm", _course(evidence)),
+            *layers.sections(items, evidence.first.step if evidence and evidence.first else None),
             *scheduled_probes.sections(items),
             sections.settings(study),
         ],
     )
 
 
+def _course(evidence: Evidence | None) -> str:
+    """Draw the learning rate and the gradient norm of every recorded step."""
+    if evidence is None:
+        return ""
+    norms = {row[0]: row[6] for row in evidence.rows([NORM])}
+    panels = {}
+    for name, values in (("learning rate", evidence.rates), ("gradient norm", norms)):
+        steps = sorted(values)
+        if steps:
+            line = Line(x=steps, y=[values[step] for step in steps], color=PALETTE[0], width=1.6, legend=False)
+            panels[name] = [line]
+    return figure(charts.in_a_row(panels, "step", 300), "The gradient norm is before clipping.")
+
+
 def _summary(folder: Path, about: Json) -> str:
     result, alarms = read_result(folder) or {}, events(read_alarms(folder))
-    texts = [str(result["reason"])] if result.get("reason") else []
+    texts = [sentence(f"{result['reason']}.")] if result.get("reason") else []
     if alarms:
         texts.append(
-            f"{len(alarms)} alarm{'s' * (len(alarms) > 1)}, the first at {describe(alarms[0][0])}. For the cause, run: "
-            f"lamina diagnose {folder}"
+            f"{len(alarms)} alarm{'s' * (len(alarms) > 1)}, the first at {describe(alarms[0][0])}. For charts of "
+            f"the failure, run: lamina diagnose {folder}"
         )
     if result.get("skipped"):
         texts.append(f"{result['skipped']} steps were skipped as outliers.")
     texts += [str(note) for note in about.get("notes", ())]
-    return callouts(texts) or "<p>No alarm.</p>"
+    return callouts(texts)
