@@ -101,14 +101,14 @@ class AngularDistance(DirectionsProbe):
         powers = [2**k for k in range(num_layers.bit_length()) if 2**k <= max(1, num_layers // 2)]
         sizes = [size for size in powers if size < num_layers and size in best.index]
         if not sizes:
-            yield f"The only layer turns the stream by {by_block[1, 0]:.3f} (0.5 is a right angle)."
+            yield f"The only layer turns the residual stream by {by_block[1, 0]:.3f} (0.5 is a right angle)."
             return
         blocks = [
             f"layer{f' {best[size]}' if size == 1 else f's {best[size]} to {best[size] + size - 1}'} "
-            f"(turns the stream by {by_block[size, best[size]]:.3f})"
+            f"(turned by {by_block[size, best[size]]:.3f})"
             for size in sizes
         ]
-        yield f"The blocks that turn the stream least, and so could be dropped first, by size: {'; '.join(blocks)}."
+        yield f"These blocks turn the residual stream least, so try to remove them first: {'; '.join(blocks)}."
         yield from _early_or_deep(by_block[1].to_numpy())
 
 

@@ -266,11 +266,11 @@ class LayerDrop(Probe):
             meant = f" ({_MEANT[str(meaning)]})" if several else ""
             if most["value"] - least["value"] < 1e-5 * abs(whole):
                 dropped = "any one layer" if size == 1 else f"any {size} layers in a row"
-                yield f"Dropping {dropped} does equal harm ({_words(metric)} {least['value']:.3g}{unit}){meant}."
+                yield f"Removing {dropped} does equal harm ({_words(metric)} {least['value']:.3g}{unit}){meant}."
             else:
                 yield (
-                    f"Dropping {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit})"
-                    f", dropping {_which(most['layer'], size)} most ({most['value']:.3g}{unit}){meant}."
+                    f"Removing {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit})"
+                    f", removing {_which(most['layer'], size)} most ({most['value']:.3g}{unit}){meant}."
                 )
             yield from _could_go(group, whole, unit) if size == 1 else []
         yield from _agreement(frame, harm)
@@ -301,14 +301,16 @@ def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
     harmless = group[group["value"] < border]
     if not len(harmless):
         text = (
-            "No layer could be dropped unnoticed: each costs more than 1 % of the whole and over two standard errors."
+            "No layer can go unnoticed: removing any one costs more than 1 % of the whole and over two standard errors."
         )
         return [text]
+    limit = f"(harm below 1 % of the whole's {whole:.3g}{unit}, or below two standard errors)"
+    if len(harmless) == len(group):
+        return [
+            f"Each layer can go alone {limit}, so the text is too short to tell or the model hardly uses its depth."
+        ]
     layers = ranges([int(layer) for layer in harmless["layer"]])
-    return [
-        f"Layers that could be dropped, one at a time: {layers} (harm below 1 % of the whole's {whole:.3g}{unit}, or "
-        "below two standard errors)."
-    ]
+    return [f"Layers that you can remove, one at a time: {layers} {limit}."]
 
 
 def _agreement(frame: Frame, harm: Frame) -> list[str]:
@@ -320,10 +322,12 @@ def _agreement(frame: Frame, harm: Frame) -> list[str]:
     size = int(harm["size"].iloc[0])
     agreement = float(paired["angle"].rank().corr(paired["harm"].rank()))
     turned, missed = paired["angle"].idxmin(), paired["harm"].idxmin()
-    same = "the same" if turned == missed else _which(missed, size)
+    rank = f"Spearman correlation {agreement:.2f} over all layers"
+    if turned == missed:
+        return [f"The angular distance names the same: {_which(turned, size)} ({rank})."]
     return [
-        f"The angular distance would drop {_which(turned, size)} first, the measured harm {same}; over all starts the "
-        f"two rank alike with a Spearman correlation of {agreement:.2f}."
+        f"The angular distance names {_which(turned, size)}, but removing {_which(missed, size)} harms least ({rank}). "
+        "Believe the measured harm: the angle only predicts it."
     ]
 
 

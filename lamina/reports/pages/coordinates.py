@@ -51,7 +51,7 @@ def coordinates_report(folder: Path) -> Path:
         said += callouts([f"{verdict}: {', '.join(map(str, result['modules']))}."])
     return write_page(
         folder,
-        title=f"Coordinate check: {settings.get('placement', '')}, {axis} scaling {scheme}",
+        title=f"{settings.get('placement', '')}, {axis} scaling {scheme}: outputs are {verdict}",
         facts=[
             f"{axis}s {settings.get(f'{axis}s', '')}",
             f"{settings.get('num_layers', '')} layers" if axis == "width" else "",

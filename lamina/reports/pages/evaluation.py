@@ -16,7 +16,7 @@ from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, moment, write_page
 from lamina.reports.records import is_number, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import colors, polish
+from lamina.reports.style import GREY, colors, polish
 from lamina.reports.tables import (
     NONE,
     Field,
@@ -44,7 +44,7 @@ def evaluation_report(folder: Path) -> Path:
     notes = [{**unit, "note": note} for unit in units for note in unit["notes"]]
     return write_page(
         folder,
-        title="What the models can do",
+        title=headline(printed, result.get("paired") or []),
         facts=[
             f"status: {result['status']}",
             f"{len(models)} model{'s' * (len(models) != 1)}",
@@ -63,6 +63,23 @@ def evaluation_report(folder: Path) -> Path:
             Section("Settings", "Settings", details("Settings", tables.settings_table(result["settings"]))),
         ],
     )
+
+
+def headline(printed: Json, paired: list[Json]) -> str:
+    """Return the finding in a line: the last score beside guessing, and whether a difference is certain."""
+    known = [line for line in printed["lines"] if is_number(line["mean"][-1])]
+    if not known:
+        return "No model has a score"
+    share, guessed = printed["shares"][-1], (printed.get("chance") or [None])[-1]
+    best = max(known, key=lambda line: line["mean"][-1] * (1 if share else -1))
+    heading = "on average" if printed["headings"][-1] == "Avg." else f"on {printed['headings'][-1]}"
+    score = f"{best['mean'][-1]:.1f} %" if share else f"{best['mean'][-1]:.4g}"
+    chance = f", guessing {guessed:.1f} %" if is_number(guessed) else ""
+    if len(known) == 1:
+        return f"{best['arm']} scores {score} {heading}{chance}"
+    unsure = bool(paired) and all(row["p_holm"] is None or row["p_holm"] > 0.05 for row in paired)
+    found = f"{best['arm']} scores {'highest' if share else 'lowest'} {heading} ({score}{chance})"
+    return f"{found}, but no difference is certain" if unsure else found
 
 
 _MODELS = (
@@ -99,10 +116,14 @@ _PAIRED = (
     number("items", ",.0f"),
 )
 _SCORES = (
-    "Shares (acc, acc_norm, exact_match, ...) in percent; ± is the sample standard deviation over the runs of an arm. "
-    "The best number of each column is bold. Diverged, stuck and failed runs are left out and counted."
+    "Shares (acc, acc_norm, exact_match, ...) are in percent. ± is the sample standard deviation over a model's runs. "
+    "The best number of each column is bold. Lamina leaves out diverged, stuck and failed runs, and counts them."
 )
-_BARS = "The shares of the table. Bars: mean over the runs; lines: sample standard deviation where there are several."
+GUESSING = "guessing"
+_BARS = (
+    "The shares of the table. Bars: mean over the runs. Thin lines: sample standard deviation of several runs. Gray "
+    "dashes: the score of guessing."
+)
 
 
 def _paired(rows: list[Json]) -> str:
@@ -119,6 +140,11 @@ def _paired(rows: list[Json]) -> str:
 
 def _scores(printed: Json, color: dict[str, str]) -> str:
     rows = [{**line, "place": place} for place, line in enumerate(printed["lines"])]
+    chance = printed.get("chance") or []
+    if any(map(is_number, chance)):
+        nothing = {"runs": "", "left_out": {}, "std": [None] * len(chance)}
+        rows.append({"arm": GUESSING, "place": -1, "mean": chance, **nothing})
+        color = color | {GUESSING: GREY}
 
     def cell(at: int) -> Field:
         best = printed["best"][at]
@@ -126,19 +152,18 @@ def _scores(printed: Json, color: dict[str, str]) -> str:
 
         def html(row: Row) -> str:
             shown = in_form(row["mean"][at], ".2f")
-            bold = row["place"] in best and len(rows) > 1 and shown != NONE
+            bold = row["place"] in best and len(printed["lines"]) > 1 and shown != NONE
             return with_spread(f"<b>{shown}</b>" if bold else shown, row["std"][at], ".2f")
 
-        level = (printed.get("chance") or [None] * (at + 1))[at]
-        guessed = f" (chance {level:.1f})" if is_number(level) else ""
-        return Field(printed["headings"][at] + guessed, html, "number")
+        return Field(printed["headings"][at], html, "number")
 
     def runs(row: Row) -> str:
         reasons = "".join(f" {chip(str(reason), f'{count} {reason}')}" for reason, count in row["left_out"].items())
         return f"{row['runs']}{reasons}"
 
     scores = (cell(at) for at in range(len(printed["headings"])))
-    return table([placements(color, "arm", "model"), Field("runs", runs), *scores], rows, "ranking")
+    fields = [placements(color, "arm", "model"), Field("runs", runs), *scores]
+    return table(fields, rows, "ranking", lambda row: "unfinished" if row["arm"] == GUESSING else "")
 
 
 def _bars(printed: Json, color: dict[str, str]) -> go.Figure | None:
@@ -156,4 +181,16 @@ def _bars(printed: Json, color: dict[str, str]) -> go.Figure | None:
             marker_color=color[line["arm"]],
             error_y={"type": "data", "array": std, "visible": any(std)},
         )
-    return polish(chart.update_layout(barmode="group").update_yaxes(title="percent", rangemode="tozero"), 380)
+    chance = printed.get("chance") or [None] * len(printed["headings"])
+    levels = [at for at in scored if is_number(chance[at])]
+    if levels:
+        chart.add_scatter(
+            x=[escape(printed["headings"][at]) for at in levels],
+            y=[chance[at] for at in levels],
+            mode="markers",
+            name=GUESSING,
+            marker={"symbol": "line-ew", "size": 46, "line": {"width": 2, "color": GREY}, "color": GREY},
+        )
+    bars = len(scored) * len(printed["lines"])
+    chart.update_layout(barmode="group", bargap=max(0.2, 1 - 0.12 * bars))
+    return polish(chart.update_yaxes(title="percent", rangemode="tozero"), 380)

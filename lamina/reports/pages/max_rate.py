@@ -62,7 +62,7 @@ def max_rate_report(folder: Path) -> Path:
     ]
     return write_page(
         folder,
-        title=f"How high a learning rate: {len(rows)} placement{'s' * (len(rows) > 1)}",
+        title=sentences(rows)[0].partition(":")[0].partition(";")[0].rstrip("."),
         facts=sections.facts(study),
         command=study.header.get("command"),
         sections=[
@@ -134,7 +134,7 @@ def sentences(rows: Sequence[Json]) -> list[str]:
         return ["No trial has found its largest rate."]
     first, last = measured[0], measured[-1]
     least = "at least " if first["open"] else ""
-    texts = [f"{first['placement']} tolerates {least}{first['mean']:.2g}."]
+    texts = [f"{first['placement']} tolerates a learning rate of {least}{first['mean']:.2g}."]
     if len(measured) > 1:
         than = f": {least}{first['mean'] / last['mean']:.2g} times that of {last['placement']} ({last['mean']:.2g})"
         if last["open"]:

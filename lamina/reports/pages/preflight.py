@@ -20,6 +20,7 @@ from lamina.jobs.names import LAYERS, PREFLIGHT
 from lamina.reports import charts
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, figure, sentence, write_page
+from lamina.reports.ranking import listed
 from lamina.reports.records import Frame, read_parquet, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import GREY, colors
@@ -75,7 +76,7 @@ def preflight_report(folder: Path) -> Path:
         losses.add_hline(y=first["unigram_loss"], line={"color": GREY, "width": 1.2, "dash": "dash"})
     return write_page(
         folder,
-        title="Preflight: will it train?",
+        title=_headline(records, labels),
         facts=[
             f"{first['num_layers']} layers of width {first['hidden_size']}",
             f"{first['steps']} steps planned, {taken} taken",
@@ -87,6 +88,21 @@ def preflight_report(folder: Path) -> Path:
             Section("Burn-in", "Loss in the burn-in", figure(losses, _BURN_IN)),
             Section("Numbers", "All numbers", _numbers(records, labels)),
         ],
+    )
+
+
+def _headline(records: list[Json], labels: list[str]) -> str:
+    """Return the finding in a line: the only verdict, or how many runs have the worst one."""
+    if len(records) == 1:
+        return f"{labels[0]}: {records[0]['verdict']}"
+    bad = [label for label, row in zip(labels, records, strict=True) if row["verdict"] == "will not train"]
+    if bad:
+        return f"{len(bad)} of {len(records)} planned runs will not train: {listed(bad)}"
+    risky = [label for label, row in zip(labels, records, strict=True) if row["verdict"] != "fine"]
+    return (
+        f"{len(risky)} of {len(records)} planned runs are risky: {listed(risky)}"
+        if risky
+        else "All planned runs are fine"
     )
 
 

@@ -47,6 +47,7 @@ def probing_report(folder: Path) -> Path:
         command=environment.get("command"),
         sections=[
             _in_short(result, probes),
+            _prune(model, probes),
             Section("Model", "The model", (tables.settings_table(facts) if facts else "") + notes),
             *(_probe(folder, name, entry) for name, entry in probes.items()),
             sections.settings_of(result.get("settings"), environment),
@@ -135,6 +136,24 @@ def _in_short(result: Json, probes: Json) -> Section:
     reason = [result["reason"]] if result.get("reason") else []
     notes = callouts(map(str, (*reason, *(result.get("notes") or ()))))
     return Section("In short", "In short", callouts(map(str, result.get("warnings") or ())) + lines + notes)
+
+
+def _prune(model: Json, probes: Json) -> Section:
+    """Say by which measure to choose the layers to remove, and how to remove them."""
+    done = [name for name in ("layer_drop", "angular_distance") if probes.get(name, {}).get("status") == "finished"]
+    if not done or not model.get("num_layers"):
+        return Section("Prune", "Remove layers", "")
+    believe = {
+        1: "The angular distance only predicts the harm. Before you remove layers, measure it: --probes layer_drop.",
+        2: "Where layer_drop and the angular distance disagree, believe layer_drop: it measures the loss without the "
+        "layer, and the angle only predicts it.",
+    }
+    texts = [str(text) for text in probes[done[0]].get("sentences") or ()][1:] if done[0] == "layer_drop" else []
+    compared = any("angular distance" in text for text in texts)
+    texts.append(believe[len(done)] if not compared and (len(done) == 2 or not texts) else "")
+    command = f"lamina prune {model.get('name') or 'MODEL'} --by {done[0]} --drop 1 --output pruned"
+    run = f'<p>To remove the layer that harms least, run:</p><pre class="command" tabindex="0">{escape(command)}</pre>'
+    return Section("Prune", "Remove layers", prose([text for text in texts if text], {}) + run)
 
 
 def _probe(folder: Path, name: str, result: Json) -> Section:

@@ -36,7 +36,7 @@ def transfer_report(folder: Path) -> Path:
     trials = details(f"All {len(by_width)} trials", tables.trials_table(by_width, color))
     return write_page(
         folder,
-        title=f"Learning rates for {summary['placement']}: width {summary['proxy_width']} to {summary['target_width']}",
+        title=_headline(summary),
         facts=[
             f"width scaling {summary['width_scaling']}",
             str(study.settings.get("backbone", "")),
@@ -51,6 +51,13 @@ def transfer_report(folder: Path) -> Path:
             sections.settings(study),
         ],
     )
+
+
+def _headline(summary: Row) -> str:
+    """Return the finding in a line: the learning rate for the target width."""
+    rate = summary["learning_rate"]
+    found = "no learning rate carries over" if rate is None else f"train at a learning rate of {rate:g}"
+    return f"{summary['placement']}, width {summary['target_width']}: {found}"
 
 
 def sentences(summary: Row) -> list[str]:
