@@ -59,7 +59,7 @@ def test_inspect_and_prune_names_the_placement_and_removes_a_layer(tmp_path, mon
     arguments = [tiny_checkpoint, "--folder", tmp_path / "seen", "--tokenizer", "bytes"]
     out = run_example("inspect_and_prune", arguments, monkeypatch, capsys)
     assert "placement: peri_ln" in out
-    assert "Dropping layer" in out
+    assert "Removing layer" in out
     assert re.search(r"without layers \[\d\] the loss is \d\.\d+", out)
     assert (tmp_path / "seen" / "probed" / "report.html").is_file()
     pruned = json.loads((tmp_path / "seen" / "pruned" / "config.json").read_text("utf-8"))

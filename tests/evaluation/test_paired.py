@@ -160,7 +160,7 @@ def test_two_models_and_then_their_folders(model, data_dir, tmp_path, capsys):
     assert set(pd.read_csv(tmp_path / "both" / "results.csv")["chance"]) == {0.25}
     page = (tmp_path / "both" / "report.html").read_text()
     assert "Is a difference real?" in page
-    assert "(chance 25.0)" in page
+    assert "guessing 25.0 %" in page
     folders = []
     for name in ("keel", "pre_ln"):  # an evaluation of each alone
         folders.append(tmp_path / f"alone-{name}")
