@@ -77,9 +77,11 @@ def paper_page(
     ran = [folder for study in studies for folder in folders.get(study.name, {}).values()]
     source = f"[The paper](https://arxiv.org/abs/{number_}). " if number_ else ""
     heading = f"# {title}: the paper's claims on our small models" if number_ else f"# {title}"
-    order = [*said.PLAIN.values()]
     shown = [one for one in said.best(own) if said.is_whole(one) or one["verdict"] not in _UNDECIDED]
-    rows = [_claim(one) for one in sorted(shown, key=lambda one: order.index(said.verdict(one)))]
+    order, whole = [*said.PLAIN.values()], {one["study"]: one for one in shown if said.is_whole(one)}
+    rank = {study: (order.index(said.verdict(one)), study) for study, one in whole.items()}
+    shown.sort(key=lambda one: (rank.get(one["study"], (0, "")), not said.is_whole(one)))
+    rows = [_claim(one) for one in shown]
     return "\n\n".join(
         [
             _GENERATED,
@@ -87,8 +89,8 @@ def paper_page(
             f"{source}{said.counts(own)} {on_scale(ran)}".strip(),
             _HOW,
             *([table(["claim", "verdict", "what we measured", "in the paper", "details"], rows)] if rows else []),
-            "The table has every main claim, and each part of a claim that these models decided. The details below "
-            "have all parts.",
+            "Main claims are in bold. A part of a claim follows it if these models decided the part. The details have "
+            "all parts.",
             "## Details",
             *(
                 part

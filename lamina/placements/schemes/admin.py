@@ -17,8 +17,8 @@ from lamina.placements.registry import placement
     initialization="admin",
     advice=(
         "Mix-LN's authors use a learning rate of 1e-3 at 250M parameters, with 10 % warm-up. Set embedding_norm=true "
-        "if the embedding starts at 0.02: the authors' has unit variance, and without the norm all omegas but the "
-        "first start near 0.02 instead of 1."
+        "if the embedding starts with a standard deviation of 0.02: the authors' has unit variance, and without the "
+        "norm all omegas but the first start near 0.02 instead of 1."
     ),
 )
 def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] = "profiled") -> Plan:
