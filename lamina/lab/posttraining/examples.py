@@ -54,8 +54,9 @@ ALONE = 4 * BATCH  # rows up to which starting other processes takes about as lo
 LARGEST = 256 << 20  # bytes of a .jsonl file that decide its columns' types; datasets' own are 10 MB
 # Columns by which TRL recognizes a row's form, and others that stand for them.
 _FORMS = {"prompt", "completion", "messages", "conversations", "text", "chosen", "rejected", "instruction"}
-SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
+SFT_FORMS = (("input_ids",), ("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+REWARD_FORMS = (("chosen_ids", "rejected_ids"), *PAIR_FORMS)
 
 
 def load(name: str, source: str) -> Dataset:
@@ -283,6 +284,8 @@ def unfit(row: Fields, form: Sequence[str]) -> str:
     """Say why a row in TRL's form has nothing to train on; empty if it has."""
     for name in form:
         value, turns = row[name], row[name] if isinstance(row[name], list) else []
+        if name.endswith("_ids") and all(isinstance(token, int) for token in turns):  # tokens already
+            continue
         if not isinstance(value, str) and not (turns and all(isinstance(t, dict) and t.get("role") for t in turns)):
             given = "missing" if value in (None, []) else f"{one_line(repr(value))[:60]}"
             return f"the field {name!r} is {given} (needed: a text, or turns with a role and a content)"

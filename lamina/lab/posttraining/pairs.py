@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.jobs.kinds import Kind
-from lamina.lab.posttraining.examples import PAIR_FORMS, Fields, by_trl
+from lamina.lab.posttraining.examples import PAIR_FORMS, REWARD_FORMS, Fields, by_trl
 from lamina.lab.posttraining.settings import DpoSettings, RewardSettings
 from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer
 from lamina.lab.posttraining.tuning import S, TuningStage, tune
@@ -127,6 +127,7 @@ class RewardModeling(PairStage[RewardSettings]):
     record = RewardSettings
     head = "sequence_classification"
     part, theirs = PairTrainer, "Reward"
+    forms = REWARD_FORMS
     columns = ("chosen_ids", "rejected_ids", "margin")
 
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:

@@ -56,7 +56,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         if job.settings.packing and "padding_free" in job.settings.trl:
             raise UserError("trl.padding_free: set by --packing (allowed: without it)")
         if (text := job.settings.trl.get("dataset_text_field")) is not None:
-            self.forms = (*SFT_FORMS[:2], (str(text),))
+            self.forms = (*SFT_FORMS[:-1], (str(text),))
         super().check(job, processes)
 
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:

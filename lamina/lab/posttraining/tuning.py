@@ -403,7 +403,8 @@ class TuningStage(TrainingStage[S]):
         loaded, turns = load(name, source), settings.template not in ("auto", "none")
         try:
             rows, form = self.conform(loaded, turns=turns)
-            if type(rows.features[form[-1]]).__name__ != "Value" or turns:
+            texts, tokens = type(rows.features[form[-1]]).__name__ == "Value", form[-1].endswith("_ids")
+            if not tokens and (turns or not texts):
                 self._choose_template(loaded)
         except ValueError as error:
             raise UserError(str(error) if str(error).startswith("template") else f"{where}: {error}") from None

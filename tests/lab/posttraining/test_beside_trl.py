@@ -211,6 +211,7 @@ def test_trls_flags_train_as_trl_does(job, form, both, theirs, ours, start, tmp_
         shared = (record.keys() & line.keys()) - {"epoch", "learning_rate", "step_time"}
         sampled = {"reward", "kl", "completions_mean_length"} if policy and number == 0 else set()
         assert {"loss", "grad_norm"} | sampled <= shared
+        assert record["loss"] == pytest.approx(line["loss"], rel=1e-6, abs=1e-6)
         assert {k: record[k] for k in shared} == pytest.approx({k: float(line[k]) for k in shared}, rel=1e-5, abs=1e-7)
 
 

@@ -20,7 +20,7 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 
 STAGES = {"SFT": SupervisedFineTuning, "DPO": DirectPreferences, "Reward": RewardModeling, "RLOO": PolicyOptimization}
-WORDS = ["norm", "Schicht ä", "流", "skip 🙂", "a\nb", "depth  2", "<|endoftext|>", "x", "007", "2024-01-01", "ö" * 30]
+WORDS = ["norm", "Schicht ä", "流", "skip 🙂", "a\nb", "depth  2", "<|endoftext|>", "xy", "007", "2024-01-01", "ö" * 30]
 TOOLS = [
     {
         "type": "function",
@@ -52,11 +52,14 @@ def rows_of(form, count=8):
         question, answer, no = turn("user", f"{asked}?"), turn("assistant", better), turn("assistant", worse)
         prompt, options = [*before, question], {"enable_thinking": bool(draw.randrange(2))}
         use, thought = [question, *called(number), answer], {**answer, "reasoning_content": worse}
+        ids = [*better.encode()]
         said = [{"from": one["role"], "value": one["content"]} for one in [*prompt, answer]]
         pair = {"prompt": f"{asked} is", "chosen": f" {better}", "rejected": f" {worse}"}
         turns = {"prompt": prompt, "chosen": [answer], "rejected": [no]}
         rows.append({
             "text": {"text": f"{asked} is {better}"},
+            "tokens": {"input_ids": ids, "completion_mask": [0, *[1] * (len(ids) - 1)]},
+            "tokens of a pair": {"chosen_ids": [*f"{better}1".encode()], "rejected_ids": [*f"{better}2".encode()]},
             "text in another column": {"body": f"{asked} is {better}"},
             "ended text": {"text": f"{better}<|endoftext|>"},
             "prompt and completion": {"prompt": f"{asked} is", "completion": f" {better}"},
@@ -121,6 +124,9 @@ TABLE = [
     ("SFT", "messages", ASSISTANT),
     ("SFT", "tools", ASSISTANT),
     ("SFT", "turns", ALL),
+    ("SFT", "tokens", {}),
+    ("SFT", "tokens", {"completion_only_loss": True}),
+    ("Reward", "tokens of a pair", {}),
     ("SFT", "prompt and completion", ALL),
     ("SFT", "prompt and completion", {"max_length": 20}),
     *(("DPO", form, {}) for form in ("pair", "pair of whole texts", "turns of a pair", "whole turns of a pair")),
