@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from transformers import PreTrainedModel, TrainingArguments
@@ -33,15 +32,8 @@ _OF_TOKENS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """TRL's measures of a batch of held-out pairs.
-
-    Attributes:
-        loss: the mean over the pairs.
-        metrics: the metrics, by TRL's names.
-        counts: the numbers of ``pairs``, and of the answers' ``tokens``, in total, ``chosen`` and ``rejected``.
-    """
+class Measured(NamedTuple):
+    """TRL's measures of a batch of held-out pairs; ``counts`` are of its ``pairs`` and its answers' ``tokens``."""
 
     loss: float
     metrics: Mapping[str, float]

@@ -27,10 +27,7 @@ from lamina.training.run import TrainingRun
 from lamina.training.trainer import CheckpointedTrainer, OrderedTrainer
 
 T = TypeVar("T")
-# Of TRL's arguments: those that a flag of Lamina's sets, and why others are refused.
-_FLAGGED = re.compile(
-    r"num_generations|temperature|beta|max_(completion_)?length|packing|chat_template_path|reward_(weights|clip_range)"
-)
+# Why arguments of TRL's are refused.
 _REFUSED = {
     r"model_init_kwargs|trust_remote_code|pad_token": "the model and its tokenizer are those of --from",
     r"dataset_kwargs|shuffle_dataset|eval_packing": "the order of the rows is Lamina's, so that a run resumes exactly",
@@ -57,12 +54,13 @@ def check_trl(options: Json, theirs: str, offered: Collection[str]) -> Passed:
     Raises:
         UserError: for an option that it lacks, or that Lamina decides.
     """
+    offered = set(offered)
     kind, own = trl(f"{theirs}Config"), {entry.name for entry in fields(TrainingArguments)}
     names = {entry.name for entry in fields(kind)}
     refused = {name: why for pattern, why in _REFUSED.items() for name in names if re.fullmatch(pattern, name)}
     for name in options:
-        flag = name if name in offered else meaning(name, offered, near=True)
-        if name in own or (_FLAGGED.fullmatch(name) and flag is not None):
+        flag = name if name in offered - {"epsilon"} else meaning(name, offered, near=True)  # TRL's epsilon is a clip
+        if name in own or (name in names and flag is not None):
             flag = f"trainer.{name}" if flag in (None, "trainer") else flag.replace("_", "-")
             raise UserError(f"trl.{name}: set by --{flag} (allowed: that flag)")
         if name in refused:
