@@ -116,8 +116,8 @@ def convert(
     Args:
         source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
         output: a new or empty folder.
-        to: "lamina" or "transformers", by default the one that the source is not; or a trainer: "olmo-core",
-            "megatron", "nanogpt" or "mlx".
+        to: "lamina" or "transformers", by default the one that the source is not; or a trainer:
+            "megatron", "mlx", "nanogpt", "olmo-core" or "torchtitan".
         came_from: the trainer that wrote the source.
         placement: the placement of a trainer's checkpoint that does not say it.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.

@@ -28,9 +28,9 @@ def parser() -> Parser:
     )
     flags.add_argument("source", help="a folder with config.json and safetensors, a run's folder, or a name on the hub")
     flags.add_argument("output", help="a new or empty folder")
-    trainers = "olmo-core, megatron or nanogpt"
-    flags.add_flag("--to", f"lamina or transformers (default: not SOURCE's kind); {trainers}, or mlx", metavar="WORD")
-    flags.add_flag("--from", f"SOURCE is a checkpoint of {trainers}", metavar="TRAINER")
+    trainers = "megatron, nanogpt, olmo-core, torchtitan"
+    flags.add_flag("--to", f"lamina or transformers (default: not SOURCE's kind); {trainers}, mlx", metavar="WORD")
+    flags.add_flag("--from", f"the trainer that wrote SOURCE: {trainers}", metavar="TRAINER")
     flags.add_flag("--placement", "with --from, where the checkpoint does not say it", metavar="NAME")
     flags.add_flag("--dtype", f"{', '.join(DTYPES)} (auto: the checkpoint's)", "auto", "WORD")
     flags.add_flag("--overwrite", "first delete what Lamina wrote into OUTPUT", False)

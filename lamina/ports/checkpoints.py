@@ -211,10 +211,41 @@ def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
     )
 
 
+def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
+    """Read one step's folder; torchtitan saves no sizes, so config.json of the same Llama must be in it."""
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"source: {str(folder)!r} holds no config.json, and torchtitan saves no sizes. Put the config.json of a "
+            "transformers Llama of the same sizes there"
+        )
+    fields: Json = json.loads((folder / "config.json").read_text("utf-8"))
+    if fields.get("model_type") != "llama":
+        raise UserError(f"config.json: model_type is {fields.get('model_type')!r} (allowed here: 'llama')")
+    config = LlamaConfig.from_dict(fields)
+    weights = distributed(folder, "tok_embeddings.", "layers.", "norm.", "lm_head.")
+    if config.tie_word_embeddings:
+        weights.setdefault("tok_embeddings.weight", weights.get("lm_head.weight", torch.empty(0)))
+        weights.setdefault("lm_head.weight", weights["tok_embeddings.weight"])
+    options: dict[str, object] = {
+        "final_norm": "norm.weight" in weights,
+        "embedding_norm": "layers.0.embedding_norm.weight" in weights,
+    }
+    return ForeignCheckpoint(weights=weights, config=config, options=options)
+
+
+def _write_torchtitan(model: LaminaForCausalLM, folder: Path) -> None:
+    config = backbone_of(model.config)
+    if config.model_type != "llama":
+        raise UserError(f"source: a {config.model_type!r} backbone (allowed: 'llama', whose blocks torchtitan's are)")
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", "utf-8")
+    save_distributed(dict(weights_for(model, "torchtitan")), checkpoint_id=folder, no_dist=True)
+
+
 FORMATS: dict[str, tuple[Callable[[Path], ForeignCheckpoint] | None, Callable[[LaminaForCausalLM, Path], None]]] = {
     "olmo-core": (_read_olmo, _write_olmo),
     "nanogpt": (_read_nanogpt, _write_nanogpt),
     "megatron": (megatron.read, megatron.write),
+    "torchtitan": (_read_torchtitan, _write_torchtitan),
     "mlx": (None, _write_mlx),
 }
 

@@ -150,3 +150,31 @@ def on_megatron(spec, config, num_layers=LAYERS):
         theirs, blocks, config.vocab_size, 64, position_embedding_type="rope",
         share_embeddings_and_output_weights=config.tie_word_embeddings,
     )  # fmt: skip
+
+
+def on_torchtitan(spec, config, num_layers=LAYERS):
+    """torchtitan's own Llama 3 with emitted blocks; its weights are those that it and the file draw."""
+    from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
+
+    width, head_dim = config.hidden_size, config.hidden_size // config.num_attention_heads
+    layers = _build_llama3_layers(
+        n_layers=num_layers, dim=width, n_heads=config.num_attention_heads, n_kv_heads=config.num_key_value_heads,
+        hidden_dim=config.intermediate_size, fuse_qkv=False, attn_backend="flex",
+        rope=ComplexRoPE.Config(dim=head_dim, max_seq_len=64, theta=10000.0),
+    )  # fmt: skip
+    for layer in layers:
+        layer.attention_norm.eps = layer.ffn_norm.eps = config.rms_norm_eps
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex attention is compiled on a CPU
+    emitted = emit(spec, "torchtitan", num_layers)
+    module = module_of(emitted.code)
+    theirs = Llama3Model.Config(
+        dim=width, vocab_size=config.vocab_size, layers=layers, enable_weight_tying=config.tie_word_embeddings,
+        tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=width),
+        norm=RMSNorm.Config(normalized_shape=width, eps=config.rms_norm_eps),
+        lm_head=Linear.Config(in_features=width, out_features=config.vocab_size),
+    )  # fmt: skip
+    model = getattr(module, emitted.plan.placement)(theirs).build()
+    model.init_states()
+    return module, model

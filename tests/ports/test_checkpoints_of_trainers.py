@@ -53,14 +53,29 @@ def test_to_olmo_core_and_back(spec, tied, tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("spec", ["keel", "olmo2", "peri_ln(embedding_norm=true)"])
-def test_to_megatron_and_back(spec, tied, tmp_path):
-    """tests/ports/test_trainers.py has Megatron's own reader and writer."""
+@pytest.mark.parametrize("trainer", ["megatron", "torchtitan"])
+def test_to_a_trainer_and_back(trainer, spec, tied, tmp_path):
+    """tests/ports/test_trainers.py has the trainers' own readers and writers."""
     model = ours(spec, llama(tie_word_embeddings=tied))
     model.save_pretrained(tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "megatron"]) == 0
-    again = converted(tmp_path / "theirs", tmp_path / "again", "--from", "megatron", "--placement", spec)
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", trainer]) == 0
+    again = converted(tmp_path / "theirs", tmp_path / "again", "--from", trainer, "--placement", spec)
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
     assert (again.lm_head.weight is again.get_input_embeddings().weight) is tied
+
+
+def test_torchtitans_folder_needs_the_sizes(tmp_path, capsys):
+    ours("pre_ln", llama()).save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "torchtitan"]) == 0
+    config = tmp_path / "theirs" / "config.json"
+    words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "again"), "--from", "torchtitan"]
+    words += ["--placement", "pre_ln"]
+    config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "model_type": "gpt2"}), "utf-8")
+    assert main(words) == 2
+    assert "config.json: model_type is 'gpt2' (allowed here: 'llama')" in capsys.readouterr().err
+    config.unlink()
+    assert main(words) == 2
+    assert "torchtitan saves no sizes. Put the config.json" in capsys.readouterr().err
 
 
 def test_equal_layers_in_one_tensor_are_read(tmp_path):

@@ -2,7 +2,8 @@
 
     pip install --no-deps --target FOLDER ai2-olmo-core==3.0.0 cached-path dataclass-extensions bettermap \
         importlib_resources boto3 botocore s3transfer jmespath einops google-cloud-storage \
-        megatron-core==0.16.1 mlx==0.32.4 mlx-cpu mlx-lm==0.32.2
+        megatron-core==0.16.1 mlx==0.32.4 mlx-cpu mlx-lm==0.32.2 \
+        torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard torchdata torch_checkpointing triton
     LAMINA_TRAINERS=FOLDER pytest -m slow tests/ports
 """
 
@@ -14,7 +15,7 @@ import sys
 
 import pytest
 import torch
-from peers import LAYERS, SINGLE_STREAM, VOCABULARY, WIDTH, llama, module_of, on_megatron, ours
+from peers import LAYERS, SINGLE_STREAM, VOCABULARY, WIDTH, llama, module_of, on_megatron, on_torchtitan, ours
 from test_emit import IDS, INITIALIZERS, ROOT, check, logits_of, off, random_plan
 from transformers import AutoModelForCausalLM
 
@@ -73,49 +74,70 @@ OPTIONS = ["pre_ln(qk_norm=head)", "pre_ln(qk_norm=full,v_norm=head)", "peri_ln(
 OPTIONS += ["keel(embedding_scale=sqrt_hidden_size,final_norm=true)"]
 
 
-def check_in_float64(spec, monkeypatch):
-    """Nothing but rounding may differ: Lamina's and transformers' norms compute in float64, too."""
-    model, (_, theirs) = ours(spec, llama()), on_megatron(spec, llama())
+BUILD = {"megatron": (on_megatron, "megatron.core"), "torchtitan": (on_torchtitan, "torchtitan.models.llama3")}
+
+
+def built(target, spec, config):
+    build, package = BUILD[target]
+    needs(package)
+    return build(spec, config)
+
+
+def check_in_float64(target, spec, monkeypatch):
+    """Nothing but rounding may differ: norms and rotary embeddings compute in float64 on both sides."""
+    model, (_, theirs) = ours(spec, llama()), built(target, spec, llama())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    theirs.rotary_pos_emb.inv_freq = theirs.rotary_pos_emb.inv_freq.double()  # no buffer there
-    check(model.double(), theirs.double(), "megatron", close=1e-12)
+    for name in ("float", "float32"):
+        monkeypatch.setattr(torch, name, torch.float64)
+    model, theirs = model.double(), theirs.double()
+    half = WIDTH // 4 // 2
+    frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
+    model.model.backbone.rotary_emb.inv_freq = frequencies
+    if target == "megatron":
+        theirs.rotary_pos_emb.inv_freq = frequencies
+    else:
+        for layer in theirs.layers.values():
+            layer.attention.rope.cache = layer.attention.rope._precompute_cache()
+    check(model, theirs, target, close=1e-12)
 
 
 @pytest.mark.parametrize("spec", [*SINGLE_STREAM, *OPTIONS])
-def test_on_megatron(spec, monkeypatch):
-    needs("megatron.core")
-    check_in_float64(spec, monkeypatch)
+@pytest.mark.parametrize("target", BUILD)
+def test_on_megatron_and_torchtitan(target, spec, monkeypatch):
+    check_in_float64(target, spec, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_plans_of_ones_own_on_megatron(seed, tmp_path, monkeypatch):
-    needs("megatron.core")
+@pytest.mark.parametrize("target", BUILD)
+def test_plans_of_ones_own_on_megatron_and_torchtitan(target, seed, tmp_path, monkeypatch):
     file = tmp_path / "mine.yaml"
-    file.write_text(json.dumps(random_plan(seed).to_dict()), "utf-8")
-    check_in_float64(str(file), monkeypatch)
+    plan = random_plan(seed).to_dict()
+    if target == "torchtitan":  # it has no LayerNorm with a gain
+        plan = json.loads(json.dumps(plan).replace('"layer"', '"rms"'))
+    file.write_text(json.dumps(plan), "utf-8")
+    check_in_float64(target, str(file), monkeypatch)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("spec", [*SINGLE_STREAM, *OPTIONS])
-def test_on_megatron_in_float32(spec, tied):
-    """Its attention rounds elsewhere than transformers'."""
-    needs("megatron.core")
+@pytest.mark.parametrize("target", BUILD)
+def test_on_megatron_and_torchtitan_in_float32(target, spec, tied):
+    """Their attention rounds elsewhere than transformers'."""
     config = llama(tie_word_embeddings=tied)
-    _, theirs = on_megatron(spec, config)
+    _, theirs = built(target, spec, config)
     model = ours(spec, config)
-    theirs.load_state_dict(weights_for(model, "megatron"))
+    theirs.load_state_dict(weights_for(model, target))
     with torch.no_grad():
         assert off(model(input_ids=IDS).logits, theirs.eval()(IDS)) < 2e-6
 
 
 @pytest.mark.parametrize("spec", [*INITIALIZERS, "rezero", "muse_spark", "layerscale"])
-def test_megatron_draws_the_initial_weights_as_lamina_does(spec):
-    needs("megatron.core")
+@pytest.mark.parametrize("target", BUILD)
+def test_megatron_and_torchtitan_draw_the_initial_weights_as_lamina_does(target, spec):
     torch.manual_seed(0)
     config = llama(hidden_size=64)
-    expected = weights_for(lamina.build(config, spec, num_layers=LAYERS), "megatron")
-    module, model = on_megatron(spec, config)
+    expected = weights_for(lamina.build(config, spec, num_layers=LAYERS), target)
+    module, model = built(target, spec, config)
     if hasattr(module, "init_weights"):
         module.init_weights(model)
     for name, tensor in model.state_dict().items():
@@ -163,10 +185,11 @@ def test_a_checkpoint_goes_to_megatron_and_comes_back(spec, tied, tmp_path, monk
 
 
 @pytest.mark.parametrize("spec", ["keel", "fusenorm", "peri_ln", "mix_ln", "gemma3"])
-def test_the_test_beside_megatrons_file_passes_as_printed(spec, tmp_path):
-    needs("megatron.core")
+@pytest.mark.parametrize("target", BUILD)
+def test_the_test_beside_a_file_passes_as_printed(target, spec, tmp_path):
+    needs(BUILD[target][1])
     file = tmp_path / f"{spec}_block.py"
-    words = ["emit", spec, "--to", "megatron", "--num-layers", "4", "--with-test", "--output", str(file)]
+    words = ["emit", spec, "--to", target, "--num-layers", "4", "--with-test", "--output", str(file)]
     assert main(words) == 0
     paths = os.pathsep.join((str(ROOT), str(tmp_path), str(FOLDER)))
     done = subprocess.run(
@@ -174,6 +197,34 @@ def test_the_test_beside_megatrons_file_passes_as_printed(spec, tmp_path):
         capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spec", ["keel", "fusenorm"])
+def test_a_checkpoint_goes_to_torchtitan_and_comes_back(spec, tied, tmp_path):
+    """By torch.distributed.checkpoint, as torchtitan loads and saves: the model's names at the top, others beside."""
+    from torch.distributed import checkpoint
+
+    config = llama(tie_word_embeddings=tied)
+    model = ours(spec, config)
+    model.save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "titan"), "--to", "torchtitan"]) == 0
+    _, theirs = built("torchtitan", spec, config)
+    state = theirs.state_dict()
+    checkpoint.load(state, checkpoint_id=tmp_path / "titan", no_dist=True)
+    theirs.load_state_dict(state)
+    with torch.no_grad():
+        assert off(model(input_ids=IDS).logits, theirs.eval()(IDS)) < 2e-6
+    saved = tmp_path / "step-7"
+    checkpoint.save(
+        {**theirs.state_dict(), "optimizer": {"step": torch.ones(1)}, "train_state": {"step": torch.tensor(7)}},
+        checkpoint_id=saved, no_dist=True,
+    )  # fmt: skip
+    (saved / "config.json").write_text(json.dumps(config.to_dict()), "utf-8")
+    words = ["--from", "torchtitan", "--placement", spec]
+    assert main(["convert", str(saved), str(tmp_path / "back"), *words]) == 0
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert all(torch.equal(one, back.state_dict()[name]) for name, one in model.state_dict().items())
 
 
 @pytest.mark.parametrize("spec", SINGLE_STREAM)
@@ -263,14 +314,13 @@ def test_a_checkpoint_of_an_emitted_block_has_the_same_logits_here(spec, tmp_pat
         assert "blocks.0.post_attention_norm.weight" not in model.state_dict()
 
 
-@pytest.mark.parametrize("target", ["olmo-core", "megatron"])
+@pytest.mark.parametrize("target", ["olmo-core", *BUILD])
 def test_fifty_steps_of_an_emitted_keel_are_laminas_own(target):
     if target == "olmo-core":
         _, theirs, config = on_olmo("keel")
     else:
-        needs("megatron.core")
         config = llama()
-        _, theirs = on_megatron("keel", config)
+        _, theirs = built(target, "keel", config)
     model = ours("keel", config)
     theirs.load_state_dict(weights_for(model, target))
     losses = []
