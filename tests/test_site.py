@@ -12,6 +12,7 @@ import pytest
 import yaml
 from scripts import loaded
 
+from lamina.lab.papers.engine.verdicts import all_verdicts
 from lamina.lab.papers.judging.findings import FAILED
 from lamina.reports.diagnosis import FINDINGS
 
@@ -186,6 +187,20 @@ def test_a_link_that_leads_nowhere_is_a_warning_which_the_strict_build_counts(ho
     assert caplog.records[0].name.startswith("mkdocs.")
 
 
+def test_every_verdict_of_the_records_is_on_its_page_and_in_what_diagnose_cites():
+    words, verdicts = loaded("docs/verdict_words.py"), all_verdicts()
+    cited, findings = json.loads(FINDINGS.read_text("utf-8")), words.findings(verdicts)
+    assert cited.items() <= findings.items(), "run make results-docs"
+    lines = [line for page in (ROOT / "docs" / "results").glob("*.md") for line in page.read_text("utf-8").splitlines()]
+    found = 0
+    for one in words.best(verdicts):
+        said = [line for line in lines if f"[{one['claim']}](#{one['study']})" in line]
+        assert not said or any(f"| {words.verdict(one)} |" in line for line in said), "run make results-docs"
+        found += bool(said)
+    assert found > 100
+
+
+@pytest.mark.slow  # every table and figure is made again
 def test_the_results_and_the_advice_are_those_of_the_records(tmp_path):
     advice = tmp_path / "advice" / "which-placement.md"
     advice.parent.mkdir()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from probes.small_models import small_model, stir
 from probes.tiny import llama
+from spread import spread
 from torch import nn
 from transformers import AutoConfig
 
@@ -51,7 +52,7 @@ def same_plan(found, expected):
         assert a == b or (hasattr(a, "kind") and hasattr(b, "kind")), (found, end)
 
 
-@pytest.mark.parametrize("placement", names())
+@pytest.mark.parametrize("placement", spread(names()))
 def test_every_placement_is_found_again_without_its_name(placement):
     model = wired(placement)
     model.config.plan = None  # what the checkpoint says of itself

@@ -10,6 +10,7 @@ import pytest
 import torch
 from naive_states import context_of
 from small_models import MODELS, small_inputs, small_model, stir
+from spread import spread
 from test_gradients import Masks, causal_loss
 from transformers import LlamaConfig
 
@@ -61,7 +62,7 @@ def table(frame, metric="loss_increase"):
     return rows.set_index(["layer", "meaning"])["value"].to_dict()
 
 
-@pytest.mark.parametrize("placement", names())
+@pytest.mark.parametrize("placement", spread(names()))
 def test_each_layer_of_every_placement_against_deleting_it(placement):
     model = built(placement)
     ids = torch.randint(3, 40, (3, 8))

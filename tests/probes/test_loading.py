@@ -8,6 +8,7 @@ import torch
 from probes.tiny import blocks, llama
 from safetensors.torch import load_file, save_file
 from small_models import small_inputs, small_model
+from spread import spread
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina
@@ -174,7 +175,7 @@ def test_figures_and_sentences_are_made_of_any_result(name, inputs):
     assert said
 
 
-@pytest.mark.parametrize("name", AVERAGED)
+@pytest.mark.parametrize("name", spread(AVERAGED, ("angular_distance", "hidden_states", "layer_drop", "logit_lens")))
 def test_what_is_measured_is_the_mean_of_what_single_sequences_give(name, inputs):
     model, ids = inputs
     ids = ids[: SEARCHED.get(name, 20)]
