@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from lamina.api import results
 from lamina.core.extras import require
+from lamina.core.json_types import Json
 from lamina.core.values import PathLike, Rows, path, taken
 from lamina.errors import UserError, did_you_mean
 from lamina.jobs.aliases import in_our_words, suggestion
@@ -42,33 +43,39 @@ def function_of(row: JobRow) -> Callable[..., Any]:
     record, modes = row.record, _modes(row)
 
     def act(**given: Any) -> Any:
-        require(row.name, row.extra)
+        require(row.name, row.extra)  # before rows become a file
         chosen = {mode.name: given.pop(mode.name, mode.default) for mode in modes}
         settings = as_settings(in_our_words(given, record.names()))
         for name in settings:
             if name not in record.names():
                 hint = did_you_mean(suggestion(name, record.names()))
                 raise UserError(f"unknown setting {name!r}{hint} (see `lamina {record.command_name} --help all`)")
-        if "output" in settings:
-            path("output", settings["output"])
-        folder = row.folder_of(settings)
-        if os.environ.get("WORLD_SIZE", "1") in ("", "1"):  # of several processes the first one speaks, in the job
-            _refuse(row, record, settings, folder, chosen)
-        draws = [switch.name for switch in row.switches if switch.draws and chosen.pop(switch.name)]
-        with _page_of(folder):
-            result = row.run(settings, **chosen)
-        if draws and folder is not None:
-            from lamina.reports.registry import draw
-
-            draw(folder)
-        kind = getattr(results, row.outcome, None)
-        return result if kind is None else kind.of(result, folder)
+        return run_row(row, settings, chosen)
 
     act.__name__ = act.__qualname__ = row.function_name
     act.__doc__ = _documentation(row)
     act.__dict__["__signature__"] = _signature(row, record, modes)
     act.__dict__["record"] = record
     return act
+
+
+def run_row(row: JobRow, settings: Json, modes: Json) -> Any:
+    """Refuse bad input early, run a job with settings by Lamina's names, and write its page; returns the result."""
+    require(row.name, row.extra)
+    if "output" in settings:
+        path("output", settings["output"])
+    folder = row.folder_of(settings)
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):  # of several processes the first one speaks, in the job
+        _refuse(row, settings, folder, modes)
+    draws = [switch.name for switch in row.switches if switch.draws]
+    with _page_of(folder):
+        result = row.run(settings, **{name: value for name, value in modes.items() if name not in draws})
+    if folder is not None and any(modes.get(name) for name in draws):
+        from lamina.reports import draw
+
+        draw(folder)
+    kind = getattr(results, row.outcome, None)
+    return result if kind is None else kind.of(result, folder)
 
 
 def _modes(row: JobRow) -> list[inspect.Parameter]:
@@ -103,9 +110,7 @@ def _documentation(row: JobRow) -> str:
     return "\n".join([fill(about), "", fill(returns), "", "Raises:", *listed, ""])
 
 
-def _refuse(
-    row: JobRow, record: type[Settings], given: Mapping[str, Any], folder: Path | None, modes: Mapping[str, Any]
-) -> None:
+def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
     """Raise UserError, before torch is loaded, for an output folder in use or settings that are invalid."""
     if folder is not None:
         for name in row.inputs:
@@ -118,8 +123,8 @@ def _refuse(
         if resume and in_use(folder):  # its own settings decide, and the job checks them
             refuse_other_kind(folder, row)
             return
-    settings = record.from_dict(given)
-    settings.require(*record.needed)
+    settings = row.record.from_dict(given)
+    settings.require(*row.record.needed)
     settings.check_names()
 
 

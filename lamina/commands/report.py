@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
         screenshot(page, Path(options.screenshot), height=options.height)
         show(f"the picture: {options.screenshot}")
     if options.figures:
-        from lamina.reports.registry import draw
+        from lamina.reports import draw
 
         for written in draw(Path(options.folder)):
             show(f"a figure: {written}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lamina.commands.arguments import Parser
+from lamina.core.json_types import Json
 from lamina.core.terminal import show, show_error
 from lamina.errors import TrialsFailed
 from lamina.jobs.row import JobRow
@@ -33,14 +34,15 @@ def run(row: JobRow, argv: Sequence[str]) -> int:
     if row.listing and options.list:
         show(row.listing(full=True))
         return 0
-    from lamina.api.job_functions import function_of
+    from lamina.api.job_functions import run_row
 
     switches = [switch for switch in row.switches if getattr(options, switch.name)]
-    modes = {switch.name: True for switch in switches if switch.draws or switch.passed}
+    modes: Json = {switch.name: True for switch in switches if switch.draws or switch.passed}
     modes |= {"resume": options.resume} if row.resumes else {}
+    modes["overwrite"] = options.overwrite
     failure = None
     try:
-        result = function_of(row)(**settings, **modes, overwrite=options.overwrite)
+        result = run_row(row, settings, modes)
     except TrialsFailed as error:
         result, failure = error.results, error
     except KeyboardInterrupt:
@@ -50,7 +52,7 @@ def run(row: JobRow, argv: Sequence[str]) -> int:
         return CODES["interrupted"]
     code = CODES.get(str(result.get("status")), 0) if isinstance(result, Mapping) else 0
     from lamina.modeling.processes import launched
-    from lamina.reports.registry import ending
+    from lamina.reports import ending
 
     if launched()[0] > 0:  # of several processes the first one prints
         return code

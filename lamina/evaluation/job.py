@@ -53,7 +53,7 @@ from lamina.jobs.seals import altered, write_result
 from lamina.jobs.status import Status
 from lamina.modeling.backbones.loading import refuse_scores
 from lamina.modeling.checkpoint import checked_device
-from lamina.modeling.processes import ALONE, Processes, join, launched, reported_once
+from lamina.modeling.processes import ALONE, Processes, join_processes, launched, reported_once
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def evaluate(
         )
     )
     several = launched()[1] > 1
-    with join(job.settings.device or "auto", "ddp") if several else nullcontext(ALONE) as processes:
+    with join_processes(job.settings.device or "auto", "ddp") if several else nullcontext(ALONE) as processes:
         evaluation = processes.first_per_host(partial(Evaluation, job.settings, expand, processes, bar=bar))
         evaluation.check()  # before the folder is touched: the data may not be there
         with ExitStack() as held:

@@ -212,7 +212,7 @@ def device_of(device: str) -> str:
 
 
 @contextmanager
-def join(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
+def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
     """Join the other processes that torchrun or accelerate launch started, if any, and leave them at the end.
 
     Args:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lamina.reports.ranking import notices, summarize
-    from lamina.reports.registry import report
+    from lamina.reports.registry import draw, ending, report
 
-__all__ = ["notices", "report", "summarize"]
+__all__ = ["draw", "ending", "notices", "report", "summarize"]
 
 
 if not TYPE_CHECKING:  # else a misspelled name would be of type Any
@@ -17,4 +17,5 @@ if not TYPE_CHECKING:  # else a misspelled name would be of type Any
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'lamina.reports' has no attribute {name!r}")
-        return getattr(import_module(f"lamina.reports.{'registry' if name == 'report' else 'ranking'}"), name)
+        of_registry = name in ("draw", "ending", "report")
+        return getattr(import_module(f"lamina.reports.{'registry' if of_registry else 'ranking'}"), name)

@@ -35,7 +35,7 @@ from lamina.jobs.names import METRICS, PLAN, RESULT
 from lamina.jobs.seals import write_result
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, Status
-from lamina.modeling.processes import GONE, Processes, join, lost_another, reported_once
+from lamina.modeling.processes import GONE, Processes, join_processes, lost_another, reported_once
 from lamina.modeling.scaling import StepFactors
 from lamina.placements import Plan
 from lamina.training.checkpointing.checkpoints import Background, Checkpoints, Stateful, run_state, step_of
@@ -198,7 +198,7 @@ def train(
     """
     job = reported_once(lambda: _open(stage, settings, resume=resume, overwrite=overwrite))
     options: Options = job.settings
-    with join(options.device, options.parallel, getattr(options, "tensor_parallel", 1)) as processes:
+    with join_processes(options.device, options.parallel, getattr(options, "tensor_parallel", 1)) as processes:
         bar = bar and processes.first
         transformers.utils.logging.disable_progress_bar()
         stage.check(job, processes)

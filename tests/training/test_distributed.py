@@ -374,7 +374,7 @@ def test_a_finished_process_waits_for_the_threads_of_gloo_before_it_ends(monkeyp
     monkeypatch.setattr(processes.distributed, "is_initialized", lambda: True)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with processes.join("cpu", "ddp"):
+    with processes.join_processes("cpu", "ddp"):
         assert registered == [processes._settle]
 
 
