@@ -1,7 +1,7 @@
 """Writes docs/which-placement.md from docs/decisions.yaml and the verdicts of the studies: ``python docs/results.py``.
 
 Each sentence of advice names the claims that it rests on, and is on the page only while all of them have the verdict
-that it is written for; each of these verdicts stands behind it, with its claim. So a new record changes the page, an
+that it is written for; a link leads to each. So a new record changes the page, an
 old sentence cannot outlive its verdict, and none stands beside the verdict of another.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import yaml
-from verdict_words import best, number, plain
+from verdict_words import best
 
 from lamina.core.json_types import Json
 from lamina.lab.papers.judging.findings import FAILED, Verdict
@@ -26,32 +26,28 @@ _WRITTEN_FOR = {  # the sentence of a rule that a verdict puts on the page
     Verdict.EXPLAINED: "explained",
     **dict.fromkeys(FAILED, "fails"),
 }
-_UNDECIDED = (
-    ("Seen, but explained by a lower loss of pretraining", (Verdict.EXPLAINED,)),
-    ("Tried, and still open", (Verdict.INCONCLUSIVE,)),
-    ("Not decidable by these models", (Verdict.NEEDS_SCALE,)),
-    ("Not tried yet", (Verdict.NOT_RUN,)),
+_UNDECIDED = (  # where no sentence is decided
+    ("A lower loss of pretraining explains the effect", (Verdict.EXPLAINED,)),
+    ("Our trials cannot tell yet", (Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE)),
+    ("We have not tried it yet", (Verdict.NOT_RUN,)),
 )
-_FRONT_PAGE = """## How much the initializer decides
+_FRONT_PAGE = """## What learns fastest, and how much the initializer decides
 
-One comparison of five placements, with three initializers and on two texts. Each placement has its own best learning
-rate in each column. The first column was
-[registered](../studies/preregistration/front-page.md) before its trials.
+Five placements in four set-ups. Each placement has its own best learning rate in each column.
 
 <!-- front-page -->
 <!-- /front-page -->
 
-- **Branches scaled by depth** (`small_scaled`): FuseNorm (SpanNorm) is below Pre-LN on both texts. Keel and Peri-LN are
-  above Pre-LN. The last matrix of each branch starts smaller by the root of twice the number of blocks.
-- **No branch scaled** (`normal(std=0.0924)`, [registered](../studies/preregistration/front-page-unscaled.md)): all
-  four placements are below Pre-LN. Peri-LN's norms on the branches' outputs undo such a scaling in the forward pass.
-- **A standard deviation of 0.02** (`scaled`), 4.5 times too small for this width: Keel is below Pre-LN, and Mix-LN and
-  Peri-LN are above. One of FuseNorm's runs got stuck.
+- **Branches scaled by depth** (`small_scaled`): the last matrix of each branch starts smaller, by the root of twice the
+  number of blocks. FuseNorm (SpanNorm) is below Pre-LN on both texts. Keel and Peri-LN are above it.
+- **No branch scaled** (`normal(std=0.0924)`): all four placements are below Pre-LN. Peri-LN's norms on the branches'
+  outputs undo such a scaling in the forward pass.
+- **A standard deviation of 0.02** (`scaled`), 4.5 times too small for this width: Keel is below Pre-LN. Mix-LN and
+  Peri-LN are above it. One of FuseNorm's runs got stuck.
 
-A comparison at one initializer therefore says as much about the initializer, so tune both. All of this is one shape and
-one length of training: it says how fast models of this shape start to learn. After 20 tokens per parameter, in
-shallower models, the order is another one ([the ladder](results/ours.md#ladder)). There, parameters are counted
-without the embeddings."""
+So tune the initializer and the placement together. These models train for 400 steps, so the table shows how fast they
+start to learn. After 20 tokens per parameter, in shallower models, the order is different
+([evidence](results/ours.md#ladder))."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 
@@ -65,11 +61,17 @@ def page(verdicts: list[Json], scale: str, links: Mapping[str, str]) -> str:
 
 
 def _introduction(scale: str) -> str:
-    return f"""# Which placement should I use?
+    return f"""# Which placement?
 
-Each piece of advice is written for one [verdict](methods.md), and stands here only while the records give it;
-[the results](results/ours.md) have every claim. {scale} Take the advice as what to compare first, not as what to ship:
-run [`lamina compare`](compare.md) or one of these [studies](studies.md) on your own text."""
+Choose which placements to compare, then compare them on your own text:
+
+```bash
+lamina compare --corpus my_texts/ --placements pre_ln,peri_ln,keel,fusenorm --learning-rates 1e-3,3e-3,1e-2
+```
+
+Use this advice to decide what to compare, not what to ship. The evidence is small: {scale} The papers train models
+hundreds to thousands of times larger. Each sentence stays on this page only while its evidence holds
+([how we judge](methods.md))."""
 
 
 def _advice(question: Question, known: dict[str, Json]) -> list[str]:
@@ -77,7 +79,7 @@ def _advice(question: Question, known: dict[str, Json]) -> list[str]:
     sentences = []
     for rule in question["rules"]:
         if text := _sentence(rule, claims := _claims(rule, known)):
-            sentences.append(f"{text} ({'; '.join(map(_evidence, claims))})")
+            sentences.append(f"{text} ({_evidence(claims)})")
     return sentences
 
 
@@ -94,28 +96,16 @@ def _sentence(rule: Json, claims: list[Json]) -> str:
 
 
 def _section(question: Question, advice: list[str], known: dict[str, Json]) -> str:
-    parts = [f"## {question['if']}"]
-    parts += ["\n".join(f"- {sentence}" for sentence in advice)] if advice else [question["else"]]
-    ruled = [(rule, _claims(rule, known)) for rule in question["rules"]]
-    claims = [one for rule, claims in ruled if not _sentence(rule, claims) for one in claims]
-    for head, verdicts in _UNDECIDED:
-        if here := [one for one in claims if one["verdict"] in verdicts]:
-            parts.append(f"{head}: {'; '.join(map(_open, here))}.")
-    return "\n\n".join(parts)
+    heading = f"## {question['if']}\n\n"
+    if advice:
+        return heading + "\n".join(f"- {sentence}" for sentence in advice)
+    claims = [one for rule in question["rules"] for one in _claims(rule, known)]
+    open_ = [(head, [one for one in claims if one["verdict"] in verdicts]) for head, verdicts in _UNDECIDED]
+    told = [f"{head} ({_evidence(here)})." for head, here in open_ if here]
+    return heading + " ".join([question["else"], *told])
 
 
-def _evidence(one: Json) -> str:
-    """The verdict as a link, and what it rests on."""
-    facts = [f"[{one['verdict']}]({one['link']})", f"`{one['claim']}`"]
-    interval, parts = one.get("interval"), one.get("parts") or []
-    if interval and len(parts) == 1:  # of several parts the margin is the closest one's
-        compared, _, more = str(parts[0]).partition(": difference")
-        low, high = (number(end, ".2g") for end in interval)
-        margin = f"difference {number(one['margin'], '.2g')}, 95 % {low} to {high}"
-        facts += [plain(compared), margin] if more else []
-    facts += [f"{one['seeds']} seeds"] if one.get("seeds") else []
-    return ", ".join(facts)
-
-
-def _open(one: Json) -> str:
-    return f"[`{one['claim']}`]({one['link']})"
+def _evidence(claims: list[Json]) -> str:
+    """A link to each study that the claims are about."""
+    links = list(dict.fromkeys(str(one["link"]) for one in claims))
+    return ", ".join(f"[evidence]({link})" for link in links)

@@ -21,12 +21,12 @@ from lamina.probes.engine import registry as probes
 
 TYPED = {page: parts for page, parts in typed().items() if parts}
 FULL = {"posttraining.md", *(f"lamina {job} --help" for job in ("sft", "reward", "rlhf", "dpo"))}  # epochs, not steps
-FAST = {"posttraining.md", "edit-layers.md", "distributed.md", "loss-spiked.md", "serving.md", "watch.md"}
+FAST = {"posttraining.md", "edit-layers.md", "loss-spiked.md", "watch.md"}
 FAST |= {f"lamina {job} --help" for job in ("convert", "generate", "reward")}
 PYTHON_ELSEWHERE = {  # pages whose Python is run by the test of their own
     "README.md": "tests/test_readme.py",
     "inspect.md": "tests/probes/test_probes_docs.py",
-    "serving.md": "tests/modeling/test_serving.py",
+    "evaluate.md": "tests/modeling/test_serving.py",
     "use.md": "tests/modeling/test_wiring.py",
 }
 NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run here
@@ -54,6 +54,7 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
     "lamina report runs/studies/mix-ppl-cpu": "needs that study; tests/lab/papers writes the figures of smaller ones",
     "lamina report runs/compare --screenshot": "needs Chromium",
     "lamina eval models/smollm2 --tasks arc_easy": "needs the hub",
+    "lamina eval --compare": "needs two evaluations of the same items: tests/evaluation/test_paired.py compares some",
     "lamina study worker mix-ppl --scale gpu": "hours on a GPU: tests/lab/papers has two workers",
     "lamina study run mix-ppl --scale gpu --engine ray": "needs a Ray cluster with GPUs",
     "lamina study run fuse-128 --scale gpu": "needs a Ray cluster with GPUs",

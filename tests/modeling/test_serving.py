@@ -37,7 +37,7 @@ def test_a_plan_for_stages_only_where_a_stage_may_take_the_stream(placement):
     assert stages is (model.model.embedding_norm is None and model.model.embedding_scale == 1.0)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evaluate.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S)
 SLOW = ("torch.export", "onnxruntime")
