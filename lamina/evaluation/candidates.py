@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.evaluation.settings import EvalSettings
-from lamina.jobs.files import read_json, read_result
+from lamina.jobs.files import read_config, read_result
 from lamina.jobs.manifest import model_folder
-from lamina.jobs.names import ENVIRONMENT, MANIFEST, RESULT
+from lamina.jobs.names import CONFIG, MANIFEST, RESULT
 from lamina.jobs.seals import refuse_altered
 from lamina.jobs.status import Status
 from lamina.modeling.checkpoint import config_of, load, tokenizer_of
@@ -99,8 +99,8 @@ def _single(path: str) -> Candidate:
     if (folder / RESULT).is_file() and model_folder(folder) == folder:  # a run without a model
         refuse_altered(folder)
         status = str((read_result(folder) or {}).get("status"))
-    with suppress(OSError, ValueError, AttributeError):
-        seed = read_json(folder / ENVIRONMENT).get("seed")
+    if (folder / CONFIG).is_file():
+        seed = read_config(folder).get("seed")
     name = name if folder.exists() else path
     return Candidate(name=name, path=path, arm=name, seed=seed if isinstance(seed, int) else None, status=status)
 

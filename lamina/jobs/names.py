@@ -27,4 +27,5 @@ TRANSFER = "transfer.json"
 COORDINATES = "coordinates.parquet"
 SLOPES = "slopes.csv"
 PREFLIGHT = "preflight.json"
+PREFLIGHT_ROWS = "preflight.csv"
 LAYERS = "layers.parquet"  # of a preflight

@@ -31,9 +31,12 @@ from lamina.jobs.names import (
     CONFIG,
     COORDINATES,
     ENVIRONMENT,
+    LAYERS,
     MANIFEST,
     MEASURES,
     METRICS,
+    PREFLIGHT,
+    PREFLIGHT_ROWS,
     RESULT,
     RESULTS,
     SEALED,
@@ -48,13 +51,18 @@ logger = logging.getLogger(__name__)
 
 GROWING = (METRICS, "layers/part-*", "probes/*/part-*")
 """The records that a run adds to, and that a checkpoint seals as far as they are."""
+_MISSING = "missing"
 _FIRST = f"first line of {METRICS}"
 _RECORDS = (
     *(*GROWING, "*.yaml", "*.json", "*.jsonl", "*.parquet", f"{MODEL}/{MANIFEST}"),
     *("figures/*.json", "scores/*/*.json", "items/*/*.parquet"),  # of probes and evaluations
 )
 _APART = (RESULT, ENVIRONMENT, TRIAL, MEASURES)  # written again, or known by the key
-_TABLES = (STUDY, RESULTS, CLAIMS, TRANSFER, SLOPES, COORDINATES, "table.*", "tables/*.parquet")
+_OF_PREFLIGHT = (PREFLIGHT, PREFLIGHT_ROWS, LAYERS)
+_TABLES = (
+    *(STUDY, RESULTS, CLAIMS, TRANSFER, SLOPES, COORDINATES, "table.*", "tables/*.parquet"),
+    *_OF_PREFLIGHT,
+)
 
 
 def write_result(folder: Path, result: Mapping[str, object]) -> None:
@@ -128,7 +136,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
             continue
         path = folder / name
         if not path.is_file():
-            faults |= {name: "missing"} if missing else {}
+            faults |= {name: _MISSING} if missing else {}
         elif sha256(path) != digest and name == CONFIG:  # which has a digest of its own
             faults[by] = f"not of the run whose {CONFIG} is beside it, or one of the two is altered"
         elif sha256(path) != digest and not (name == STUDY and _is_cut(path)):
@@ -141,22 +149,28 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
 
 def refuse_altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> None:
     """Raise UserError for the first record that is not as it was sealed, see ``altered``."""
-    for name, fault in altered(folder, by, missing=missing).items():
+    _refuse(folder, by, altered(folder, by, missing=missing))
+
+
+def _refuse(folder: Path, by: str, faults: Mapping[str, str]) -> None:
+    for name, fault in faults.items():
         again = f"delete the folder {str(folder)!r} to run it again"
-        again = "--resume, which writes it again" if by == SEALED and name != STUDY else again
+        if by == SEALED and name not in (STUDY, *_OF_PREFLIGHT):
+            again = "--resume, which writes it again"
         raise UserError(f"{str(folder / name)!r}: {fault} (allowed: the file as it was written; or {again})")
 
 
 def refuse_page(folder: Path) -> None:
     """Raise UserError for an altered record of a job that ended, before a page is drawn from it; log one of any other.
 
-    A page leaves out what is missing.
+    A page leaves out what is missing, and the log names it.
     """
     refuse_special("folder", folder)
     refuse_tables(folder)
+    faults = altered(folder)
     if (read_result(folder) or {}).get("status") in (*ENDED, "imported"):
-        refuse_altered(folder, missing=False)
-    for name, fault in altered(folder, missing=False).items():
+        _refuse(folder, RESULT, {name: fault for name, fault in faults.items() if fault != _MISSING})
+    for name, fault in faults.items():
         logger.warning("%s: %s", folder / name, fault)
 
 
@@ -177,6 +191,8 @@ def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoin
     for entry, (size, digest) in known.items():
         name = METRICS if entry == _FIRST else entry
         path = folder / name
+        if not path.is_file() and name.startswith("probes/"):  # the other writers name theirs
+            logger.warning("%s: %s: what it held is left out", path, _MISSING)
         if not path.is_file() or (name == METRICS and path.stat().st_size < size):
             continue
         if _beginning(path, size) != digest:

@@ -19,7 +19,7 @@ from lamina.errors import printable
 from lamina.jobs.files import write_parquet
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.names import LAYERS, PREFLIGHT
+from lamina.jobs.names import LAYERS, PREFLIGHT, PREFLIGHT_ROWS
 from lamina.placements.resolution import find
 from lamina.preflights.burn_in import BurnIn, BurningIn, Snapshot, choose
 from lamina.preflights.settings import PreflightSettings
@@ -31,7 +31,6 @@ from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings
 
-ROWS = "preflight.csv"
 FLOPS = {"cpu": 1e12, "cuda": 1e14}
 
 
@@ -195,7 +194,7 @@ def preflight(
     if job is None:
         return rows
     with job:
-        job.write_text(ROWS, rows.to_csv(index=False))
+        job.write_text(PREFLIGHT_ROWS, rows.to_csv(index=False))
         layers = [  # the planned run's placement and learning rate, then the monitor's columns
             (result.run.placement, result.run.learning_rate, *row)
             for result in results

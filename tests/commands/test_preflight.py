@@ -76,6 +76,15 @@ def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys):
     assert "nothing above 1e-3 &lt;b&gt;" in (out / "report.html").read_text()
     capsys.readouterr()
     whole = (out / "preflight.json").read_text()
+    for name in ("preflight.json", "preflight.csv", "layers.parquet"):
+        kept = (out / name).read_bytes()
+        (out / name).write_bytes(kept.replace(b"2", b"3", 1))
+        assert main(["report", str(out)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{name}': altered since seal.json was written, or of another run" in line
+        assert "--resume" not in line  # which a preflight has not
+        (out / name).write_bytes(kept)
+    (out / "seal.json").unlink()  # as an older version left it
     for broken in (whole[: len(whole) // 2], "[]", '{"rows": [], "losses": [], "command": ""}'):
         (out / "preflight.json").write_text(broken)
         assert main(["report", str(out)]) == 2

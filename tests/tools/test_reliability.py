@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from lamina.training.monitor.writers import LayersWriter
 from tools.reliability import (
     bad_calls,
     bad_files,
@@ -14,6 +15,7 @@ from tools.reliability import (
     kills,
     models,
     stages,
+    watched,
 )
 from tools.reliability.record import RIGHT
 
@@ -104,6 +106,29 @@ def test_two_kills_change_nothing():
     cases = list(kills.suite(2, 0, ("plain",)))
     assert len(cases) == 2
     assert not faults(cases)
+
+
+def test_a_killed_watched_loop_keeps_its_rows_and_goes_on():
+    cases = list(kills.suite(2, 3, ("a watched loop",)))
+    assert len(cases) == 2
+    assert not faults(cases)
+
+
+def test_the_suite_sees_rows_that_are_other_or_gone_without_a_word(tmp_path):
+    def left(name, steps, log="", value=0.5):
+        writer = LayersWriter((tmp_path / name).mkdir() or tmp_path / name)
+        writer.add([(step, 0, "block", "block", 0, "step_loss", value) for step in steps])
+        writer.flush()
+        (tmp_path / name / "metrics.jsonl").write_text("")
+        (tmp_path / name / "result.json").write_text('{"status": "finished"}')
+        (tmp_path / f"{name}.log").write_text(log)
+        return tmp_path / name
+
+    whole = left("whole", [1, 2, 3])
+    assert watched.faults_at_the_end(left("same", [1, 2, 3]), whole) == ""
+    assert watched.faults_at_the_end(left("gap", [1, 3]), whole) == "rows of steps [2] are missing, and no line says so"
+    assert watched.faults_at_the_end(left("told", [1, 3], "records by layer of steps 2 to 2 are missing"), whole) == ""
+    assert watched.faults_at_a_kill(left("other", [1, 2], value=0.6), whole) == "other rows at steps [1, 2]"
 
 
 def test_the_job_of_every_configuration_is_there():

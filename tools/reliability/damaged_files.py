@@ -1,6 +1,6 @@
 """Files that are damaged, then the command that reads them: refused in one line that names the file, or as if whole.
 
-Every case copies an undamaged folder (a killed run, an ended one, a study) or a cache, a corpus, a configuration;
+Every case copies an undamaged folder (a run, a study, what another job left), a cache, a corpus or a configuration;
 damages one file of it that has a digest; and runs a command. Right is a refusal that names the file and loses nothing,
 or the very results of the undamaged copy, or results that lack what was in the file and a line that names it. The
 weights that a run ends with must be the undamaged ones, bit for bit, in every case that is not refused.
@@ -35,6 +35,8 @@ from tools.reliability.record import LOST, RIGHT, SILENT, TRACEBACK, WRONG, Case
 KILLED, ENDED, STUDY, CACHE, CORPUS, CONFIG = (
     "a killed run", "an ended run", "a study", "the data cache", "a corpus", "a configuration",
 )  # fmt: skip
+PREFLIGHT, PROBED, EVALUATED = "a preflight", "a probe's folder", "an evaluation"
+TWINS: dict[Path, Path] = {}  # by a copied folder: another of the same job, which trained on other draws
 OPTIONS = {"steps": 10, "logging_steps": 1, "save_steps": 3, "eval_steps": 3, "learning_rate": 2e-3, "keep": 2}
 PROBES = {"probe_every": 3, "probes": "gains"}
 LONGEST = 240  # seconds: a reader that waits for a pipe ends with the signal
@@ -93,9 +95,13 @@ def stray(path: Path, draw: random.Random) -> None:
 
 
 def exchange(path: Path, draw: random.Random) -> None:
-    """The file of the study's other trial in its place, and the other way round; elsewhere another digit."""
+    """The file of the study's other trial in its place, and the other way round; of another run; or another digit."""
     if "trials" not in path.parts:
-        digit(path, draw)
+        other = next((TWINS[place] / path.relative_to(place) for place in path.parents if place in TWINS), path)
+        if other.is_file() and other.read_bytes() != path.read_bytes():
+            shutil.copyfile(other, path)
+        else:
+            digit(path, draw)
         return
     run = next(place for place in path.parents if place.parent.name == "trials")
     other = next(place for place in sorted(run.parent.iterdir()) if place != run) / path.relative_to(run)
@@ -144,6 +150,8 @@ class Bench:
         shutil.copyfile(self.corpus, self.texts / "words.txt")
         os.environ["LAMINA_CACHE"] = str(root / "cache")
         self.folders = {KILLED: root / "killed", ENDED: root / "ended", STUDY: root / "study"}
+        self.folders |= {PREFLIGHT: root / "preflight", PROBED: root / "probed", EVALUATED: root / "evaluated"}
+        self.twins = {kind: root / "twins" / place.name for kind, place in self.folders.items() if kind != STUDY}
         self._make()
         self.expected: dict[tuple[str, str], Any] = {}
 
@@ -157,9 +165,16 @@ class Bench:
         from lamina.studies.compare import compare
         from lamina.studies.settings import CompareSettings
 
-        self._stopped(self.folders[KILLED], str(self.corpus), rollback=1, **PROBES)
-        shutil.copytree(self.folders[KILLED], self.folders[ENDED])
-        self._need(self._call(["pretrain", "--output", str(self.folders[ENDED]), "--resume"]))
+        for seed, at in enumerate((self.folders, self.twins)):
+            self._stopped(at[KILLED], str(self.corpus), rollback=1, **PROBES, seed=seed)
+            shutil.copytree(at[KILLED], at[ENDED])
+            self._need(self._call(["pretrain", "--output", str(at[ENDED]), "--resume"]))
+            given = {"corpus": self.corpus, "sequence_length": 16, "threads": 1, "seed": seed}
+            self._need(self._call(["probe", str(at[ENDED]), "--output", str(at[PROBED]), *self.probing]))
+            self._need(self._call(["eval", str(at[ENDED]), *flags(corpus=self.corpus, limit=8, output=at[EVALUATED])]))
+            sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "batch_size": 2, "steps": 8, "sequences": 2}
+            burn = flags(placements="pre_ln", output=at[PREFLIGHT], **sizes, **given)
+            self._need(self._call(["preflight", *burn]))
         study = {k: v for k, v in {**SMALL, **OPTIONS}.items() if k != "learning_rate"}
         made = CompareSettings(
             corpus=str(self.corpus), output=str(self.folders[STUDY]), placements="pre_ln,keel", **study
@@ -201,7 +216,9 @@ class Bench:
     def copy(self, kind: str) -> Path:
         """A fresh copy of an undamaged folder."""
         self.number += 1
-        return shutil.copytree(self.folders[kind], self.root / f"bench{self.number:05d}", symlinks=True)
+        place = shutil.copytree(self.folders[kind], self.root / f"bench{self.number:05d}", symlinks=True)
+        TWINS.update({place: self.twins[kind]} if kind in self.twins else {})
+        return place
 
     def _call(self, argv: list[str]) -> Outcome:
         return called(lambda: __import__("lamina.cli").cli.main(argv))
@@ -216,6 +233,7 @@ class Bench:
             }.get(kind, []),
             "generate": ["generate", str(place), "--temperature", "0", "--max-new-tokens", "4"],
             "probe": ["probe", str(place), "--output", f"{place}-probed", *self.probing],
+            "report": ["report", str(place)],
         }[command]
         done = self._call(argv)
         return Outcome(done.code, done.said, read(command, kind, place, done) if done.code == 0 else None)
@@ -243,6 +261,8 @@ def read(command: str, kind: str, place: Path, done: Outcome) -> dict[str, Any]:
     """What a command's results are, in a form that compares; of a file that can't be read, the error."""
     if command == "generate":
         return {"text": done.said.strip().splitlines()[-1]}
+    if command == "report":
+        return {"page": (place / "report.html").read_text(encoding="utf-8").replace(place.name, "NAME")}
     if command == "probe":
         return {"table": table_of(Path(f"{place}-probed") / "gains.parquet")}
     found: dict[str, Any] = {}
@@ -300,8 +320,9 @@ def judged(case: tuple[str, str], done: Outcome, expected: Any, names: Iterable[
 def files_of(place: Path) -> list[Path]:
     """What may be damaged: every file of a cache; of a job's folder the checkpoints, the models and the records."""
     files = [path for path in sorted(place.rglob("*")) if path.is_file() and path.stat().st_size]
-    names = ("study.yaml", "config.yaml", "result.json", "metrics.jsonl")
-    sealed = [p for p in files if {"checkpoints", "model", "layers", "probes"} & set(p.parts) or p.name in names]
+    names = ("study.yaml", "config.yaml", "result.json", "metrics.jsonl", "results.csv", "preflight.json", "seal.json")
+    inside = {"checkpoints", "model", "layers", "probes", "items", "scores", "figures"}
+    sealed = [p for p in files if inside & set(p.parts) or p.name in names or p.suffix == ".parquet"]
     return sealed or files
 
 
@@ -433,6 +454,8 @@ def damaged_config(bench: Bench, harm: Callable[..., None], draw: random.Random)
 SHARES: tuple[tuple[int, str, str], ...] = (
     (30, KILLED, "resume"), (18, ENDED, "resume"), (12, ENDED, "generate"), (8, ENDED, "probe"),
     (8, STUDY, "resume"), (14, CACHE, ""), (6, CORPUS, ""), (4, CONFIG, ""),
+    (8, STUDY, "report"), (6, ENDED, "report"), (8, PREFLIGHT, "report"), (6, PROBED, "report"),
+    (6, EVALUATED, "report"),
 )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.training.tiny_runs import SMALL, free_port, layers, records, result, write_corpus
-from tools.reliability import stages
-from tools.reliability.record import HUNG, RIGHT, SILENT, TRACEBACK, Case, environment_as_before, main
+from tools.reliability import stages, watched
+from tools.reliability.record import HUNG, LOST, RIGHT, SILENT, TRACEBACK, Case, environment_as_before, main
 
 RUN = {**SMALL, "steps": 24, "logging_steps": 2, "save_steps": 2, "eval_steps": 6, "keep": 2}
 # By name: what differs from RUN, and in how many processes it trains.
@@ -42,6 +42,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "2 processes, DDP": ({"batch_size": 4}, 2),
     "2 processes, FSDP2": ({"batch_size": 4, "parallel": "fsdp2"}, 2),
     **stages.CONFIGURATIONS,
+    **watched.CONFIGURATIONS,
 }
 LONGEST = 240.0  # seconds that a process may take to its end
 
@@ -53,6 +54,9 @@ def work(given: dict[str, Any], how: dict[str, Any], rank: int, size: int, port:
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if how.get("watched"):
+        watched.train(Path(given["output"]), how["watched"])
+        return
     if how.get("job"):
         stages.job_named(how["job"])(given, resume="auto", bar=False)
         return
@@ -93,7 +97,7 @@ class Bench:
         self.places = stages.places_of(root, tuned=jobs)
 
     def _experts(self) -> str:
-        from training.tiny_experts import config
+        from tests.training.tiny_experts import config
 
         config("v3", vocab_size=257).save_pretrained(self.root / "experts")
         return str(self.root / "experts")
@@ -178,12 +182,18 @@ def killed(
             break
         kill(started)
         made += 1
+        if "watched" in how:
+            trouble = watched.faults_at_a_kill(folder, whole_of(bench, name))
     if not trouble:
         again = {"overwrite": True} if name == "--overwrite" and not begun(folder, given) else how
         trouble = bench.to_the_end(given, again, size)
     words = f"{made} kills"
+    if "watched" in how and not trouble:
+        trouble = watched.faults_at_the_end(folder, whole_of(bench, name))
     if trouble:
-        outcome, detail = (HUNG if trouble == "hung" else TRACEBACK), trouble
+        outcome, detail = HUNG if trouble == "hung" else LOST if "rows" in trouble else TRACEBACK, trouble
+    elif "watched" in how:
+        outcome, detail = RIGHT, ""
     else:
         found = outcome_of(folder)
         differing = [key for key in expected if found[key] != expected[key]]
@@ -193,6 +203,8 @@ def killed(
 
 def how_of(name: str) -> dict[str, Any]:
     job = CONFIGURATIONS[name][0].get("job")
+    if "watched" in CONFIGURATIONS[name][0]:
+        return CONFIGURATIONS[name][0]
     return {"spoiled": True} if name == "a rollback" else {"job": job} if job else {}
 
 
@@ -210,6 +222,11 @@ def begun(folder: Path, given: dict[str, Any]) -> bool:
     return ours
 
 
+def whole_of(bench: Bench, name: str) -> Path:
+    """The folder of a configuration's undisturbed run."""
+    return bench.root / f"whole-{name.replace(' ', '-')}"
+
+
 def suite(count: int, seed: int, only: tuple[str, ...] = ()) -> Iterator[Case]:
     """Kill runs ``count`` times in all; ``only``: of these configurations."""
     draw = random.Random(seed)
@@ -224,7 +241,7 @@ def suite(count: int, seed: int, only: tuple[str, ...] = ()) -> Iterator[Case]:
                 kills = min(left, share if size == 1 else max(1, share // 3))
                 if kills == 0:
                     break
-                undisturbed = bench.root / f"whole-{name.replace(' ', '-')}"
+                undisturbed = whole_of(bench, name)
                 if not undisturbed.exists():
                     warm = bench.root / f"warm-{name.replace(' ', '-')}"
                     bench.to_the_end(
@@ -236,7 +253,8 @@ def suite(count: int, seed: int, only: tuple[str, ...] = ()) -> Iterator[Case]:
                         raise RuntimeError(f"the undisturbed run of {name!r} failed: {trouble}")
                     (undisturbed / "took").write_text(str(time.monotonic() - began), encoding="utf-8")
                 seconds = float((undisturbed / "took").read_text(encoding="utf-8"))
-                cases = killed(bench, name, kills, seconds, outcome_of(undisturbed), draw)
+                expected = {} if name in watched.CONFIGURATIONS else outcome_of(undisturbed)
+                cases = killed(bench, name, kills, seconds, expected, draw)
                 left -= len(cases)
                 yield from cases
 
