@@ -30,7 +30,7 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     if record is None:
         return _unmeasured("alarms")
     lines = [
-        "| failure | runs | alarm | loss rose | alarm before | place | cause |",
+        "| failure | runs | alarm | loss rose | alarm before | location | cause |",
         "|---|---|---|---|---|---|---|",
     ]
     whole = []
@@ -52,10 +52,11 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     ]
     parts = record["parts"].items()
     names = {"seen": "seen before"}
-    texts = [f"- What was {names.get(name, name)}: {_alarm_counts(c)}" for name, c in parts if c["failures"]]
+    texts = [f"- Runs that were {names.get(name, name)}: {_alarm_counts(c)}" for name, c in parts if c["failures"]]
     said = [
-        f"Told before the loss, placed and explained in all of their runs: {'; '.join(whole)}.",
-        f"Alarmed steps of healthy set-ups: {'; '.join(healthy)}.",
+        f"These raised an alarm before the loss rose, with the right location and cause, in all of their runs: "
+        f"{', '.join(whole)}.",
+        f"Alarmed steps of healthy set-ups: {', '.join(healthy)}.",
     ]
     return "\n".join([*lines, *(f"\n{line}" for line in said), "", *texts, "", where])
 
@@ -74,21 +75,21 @@ def alarms_sentence(record: dict[str, Any] | None) -> str:
 
 
 def _marked(name: str, counts: dict[str, Any]) -> str:
+    name = name.replace("readout", "output head").replace(" anew", " again")  # the record's own words
     return name if counts["fitted"] else rf"{name} \*"
 
 
 def _alarm_counts(counts: dict[str, Any]) -> str:
     healthy = (
-        f"{counts['alarmed_steps']} alarmed steps in {counts['healthy_steps']:,} healthy ones, {counts['diverged']} "
-        f"of {counts['healthy_runs']} healthy runs called diverged; "
+        f"{counts['alarmed_steps']} of {counts['healthy_steps']:,} healthy steps had an alarm, and "
+        f"{counts['diverged']} of {counts['healthy_runs']} healthy runs counted as diverged. "
     )
-    heard = f" ({counts['heard_before']} told by then)" if "heard_before" in counts else ""
+    heard = f" ({counts['heard_before']} reported by then)" if "heard_before" in counts else ""
     return (
-        f"{healthy if counts['healthy_runs'] else ''}an alarm before the loss rose in "
-        f"{counts['before']} of {counts['rose']} failures in which it did{heard}, "
-        f"the right place in {counts['place']} of {counts['placed']}, "
-        f"the right cause in {counts['cause']} of {counts['failures']}, a wrong one in {counts['wrong_cause']}, "
-        f"no alarm in {counts['failures'] - counts['told']}."
+        f"{healthy if counts['healthy_runs'] else ''}An alarm came before the loss rose in {counts['before']} of "
+        f"{counts['rose']} failures in which it did{heard}. The location was right in {counts['place']} of "
+        f"{counts['placed']} and the cause in {counts['cause']} of {counts['failures']}. The cause was wrong in "
+        f"{counts['wrong_cause']}, and {counts['failures'] - counts['told']} raised no alarm."
     )
 
 

@@ -57,7 +57,9 @@ _STAR = "\\*"
 def wirings_table() -> str:
     """One row per wiring: name, equation, source."""
     rows = ["| wiring | equation | source |", "|---|---|---|"]
-    rows += [f"| `{name}` | `{(one := WIRINGS.get(name)).equation}` | {one.source} |" for name in WIRINGS.names()]
+    for name in WIRINGS.names():
+        wiring = WIRINGS.get(name)
+        rows.append(f"| `{name}` | `{wiring.equation}` | {wiring.source.replace('; ', ', ')} |")
     return "\n".join(rows)
 
 

@@ -8,8 +8,8 @@ import tokenize
 from pathlib import Path
 
 import pytest
+from scripts import ROOT, loaded
 
-ROOT = Path(__file__).resolve().parent.parent
 # Those of the glossary's last column that are never right, whatever the sentence.
 BANNED = {
     "mend": r"\bmend(s|ed|ing)?\b",
@@ -27,6 +27,25 @@ BANNED = {
     "in order to": r"\b[Ii]n order to\b",
     "marketing": r"\b([Ss]imply|[Ee]asily|[Ss]eamless(ly)?|[Pp]owerful|[Bb]lazing(ly)?|[Ee]ffortless(ly)?|"
     r"[Cc]utting-edge|[Ss]tate-of-the-art|[Ww]orld-class|[Ll]everag(e|es|ing)|[Uu]tiliz(e|es|ed|ing))\b",
+}
+
+
+# What a reader of pages, of the commands' help and of messages never meets: house words, and verdicts of the records.
+HOUSE = {
+    "readout": r"\b[Rr]eadouts?\b",  # the output head
+    "left first": r"\bleft (first|its (range|course))\b",
+    "turns the stream": r"\bturns? the stream\b",
+    "hands on": r"\bhands? on\b",
+    "anew": r"\banew\b",
+    "alike": r"\balike\b",
+    "dearer": r"\bdearer\b",
+    "else": r"[,;] else\b|\b[Ee]lse,|\bor else\b",
+    "scale cpu": r"\b[Aa]t scale cpu\b",
+    "same bits": r"\b(same bits|to the bit)\b",
+    "is refused": r"\b(is|are|was|were) refused\b",
+    "is said": r"\b(is|are|was|were) (said|told)\b",
+    "placed": r"\bplaced\b",
+    "not tested": r"\(not tested\)",
 }
 
 
@@ -48,6 +67,29 @@ def prose(path: Path) -> str:
 def files() -> list[Path]:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
     return [*pages, *sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "lamina").rglob("*.py"))]
+
+
+@functools.cache
+def shown() -> dict[str, str]:
+    """What a reader sees: the pages, the help of all commands and settings, and the messages of refusals."""
+    pages = [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs" / "evidence").glob("*.md")),
+    ]
+    texts = {path.name: path.read_text("utf-8") for path in pages if path.name != "architecture.md"}
+    reference = loaded("docs/reference.py")
+    texts |= {"help": reference.command_line_page(), "settings": reference.settings_page()}
+    return {
+        name: re.sub(r"k_readout|--k-readout", "", text)
+        for name, text in {**texts, "refusals": (ROOT / "tests" / "refusals.txt").read_text("utf-8")}.items()
+    }
+
+
+@pytest.mark.parametrize("word", HOUSE)
+def test_no_reader_meets(word):
+    met = {f"{name}: {hit.group()}" for name, text in shown().items() for hit in re.finditer(HOUSE[word], text)}
+    assert not met, "\n".join(sorted(met))
 
 
 @pytest.mark.parametrize("word", BANNED)

@@ -88,7 +88,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         decides=False,
     )
     num_fewshot: int | None = setting(
-        None, "examples before each question (default: the set's, else the task's)", at_least(0)
+        None, "examples before each question (default: the set's, otherwise the task's)", at_least(0)
     )
     compare: bool = setting(
         False, "the models are folders of earlier evaluations: compare their items, evaluate nothing", decides=False

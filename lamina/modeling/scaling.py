@@ -186,7 +186,7 @@ def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
         return model
     if outer.tie_word_embeddings:
         raise UserError(
-            "width_scaling: the backbone ties its readout to its embedding, and the two need rates of their own "
+            "width_scaling: the backbone ties its output head to its embedding, and the two need rates of their own "
             "(allowed: --untie-embeddings, or --width-scaling none)"
         )
     try:

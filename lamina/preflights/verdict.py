@@ -221,8 +221,9 @@ def _place(layer: int) -> str:
 def _collapse(numbers: Features, burn_in: BurnIn) -> str:
     return (
         f"after {len(burn_in.losses)} steps a change at {_place(numbers.jacobian_layer)} reaches the last layer with a "
-        f"gain of {10**numbers.jacobian:.0e} (the gradient comes back as weak), and all tokens look alike there (mean "
-        f"cosine {numbers.similarity:.3f}): the model no longer reads its input and stays at the tokens' frequencies"
+        f"gain of {10**numbers.jacobian:.0e} (the gradient comes back as weak), and all tokens look the same there "
+        f"(mean cosine {numbers.similarity:.3f}): the model no longer reads its input and stays at the tokens' "
+        "frequencies"
     )
 
 

@@ -48,7 +48,9 @@ class ModelSettings(Settings, group="model"):
     num_heads: int | None = setting(
         None, "attention heads (default: the backbone's, or the number that keeps the width of a head)", at_least(1)
     )
-    untie_embeddings: bool = setting(False, "give the readout its own weight if the backbone ties it to the embedding")
+    untie_embeddings: bool = setting(
+        False, "give the output head its own weight if the backbone ties it to the embedding"
+    )
     init: str = setting(
         "recommended",
         "initializer: recommended (by the placement's main source), normal, scaled, deepnorm, xavier, small",
@@ -219,8 +221,8 @@ class ScalingSettings(Settings, group="width and depth scaling"):
         None, "hidden size at which the learning rate was chosen, where width scaling changes nothing", at_least(1)
     )
     k_embedding: float = setting(1.0, "with width scaling, a factor on the embedding's learning rate", above(0.0))
-    k_hidden: float = setting(1.0, "the same for all weights between embedding and readout", above(0.0))
-    k_readout: float = setting(1.0, "the same for the readout", above(0.0))
+    k_hidden: float = setting(1.0, "the same for all weights between embedding and output head", above(0.0))
+    k_readout: float = setting(1.0, "the same for the output head", above(0.0))
     depth_scaling: Literal["none", "depth-mup", "completep"] = setting(
         "none",
         "how branches, rates and epsilon scale with the number of blocks: none, depth-mup (Yang et al. 2023) or "
@@ -319,7 +321,7 @@ class ExpertSettings(Settings, group="experts"):
     """The balance of a mixture's experts."""
 
     expert_balance: Balance = setting(
-        "auto", "for a backbone with experts: auto (bias if its routers have one, else loss), none, bias, loss"
+        "auto", "for a backbone with experts: auto (bias if its routers have one, otherwise loss), none, bias, loss"
     )
     expert_balance_rate: float = setting(
         1e-3, "the bias's change per step, or the auxiliary loss's factor", not_below(0.0)
@@ -332,8 +334,8 @@ class SpeedSettings(Settings, group="machine"):
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     precision: Literal["auto", "fp32", "bf16", "fp16", "float8"] = setting(
         "auto",
-        "auto (bf16 on a GPU, else fp32), fp32, bf16, fp16 or float8 (mixed: weights and losses stay fp32; float8: the "
-        "blocks' linear layers by torchao, the rest bf16)",
+        "auto (bf16 on a GPU, otherwise fp32), fp32, bf16, fp16 or float8 (mixed: weights and losses stay fp32; "
+        "float8: the blocks' linear layers by torchao, the rest bf16)",
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",

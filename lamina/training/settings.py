@@ -79,7 +79,7 @@ class ParallelSettings(DeviceSettings, group="machine"):
 
     parallel: Literal["auto", "ddp", "fsdp2"] = setting(
         "auto",
-        "how several processes share the work: auto (as accelerate is configured, else ddp), ddp (each holds the "
+        "how several processes share the work: auto (as accelerate is configured, otherwise ddp), ddp (each holds the "
         "model), fsdp2 (each a part)",
         decides=False,
     )

@@ -151,7 +151,7 @@ def test_at_the_base_width_every_weight_starts_bit_for_bit_as_without(placement)
 
 def test_what_cannot_be_scaled_is_one_line():
     tied = lamina.build(llama_of(32, tie_word_embeddings=True), "pre_ln", init="normal")
-    with pytest.raises(UserError, match=r"ties its readout.*--untie-embeddings"):
+    with pytest.raises(UserError, match=r"ties its output head.*--untie-embeddings"):
         list(scaled_weights(tied, Scaling(width="standard", base_width=16)))
     with pytest.raises(UserError, match="base_width: 15 cannot be"):
         list(scaled_weights(copy.deepcopy(lamina.build(llama_of(32), "pre_ln")), Scaling(width="mup", base_width=15)))

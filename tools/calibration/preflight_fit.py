@@ -458,8 +458,8 @@ def _groups(made: dict[str, Any]) -> list[str]:
         *lines,
         "",
         _wrapped(
-            f"Of the runs called fine {badly} trained badly. The rule of one number, for comparison: fine where the "
-            "held-out loss is below a constant prediction's after the first burn-in."
+            f"{badly} of the runs called fine trained badly. For comparison, the rule of one number calls a run fine "
+            "if its held-out loss is below a constant prediction's after the first burn-in."
         ),
         "",
     ]
@@ -497,9 +497,9 @@ def _share(found: list[Any]) -> str:
 def _deciding(found: dict[str, int]) -> list[str]:
     return [
         _wrapped(
-            f"Undecided were {found['undecided']}; {found['told a step']} of them were told a step before their last "
-            f"that should decide. Of these {found['trained']} trained, and {found['shown by it']} had shown it by that "
-            "step."
+            f"{found['undecided']} runs were undecided. For {found['told a step']} of them, preflight named a step "
+            f"before their last that should decide. {found['trained']} of these trained, and {found['shown by it']} "
+            "had shown it by that step."
         ),
         "",
     ]

@@ -95,7 +95,7 @@ class DataSettings(Settings, group="data"):
     eval_examples: int = setting(256, "held-out examples per evaluation (0 for all)", at_least(0))
     template: str = setting(
         "auto",
-        "how turns become text: auto (the tokenizer's template; else alpaca, or chat), none, or, also for texts, "
+        "how turns become text: auto (the tokenizer's template, otherwise alpaca, or chat), none, or, also for texts, "
         "tokenizer, alpaca, human, chat, plain, or a Jinja file",
         place,
     )
@@ -200,7 +200,7 @@ class TuningSettings(
     beta2: float = changed(0.999)
     min_learning_rate: float = changed(0.0)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = changed(
-        "auto", help="auto (bf16 on a GPU, else fp32), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
+        "auto", help="auto (bf16 on a GPU, otherwise fp32), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
     )
     seed: int = changed(0, help="seed of the order of the examples and of everything else that is random")
 
