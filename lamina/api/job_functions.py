@@ -186,9 +186,9 @@ def _corpus(name: str, value: object, field: str) -> str:
         return os.fspath(value[0]) if len(value) == 1 else _file(name, lambda: _documents(value, field))
     if any(are_paths):
         missing = value[are_paths.index(False)]
-        raise UserError(f"{name}: {missing[:80]!r} is not a file, others in the list are (allowed: paths, or texts)")
+        raise UserError(f"{name}: {missing[:80]!r} is no file, but others are. Give paths alone, or texts alone.")
     if all(_PLACE.fullmatch(str(x)) for x in value):
-        raise UserError(f"{name}: {str(value[0])[:80]!r}: no such file (allowed: a list of paths, or of texts)")
+        raise UserError(f"{name}: {str(value[0])[:80]!r}: no such file. Give a list of paths, or a list of texts.")
     return _file(name, lambda: ({field: text} for text in value))
 
 

@@ -61,7 +61,7 @@ def generate(
         first = [] if system is None else [{"role": "system", "content": text("system", system)}]
         prompt = [*first, {"role": "user", "content": prompt}]
     elif system is not None:
-        raise UserError(f"system: {system!r} has no effect here (allowed: with chat=True and a text)")
+        raise UserError(f"system: {system!r} has no effect here. Set chat=True and give a text, or leave it out.")
     sampling = {"temperature": temperature, "top_p": top_p, "stop": stop}
     speaker = speaker_of(model, max_new_tokens, seed=seed, trust_remote_code=trust_remote_code, **sampling)
     return speaker.continuation(prompt) if isinstance(prompt, str) else speaker.answer([dict(turn) for turn in prompt])
@@ -130,7 +130,7 @@ def convert(
     model, folder = path("source", source), path("output", output)
     one_of("dtype", dtype, DTYPES)
     if placement is not None and came_from is None:
-        raise UserError(f"--placement: {placement!r} without --from (allowed: with the checkpoint of a trainer)")
+        raise UserError(f"--placement: {placement!r} without --from. Name the checkpoint with --from.")
     trainers = [name for name in (to, came_from) if name is not None and name not in get_args(Target)]
     if trainers or came_from is not None:
         from lamina.ports import checkpoints
@@ -138,7 +138,7 @@ def convert(
         for name in trainers:
             one_of("to" if name == to else "from", name, (*get_args(Target), *checkpoints.FORMATS))
         if to is not None and came_from is not None and to != "lamina":
-            raise UserError(f"--to: {to!r} beside --from {came_from} (allowed: lamina, then from there)")
+            raise UserError(f"--to: {to!r} beside --from {came_from}. Convert to lamina first.")
         trainer = str(came_from or to)
         reads = came_from is not None
         return checkpoints.convert(model, Path(folder), trainer, placement, reads=reads, overwrite=overwrite)
@@ -175,7 +175,7 @@ def emit(
     spec, target = text("placement", placement), text("to", to)
     whole_number("num_layers", num_layers)
     if with_test and output is None:
-        raise UserError("with_test: the test stands beside a file (allowed: give output, too)")
+        raise UserError("with_test: Lamina writes the test beside a file. Give output, too.")
     from lamina.ports import emit as run
 
     file = None if output is None else Path(path("output", output))
@@ -223,14 +223,14 @@ def prune(
             output folder in use.
     """
     if (by is None) == (not layers) or (by is None) != (drop is None):
-        raise UserError("layers: name them, or give by and drop (allowed: one of the two)")
+        raise UserError("layers: name them, or give by and drop.")
     source, folder = path("model", model), path("output", output)
     if drop is not None:
         whole_number("drop", drop)
     if by is not None:
         text("by", by)
     if not isinstance(layers, str | list | tuple):
-        raise UserError(f"layers: {layers!r} (allowed: a list of layers, or a text)")
+        raise UserError(f"layers: {layers!r}. Give a list of layers, or a text such as 3,5-7.")
     from lamina.probes.engine.probe_settings import ProbeSettings
     from lamina.surgery.prune import layers_of
     from lamina.surgery.prune import prune as run
@@ -333,7 +333,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
     try:
         require("the page", "report")
     except UserError as error:
-        return Diagnosis(sentences=[*texts, f"{error}."], page=None)
+        return Diagnosis(sentences=[*texts, str(error)], page=None)
     from lamina.reports.pages.diagnosis import PAGE, write_diagnosis
 
     return Diagnosis(sentences=texts, page=write_diagnosis(folder / PAGE, evidence, folder))
@@ -348,7 +348,7 @@ def _compared(run: Path, against: Path) -> Diagnosis:
     try:
         require("the page", "report")
     except UserError as error:
-        return Diagnosis(sentences=[*texts, f"{error}."], page=None)
+        return Diagnosis(sentences=[*texts, str(error)], page=None)
     from lamina.reports.pages.diagnosis import write_comparison
 
     folder = whole.with_name(f"{whole.name}-lamina") if is_history(run) else whole

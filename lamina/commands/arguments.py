@@ -195,7 +195,7 @@ class Parser(ArgumentParser):
     def add_text_flags(self) -> None:
         """Add the flags for the text on which a trained model is measured, as in `lamina probe`."""
         self.add_flag("--corpus", "embedded, a .txt/.jsonl file, a folder, hf:NAME", "embedded", "TEXT")
-        self.add_flag("--tokenizer", "for a model without one of its own", metavar="TEXT")
+        self.add_flag("--tokenizer", "tokenizer, for a model that has none", metavar="TEXT")
         self.add_flag("--sequences", "how many blocks of the text", 64)
         length = "tokens in a block (default: 256, or the model's positions where they are fewer)"
         self.add_argument("--sequence-length", type=Reader(int), default=None, metavar="N", help=length)
@@ -240,7 +240,7 @@ class Parser(ArgumentParser):
             if reading is None:
                 raise self._unknown(word)
             if reading.key is None and (before := names.setdefault(reading.flag, _hyphens(outer))) != _hyphens(outer):
-                raise UserError(f"{before} and {outer} are the same setting (allowed: one of them)")
+                raise UserError(f"{before} and {outer} are the same setting. Give one of them.")
             reading.take(options, inner, text if equals else None, left)
         options, unknown = self.parse_known_args(rest, options)
         for word in unknown:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 GROUPS: dict[str, dict[str, str]] = {
     "watch and diagnose": {
-        "diagnose": "say what went wrong first in a run: in which layer, at which step, and what to change",
+        "diagnose": "find out why a run went wrong: the likely cause, its step and layer, and what to change",
         "report": "rewrite the page of a folder, whichever command wrote the folder",
     },
     "look inside": {
@@ -20,7 +20,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "placements": "list the placements, or show one: equation, diagram, options, source",
         "eval": JOBS["eval"].summary,
         "generate": "continue a text with a trained model",
-        "prune": "take layers out of a trained model: those you name, or those a probe finds least needed",
+        "prune": "remove layers from a trained model: the ones you name, or the ones a probe finds least needed",
         "graft": "put another placement on a trained model, its norms fitted so that the loss changes little",
         "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
     },

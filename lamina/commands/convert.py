@@ -20,9 +20,9 @@ EXAMPLES = """
 def parser() -> Parser:
     flags = Parser(
         "convert",
-        "Turn a transformers checkpoint whose placement is known into a Lamina one with the same logits;\n"
-        "or a Lamina model into the transformers architecture that computes the same, if there is one.\n"
-        f"Known: {convertible()}.",
+        "Convert a transformers checkpoint to Lamina, or a Lamina model to transformers. The logits stay the\n"
+        "same. A Lamina model converts if transformers has an architecture with its placement.\n\n"
+        f"Lamina converts {convertible()}.",
         EXAMPLES,
         "SOURCE OUTPUT ",
     )

@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
     names = ("max_new_tokens", "temperature", "top_p", "stop", "seed", "trust_remote_code")
     sampling = {name: getattr(options, name) for name in names}
     if options.system is not None and not options.chat:
-        raise UserError(f"system: {options.system!r} has no effect here (allowed: with --chat)")
+        raise UserError(f"system: {options.system!r} has no effect here. Add --chat, or leave it out.")
     turns = [] if options.system is None else [{"role": "system", "content": options.system}]
     if options.chat:
         _converse(options.model, turns, options.prompt, **sampling)

@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
             raise UserError(f"{name}: {value!r} has no effect here (allowed: {allowed} --of)")
     if options.of is not None:
         if options.name is not None:
-            raise UserError(f"--of: {options.of!r} beside the placement {options.name!r} (allowed: one of them)")
+            raise UserError(f"--of: {options.of!r} beside the placement {options.name!r}. Give one of them.")
         census = placement_of(options.of, layers=options.layers)
         show(json.dumps(census.to_dict(), indent=1) if options.json else census.text())
         return 0

@@ -16,16 +16,18 @@ EXAMPLES = """
 
 def parser() -> Parser:
     about = (
-        "Take layers out of a trained decoder, Lamina's or transformers', and say the loss before and after. What is\n"
-        "written loads as the model did; `lamina pretrain --from` trains it further."
+        "Remove layers from a trained decoder, Lamina's or transformers', and print the loss before and after. The\n"
+        "smaller model loads like the whole one. To train it further, run `lamina pretrain --from`."
     )
     flags = Parser("prune", about, EXAMPLES, "MODEL ")
     flags.add_argument("model", help="a folder with a saved model, or a run's folder")
     flags.add_flag("--output", "a new or empty folder", "pruned", "DIR")
-    flags.add_flag("--layers", "the layers to take out, counted from 0, as in 3,5-7", metavar="LIST")
-    flags.add_flag("--by", "angular_distance, layer_drop, or PROBE.METRIC (the lowest go)", metavar="MEASURE")
+    flags.add_flag("--layers", "layers to remove, counted from 0, as in 3,5-7", metavar="LIST")
+    flags.add_flag(
+        "--by", "measure whose lowest layers go: layer_drop, angular_distance, or PROBE.METRIC", metavar="MEASURE"
+    )
     flags.add_argument(
-        "--drop", type=Reader(int), default=None, metavar="N", help="with --by, how many layers to take out"
+        "--drop", type=Reader(int), default=None, metavar="N", help="with --by, number of layers to remove"
     )
     flags.add_text_flags()
     return flags
@@ -35,7 +37,7 @@ def run(argv: list[str]) -> int:
     options = {name: value for name, value in vars(parser().parse(argv)).items() if value is not None}
     output = options.pop("output")
     record = prune(options.pop("model"), output, **options)
-    show(f"layers taken out: {ranges(record['dropped'])}; {record['num_layers']} remain")
+    show(f"layers removed: {ranges(record['dropped'])}; {record['num_layers']} remain")
     show(f"parameters: {record['parameters_before']:,} -> {record['parameters']:,}")
     show(f"loss on {record['tokens']:,} tokens: {record['loss_before']:.4f} -> {record['loss']:.4f} nats")
     show(f"the model: {output}")

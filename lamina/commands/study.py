@@ -94,7 +94,7 @@ def _run(argv: list[str]) -> int:
     if not studies:
         raise UserError("study: none given (allowed: a name, several with commas, a YAML file, all)")
     if len(studies) > 1 and "output" in typed:
-        raise UserError("output: one folder for several studies (allowed: --output with one study)")
+        raise UserError("output: one folder for several studies. Give --output with one study alone.")
     if others.dry_run:
         from lamina.lab.papers.engine.describe_study import dry_run_text
 

@@ -33,8 +33,7 @@ def missing_extra(what: str, error: ModuleNotFoundError) -> UserError | None:
 
 
 def _missing(what: str, modules: list[str], extra: str) -> UserError:
-    them = "it" if len(modules) == 1 else "them"
-    return UserError(f"{what}: needs {', '.join(modules)} (to install {them}: {install(extra)})")
+    return UserError(f"{what}: needs {', '.join(modules)}. Run: {install(extra)}")
 
 
 def install(extra: str) -> str:

@@ -21,7 +21,7 @@ def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> Non
     A module may register a name again, as a file does when it is read twice.
     """
     if holder not in (None, owner):
-        raise UserError(f"{kind} {name!r}: {owner} registers it, and {holder} has it (allowed: another name)")
+        raise UserError(f"{kind} {name!r}: {owner} registers it, and {holder} has it. Choose another name.")
 
 
 class Registry(Generic[Entry]):
@@ -123,5 +123,5 @@ class Registry(Generic[Entry]):
                 plugin.load()
         except UserError as error:
             reason = str(error) if str(error).startswith(subject) else f"{subject}: {error}"
-            self._failure = UserError(f"{reason} (allowed: a package that imports; update or uninstall it)")
+            self._failure = UserError(f"{reason}. Update or uninstall that package.")
             raise self._failure from error

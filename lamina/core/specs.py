@@ -32,7 +32,7 @@ def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
         if not equals:
             raise UserError(f"{kind} {spec!r}: {part!r} is not of the form option=value")
         if option.strip() in options:
-            raise UserError(f"{kind} {spec!r}: {option.strip()!r} is given twice (allowed: once)")
+            raise UserError(f"{kind} {spec!r}: {option.strip()!r} is given twice. Give it once.")
         options[option.strip()] = read_value(value.strip())
     return match[1], options
 

@@ -167,7 +167,7 @@ def path(name: str, value: object) -> str:
     if not written or isinstance(written, bytes):
         raise UserError(f"{name}: {_shown(written)} (allowed: a path)")
     if "\0" in written:
-        raise UserError(f"{name}: {_shown(written)} holds a NUL character (allowed: a path without)")
+        raise UserError(f"{name}: {_shown(written)} holds a NUL character. Remove it.")
     if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in encoded.split(os.fsencode(os.sep))):
         raise UserError(
             f"{name}: {_shown(written)} is too long (allowed: names of at most {LONGEST_NAME} bytes, "
@@ -194,7 +194,9 @@ def writable_folder(name: str, folder: Path) -> None:
         if not is_folder:
             raise UserError(f"{name}: {str(parent)!r} is a file, not a folder")
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise UserError(f"{name}: {str(parent)!r} may not be written into (allowed: a folder that may)")
+            raise UserError(
+                f"{name}: {str(parent)!r} may not be written into. Choose a folder that you may write into."
+            )
         return
 
 
@@ -223,7 +225,7 @@ def text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise UserError(f"{name}: {_shown(value)} (allowed: text)")
     if "\0" in value:
-        raise UserError(f"{name}: {_shown(value)} holds a NUL character (allowed: text without)")
+        raise UserError(f"{name}: {_shown(value)} holds a NUL character. Remove it.")
     return value
 
 

@@ -425,7 +425,7 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
     names = [name for name, _ in weights]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"{where}: {twice!r} is named twice (allowed: each corpus once)")
+        raise UserError(f"{where}: {twice!r} is named twice. Name each corpus once.")
     total = sum((Fraction(weight) for _, weight in weights), Fraction(0))
     return {name: Fraction(weight) / total for name, weight in weights}
 

@@ -254,7 +254,7 @@ def single_corpus_of(spec: str, text_field: str = "text") -> SingleCorpus:
     """Return the single corpus with this name, without reading it. Raises UserError for a mix."""
     corpus = Corpus.parse(spec, text_field)
     if not isinstance(corpus, SingleCorpus):
-        raise UserError(f"corpus: {spec!r} is a mix (allowed here: one corpus)")
+        raise UserError(f"corpus: {spec!r} is a mix. Give one corpus.")
     return corpus
 
 

@@ -305,7 +305,7 @@ class TokenStream:
                         yield dataclasses.replace(after, last=joiner.last), joiner.encode()
                 joiner.jump()
             if empty:
-                raise UserError(f"corpus: {self.corpus!r} holds no text to train on (allowed: a corpus with some)")
+                raise UserError(f"corpus: {self.corpus!r} holds no text to train on. Choose a corpus with text.")
             turn, first, place = turn + 1, 0, Place()
             if joiner.chars:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()

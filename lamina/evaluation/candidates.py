@@ -112,7 +112,7 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
         config, own = config_of(folder), tokenizer_of(folder)
     tokenizer = _tokenizer(own, path, settings)
     if settings.chat_template and settings.tasks and not tokenizer.chat_template:
-        raise UserError(f"chat_template: the tokenizer of {path!r} has none (allowed: a model or --tokenizer with one)")
+        raise UserError(f"chat_template: the tokenizer of {path!r} has none. Name a --tokenizer that has one.")
     return config
 
 
@@ -129,13 +129,13 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
         raise UserError(f"models: {path!r} is a {type(model).__name__}, which predicts no next token")
     if loaded.notes:
-        raise UserError(f"models: {path!r}: {loaded.notes[0]} (allowed: a checkpoint with all its weights)")
+        raise UserError(f"models: {path!r}: {loaded.notes[0]}. Choose a checkpoint with all its weights.")
     tokenizer = _tokenizer(loaded.tokenizer, path, settings)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     size = model.get_input_embeddings().num_embeddings
     if isinstance(size, int | torch.Tensor) and largest >= int(size):
         raise UserError(
-            f"tokenizer: it has {largest + 1} tokens, the model {path!r} has {int(size)} (allowed: the model's own)"
+            f"tokenizer: it has {largest + 1} tokens, the model {path!r} has {int(size)}. Use the model's own."
         )
     return model, tokenizer
 
@@ -143,7 +143,7 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
 def _tokenizer(own: PreTrainedTokenizerBase | None, path: str, settings: EvalSettings) -> PreTrainedTokenizerBase:
     tokenizer = own if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
     if tokenizer is None:
-        raise UserError(f"tokenizer: {path!r} holds none (allowed: --tokenizer with one)")
+        raise UserError(f"tokenizer: {path!r} holds none. Name one with --tokenizer.")
     return tokenizer
 
 

@@ -398,7 +398,7 @@ def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, in
         raise UserError(f"window: {window} is longer than the model's context (allowed: at most {longest})")
     stride = settings.stride or max(1, window // 2)
     if stride > window:
-        raise UserError(f"stride: {stride} skips tokens (allowed: at most the window, {window})")
+        raise UserError(f"stride: {stride} skips tokens. Choose at most the window, {window}.")
     return window, stride
 
 

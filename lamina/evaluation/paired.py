@@ -168,7 +168,7 @@ class Earlier:
 def earlier(paths: Sequence[str]) -> Earlier:
     """Read finished evaluations. Raises UserError for a folder of another kind, or without a result."""
     if len(paths) < 2 and not (paths and len(_result(paths[0])["models"]) > 1):
-        raise UserError("compare: one model (allowed: the folders of at least two evaluated models)")
+        raise UserError("compare: one model. Give the folders of at least two evaluations.")
     found = Earlier(candidates=[], columns=[], records={}, folders={})
     results = {path: _result(path) for path in dict.fromkeys(paths)}
     names = [model["name"] for result in results.values() for model in result["models"]]
@@ -200,7 +200,7 @@ def earlier(paths: Sequence[str]) -> Earlier:
 def _result(path: str) -> Json:
     folder = Path(path).expanduser()
     if kind_of(folder) != Kind.EVALUATION or not (folder / RESULT).is_file():
-        raise UserError(f"compare: {path!r} holds no evaluation (allowed: folders that `lamina eval` wrote)")
+        raise UserError(f"compare: {path!r} holds no evaluation. Give folders that `lamina eval` wrote.")
     result = read_json(folder / RESULT)
     if result.get("status") != "finished":
         raise UserError(f"compare: {path!r} is {result.get('status')}. Run: lamina eval --output {path} --resume")

@@ -127,7 +127,7 @@ def perplexity(
     for _, nll in sorted((pair for part in processes.everyones(own) for pair in part), key=itemgetter(0)):
         total += nll
     if not counts["tokens"]:
-        raise UserError("corpus: it has no tokens (allowed: a text)")
+        raise UserError("corpus: it has no tokens. Give a text.")
     if not math.isfinite(total):
         raise UserError(f"corpus: the model's loss on it is {total}")
     return Perplexity(nll=total, **counts)
@@ -153,6 +153,6 @@ def documents_of(corpus: str, text_field: str, limit: int | None) -> Iterator[st
     """Return the texts of a corpus, at most ``limit``. Raises UserError if it can't be read."""
     parsed = Corpus.parse(corpus, text_field)
     if len(parsed.parts) > 1:
-        raise UserError(f"corpus: {corpus!r} is a mix (allowed: one text; an evaluation for each of several)")
+        raise UserError(f"corpus: {corpus!r} is a mix. Evaluate each text by itself.")
     every = (document.text for part in parsed.parts for document in part.corpus.documents())
     return islice(every, limit)

@@ -129,7 +129,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         if not self.chat_template:
             self.refuse_unused("system", allowed="with --chat-template")
         if self.window is not None and self.stride is not None and self.stride > self.window:
-            raise UserError(f"stride: {self.stride} skips tokens (allowed: at most the window, {self.window})")
+            raise UserError(f"stride: {self.stride} skips tokens. Choose at most the window, {self.window}.")
 
     def check_names(self) -> None:
         """Raise UserError for a missing corpus or tokenizer."""
@@ -150,7 +150,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
                 "models: none given (allowed: a folder, a run's or a study's folder, a .gguf file, a hub name)"
             )
         if self.compare and (self.task_list() or self.corpus is not None):
-            raise UserError("compare: the earlier evaluations decide the tasks and the text (allowed: leave them out)")
+            raise UserError("compare: the earlier evaluations decide the tasks and the text. Leave them out.")
         if not self.compare and not self.task_list() and self.corpus is None:
             raise UserError(
                 "tasks: none given (allowed: --tasks with tasks or a set, --corpus for a perplexity, or both)"

@@ -70,7 +70,7 @@ class Tasks:
         Raises UserError if the harness or the folder of the data is missing.
         """
         if importlib.util.find_spec("lm_eval") is None:
-            raise UserError(f"tasks: lm-evaluation-harness is not installed (to install it: {install('eval')})")
+            raise UserError(f"tasks: lm-evaluation-harness is not installed. Run: {install('eval')}")
         from lm_eval.tasks import TaskManager
 
         data = home("data_dir", data_dir).resolve() if data_dir is not None else None
@@ -174,7 +174,7 @@ class Tasks:
                     "with --run-code, for a file that you trust)"
                 )
             if (entry.cfg or {}).get("unsafe_code"):
-                raise UserError(f"tasks: {task!r} runs the code that a model writes (allowed with --run-code)")
+                raise UserError(f"tasks: {task!r} runs the code that a model writes. Add --run-code to allow it.")
 
     def _reason(self, name: str, error: BaseException, reachable: bool) -> str:
         if isinstance(error, TemplateError):

@@ -108,6 +108,6 @@ def in_our_words(given: Mapping[str, object], offered: Collection[str], where: s
     for name, value in given.items():
         setting = meaning(name, offered) or name
         if setting in ours:
-            raise UserError(f"{where}{setting}: given by two names (allowed: one)")
+            raise UserError(f"{where}{setting}: given by two names. Keep one of them.")
         ours[setting] = value
     return ours

@@ -194,9 +194,7 @@ def read_config(folder: Path) -> Json:
     path = folder / CONFIG
     data = read_mapping(path)
     if DIGEST in data and data.pop(DIGEST) != digest_of(data):
-        raise UserError(
-            f"{str(path)!r}: cut short or altered (its digest does not match) (allowed: the file as it was)"
-        )
+        raise UserError(f"{str(path)!r}: cut short or altered (its digest does not match). Restore the file.")
     return data
 
 
@@ -229,5 +227,5 @@ def read_claims(folder: Path) -> list[Json] | None:
     except (OSError, ValueError) as error:
         raise UserError(f"{str(path)!r}: not readable ({error})") from None
     if not isinstance(claims, list) or not all(isinstance(one, dict) for one in claims):
-        raise UserError(f"{str(path)!r}: no list of verdicts (allowed: the file as it was written)")
+        raise UserError(f"{str(path)!r}: no list of verdicts. Restore the file as it was written.")
     return claims

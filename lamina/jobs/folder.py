@@ -65,7 +65,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
-        raise UserError("resume and overwrite contradict each other (allowed: one of them)")
+        raise UserError("resume and overwrite contradict each other. Give one of them.")
     writable_folder("output", folder)
     refuse_special("output", folder, levels=99, entries=2**31)
     if not in_use(folder):
@@ -88,9 +88,9 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
 
     old = old_content(folder)
     if overwrite and os.path.lexists(old) and not (folder / REPLACES).is_file():
-        raise UserError(f"output: {str(old)!r} is in the way of --overwrite (allowed: move it, or another folder)")
+        raise UserError(f"output: {str(old)!r} is in the way of --overwrite. Move it, or choose another folder.")
     if overwrite and Path.cwd().is_relative_to(folder.resolve()):
-        raise UserError(f"output: {str(folder)!r} holds the current folder (allowed: --overwrite from outside)")
+        raise UserError(f"output: {str(folder)!r} holds the current folder. Run the command from outside of it.")
 
 
 def nothing_to_resume(folder: Path) -> UserError:
@@ -154,7 +154,7 @@ def _set_aside(folder: Path) -> None:
         folder.resolve().rename(old)
     except OSError as error:
         raise UserError(
-            f"output: {str(folder)!r} can't be renamed to {old.name!r}: {error.strerror} (allowed: another folder)"
+            f"output: {str(folder)!r} can't be renamed to {old.name!r}: {error.strerror}. Choose another folder."
         ) from None
     folder.mkdir(exist_ok=True)
     (folder / REPLACES).touch()
@@ -221,7 +221,7 @@ def _make(folder: Path) -> None:
     except OSError as error:
         if disk_full(error):
             raise
-        raise UserError(f"output: {str(folder)!r} can't be made: {error.strerror} (allowed: another folder)") from None
+        raise UserError(f"output: {str(folder)!r} can't be made: {error.strerror}. Choose another folder.") from None
 
 
 def is_locked(folder: Path) -> bool:
@@ -259,7 +259,7 @@ def _flock(folder: Path, wait: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise UserError(
-                        f"output: another process writes into {str(folder)!r} (allowed: wait for it, or another folder)"
+                        f"output: another process writes into {str(folder)!r}. Wait for it, or choose another folder."
                     ) from None
                 time.sleep(0.2)
         yield
@@ -280,4 +280,4 @@ def _open_lock(path: Path) -> int:
 
 
 def _is_link(path: Path) -> UserError:
-    return UserError(f"output: {str(path)!r} is a link (allowed: no link there, or another folder)")
+    return UserError(f"output: {str(path)!r} is a link. Remove the link, or choose another folder.")

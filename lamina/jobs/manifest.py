@@ -119,7 +119,7 @@ def refuse_damaged(folder: Path) -> None:
     state = tuple((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in about)
     broken = _damage(folder, state) or _of_another_run(folder)
     if broken is not None:
-        raise UserError(f"checkpoint {str(folder)!r}: {broken} (allowed: the files as they were written)")
+        raise UserError(f"checkpoint {str(folder)!r}: {broken}. Restore the files as they were written.")
 
 
 @lru_cache(maxsize=64)
@@ -162,4 +162,4 @@ def refuse_as_output(output: str, model: str) -> None:
     """Raise UserError if the output folder is or contains a saved model that the job reads."""
     target, held = Path(output).resolve(), model_folder(model)
     if held.exists() and target in (held.resolve(), *held.resolve().parents):
-        raise UserError(f"output: {output!r} holds the model to read (allowed: another folder)")
+        raise UserError(f"output: {output!r} holds the model to read. Choose another folder.")

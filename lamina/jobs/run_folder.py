@@ -47,7 +47,7 @@ class RunFolder:
         """Raise UserError for the first damaged record, which a resumed run would continue."""
         for fault in self.faults():
             raise UserError(
-                f"resume: {fault} in {str(self.path)!r} (allowed: the file as it was, or without it; or --overwrite)"
+                f"resume: {fault} in {str(self.path)!r}. Restore or delete the file, or begin again with --overwrite."
             )
 
 

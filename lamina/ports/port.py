@@ -428,7 +428,9 @@ class Initialization:
                 (s.weight_gain, s.gate_gain) for layer in plan.layers for s in (layer.attention, layer.feed_forward)
             }
             if len(gains) > 1:
-                raise UserError(f"placement {plan.placement!r}: its weight_gain differs between layers (allowed: one)")
+                raise UserError(
+                    f"placement {plan.placement!r}: its weight_gain differs between layers. Give all layers one."
+                )
         elif std("query", 4000) != std("query"):
             self.std, self.variance = None, round(std("query") ** 2 * 1000, 12)
         if self.gains is None and std("attention_out") != std("query"):

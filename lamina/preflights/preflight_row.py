@@ -33,11 +33,12 @@ PREFLIGHT = JobRow(
     kind=Kind.PREFLIGHT,
     summary="before a run: will it train, why not, and what to change",
     about=(
-        "Before a run: take its first steps at full depth, measure the layers, and say whether it will "
-        'train, why, and what to\nchange. "fine" and "risky" runs learned in these steps; an "undecided" '
-        'one did not yet, and its line "change" says\nhow many steps should decide; a "will not train" one '
-        "is not expected to learn. The exit code is 0 whatever the\nverdict; with --strict it is 1 if any "
-        'verdict is "will not train".'
+        "Check a run before you start it. Lamina takes its first steps at full depth, measures the layers, and\n"
+        "reports whether the run will train, why, and what to change. The verdicts:\n\n"
+        "  fine, risky      the model learned in these steps\n"
+        '  undecided        it has not learned yet; the line "change" names the steps that should decide\n'
+        "  will not train   it is not expected to learn\n\n"
+        'The exit code is 0. With --strict it is 1 if any verdict is "will not train".'
     ),
     examples="""
   lamina preflight --placement keel --num-layers 48 --learning-rate 5e-3

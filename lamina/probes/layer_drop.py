@@ -114,7 +114,7 @@ class LayerDrop(Probe):
         if score is not None and not callable(score):
             raise UserError(f"score: {score!r} (allowed, in Python: a callable that takes the model)")
         if score is not None and task is not None:
-            raise UserError("score: cannot be combined with task (allowed: one of them)")
+            raise UserError("score: cannot be combined with task. Give one of them.")
         self.block = whole_number("block", block)
         self._wants_all = one_of("meaning", meaning, (*MEANINGS, "all")) == "all"
         self.meanings = MEANINGS if self._wants_all else (meaning,)

@@ -77,7 +77,7 @@ def gather(folder: Path) -> Evidence:
     """Read a run's folder. Raises UserError if it has no records by layer, or records of another version."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"run: {str(folder)!r} is not a folder (allowed: a run of Lamina's, or one that was watched)")
+        raise UserError(f"run: {str(folder)!r} is not a folder. Give the folder of a run, or another tool's record.")
     refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)
     history = about.get("history") or {}

@@ -67,9 +67,8 @@ COORD_CHECK = JobRow(
     kind=Kind.COORD_CHECK,
     summary="check that no module's output grows with the width or depth, before and after a few steps",
     about=(
-        "Train several widths, or depths, for a few steps on one batch and see whether any module's output "
-        "grows with the size.\nPrints the exponent e of mean |x| ~ size^e: 0 is right; above 0, a wide or deep "
-        "model will blow up."
+        "Check whether a module's output grows with the width or the depth. Lamina trains several sizes for a few\n"
+        "steps on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. Above 0, a large model will blow up."
     ),
     examples="""
   lamina coord-check
@@ -102,9 +101,9 @@ TRANSFER = JobRow(
     kind=Kind.TRANSFER,
     summary="find the learning rates that are stable and best on a narrow proxy, and from them a wide target's",
     about=(
-        "Try learning rates on a narrow proxy. Prints those that are stable and best there, and each role's "
-        "rates at\nthe target's width. A rate that fails on the proxy fails on the target (FuseNorm Figure "
-        "4)."
+        "Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the rates that are stable\n"
+        "and best on the proxy, and the rates of each role at the target's width. If a rate fails on the proxy, it\n"
+        "fails on the target (FuseNorm Figure 4)."
     ),
     examples="""
   lamina transfer
@@ -139,12 +138,14 @@ MAX_LR = JobRow(
     kind=Kind.MAX_LR,
     summary="find the largest learning rate that each placement tolerates: one warm-up until it fails",
     about=(
-        "Find how high a learning rate each placement tolerates. Each placement and seed has one run, with "
-        "one linear warm-up\nfrom 0 to --max-learning-rate over all --steps (Keel's protocol). A run ends at "
-        "the first of: a loss or gradient that is not\nfinite; a spike, a loss that stays --spike-margin "
-        "nats above its low for --spike-patience; a plateau, a loss that does\nnot fall by --plateau-margin "
-        'nats while the rate grows by --plateau-factor ("stuck" if it never got below the corpus\'s\nunigram '
-        "entropy). Reports the rate just before: the last at which the loss was at its low, or still fell."
+        "Find the largest learning rate that each placement tolerates. Each placement and seed has one run, whose\n"
+        "learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). The run ends at the first\n"
+        "of these:\n\n"
+        "  not finite   a loss or a gradient is NaN or infinite\n"
+        "  spike        the loss stays --spike-margin nats above its low for --spike-patience\n"
+        "  plateau      the loss falls by less than --plateau-margin nats while the learning rate grows by\n"
+        "               --plateau-factor; called stuck if the loss never got below the corpus's unigram entropy\n\n"
+        "Lamina reports the last learning rate at which the loss was at its low, or still fell."
     ),
     examples="""
   lamina max-lr

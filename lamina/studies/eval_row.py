@@ -36,10 +36,12 @@ EVAL = JobRow(
     kind=Kind.EVALUATION,
     summary=("evaluate models: perplexity of a text, tasks of lm-evaluation-harness, tables as the papers print them"),
     about="""\
-Evaluate trained models: the perplexity of any text per token, word and byte (--corpus), and the tasks of
-lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, a run's folder, or a study's, whose runs
-become a mean and a standard deviation over the seeds. OUTPUT/report.html is the page; table.csv, table.md and table.tex
-hold the table as the papers print it, results.csv every number, items/ every question.
+Evaluate trained models: perplexity of a text per token, word and byte (--corpus), and tasks of lm-evaluation-harness
+(--tasks). MODEL is a Lamina or transformers checkpoint, the folder of a run, or the folder of a study. Lamina averages
+a study's runs over the seeds, with a standard deviation.
+
+OUTPUT/report.html is the page. table.csv, table.md and table.tex hold the table as the papers print it, results.csv
+holds every number, and items/ every question.
 
 --tasks takes any task, group or tag of the harness, and these sets:""",
     examples="""

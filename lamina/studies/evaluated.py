@@ -59,7 +59,7 @@ def _candidate(folder: Path, row: Json, rows: pd.DataFrame) -> Candidate:
     )
     if not candidate.left_out and not (run / "model").is_dir():
         raise UserError(
-            f"models: the run {str(run)!r} is {status}, but holds no model (allowed: a study that keeps its models)"
+            f"models: the run {str(run)!r} is {status}, but holds no model. Use a study that keeps its models."
         )
     return candidate
 

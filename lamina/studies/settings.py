@@ -251,7 +251,7 @@ def sizes_list(name: str, value: object) -> str:
     """Check widths or depths, at least two; returns them comma-separated."""
     listed = comma_separated(name, value)
     if len(numbers(name, listed, int)) < 2:
-        raise UserError(f"{name}: {listed!r} is one {name.rstrip('s')} (allowed: two or more, comma-separated)")
+        raise UserError(f"{name}: {listed!r} is one {name.rstrip('s')}. Give two or more, with commas between them.")
     return listed
 
 
@@ -408,14 +408,14 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         object.__setattr__(self, "base_width", self.proxy_width)
         super().check()
         if self.num_heads is not None:
-            raise UserError(f"num_heads: {self.num_heads!r} (allowed: none; the width of a head is fixed)")
+            raise UserError(f"num_heads: {self.num_heads!r}: the width of a head is fixed. Leave it out.")
         if self.proxy_width >= self.target_width:
             raise UserError(
                 f"proxy_width: {self.proxy_width} is not below the target's hidden_size {self.target_width} "
                 "(allowed: a narrower one)"
             )
         if self.verify_width is not None and not self.verify_rates:
-            raise UserError(f"verify_width: {self.verify_width} without verify_rates (allowed: both, or neither)")
+            raise UserError(f"verify_width: {self.verify_width} without verify_rates. Give both, or neither.")
         self.trials()
 
     def trials(self) -> dict[str, PretrainSettings]:
@@ -424,7 +424,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         if self.verify_rates:
             wide = self.verify_width or self.target_width
             if wide == self.proxy_width:
-                raise UserError(f"verify_width: {wide} is also proxy_width (allowed: another)")
+                raise UserError(f"verify_width: {wide} is also proxy_width. Choose another width.")
             grid += [(wide, rate) for rate in numbers("verify_rates", self.verify_rates, float)]
         common, trials = self.shared_with(PretrainSettings), {}
         for seed in self.all_seeds:

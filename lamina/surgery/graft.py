@@ -72,13 +72,13 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
     model = cast(PreTrainedModel, context.model)
     old = model if isinstance(model.config, LaminaConfig) else from_transformers(model)
     if not isinstance(old, LaminaForCausalLM):
-        raise UserError(f"model: {type(old).__name__} (allowed: a decoder)")
+        raise UserError(f"model: {type(old).__name__}. Choose a decoder.")
     before = Plan.from_dict(old.config.plan or {})
     plan = resolve(placement, before.num_layers)
     for which, name, one in (("model", source, before), ("placement", placement, plan)):
         if one.streams > 1 or one.has_memory:
             more = "earlier states" if one.has_memory else "several streams"
-            raise UserError(f"{which}: {name!r} passes on {more} (allowed: one that passes on one stream)")
+            raise UserError(f"{which}: {name!r} passes on {more}. Choose a placement with one stream.")
     blocks = torch.cat([batch["input_ids"] for batch in context.batches])
     if len(blocks) < 2:
         raise UserError("sequences: 1 block of text (allowed: 2 or more: one to fit the gains on, one for the losses)")
@@ -278,7 +278,7 @@ class _Matching:
             return
         if norm.weight is None:
             name = self.names[norm]
-            raise UserError(f"placement: {name} has no gain that could take a factor (allowed: learnable gains)")
+            raise UserError(f"placement: {name} has no gain that could take a factor. Choose one with learnable gains.")
         norm.weight.copy_((norm.weight + _offset(norm)) * factor - _offset(norm))
         if isinstance(bias := getattr(norm, "bias", None), torch.Tensor):
             bias.mul_(factor)

@@ -65,7 +65,7 @@ def refuse_twice(layers: Sequence[int]) -> list[int]:
     """Return the layers in order. Raises UserError for a layer that is named twice."""
     twice = sorted({layer for layer in layers if layers.count(layer) > 1})
     if twice:
-        raise UserError(f"layers: {ranges(twice)} is named twice (allowed: each layer once)")
+        raise UserError(f"layers: {ranges(twice)} is named twice. Name each layer once.")
     return sorted(layers)
 
 
@@ -94,7 +94,7 @@ def prune(
     with evaluating(context.model):
         gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)
         if not gone or gone[-1] >= count or len(gone) >= count:
-            raise UserError(f"layers: {ranges(gone)} of {count} (allowed: some of 0-{count - 1}, not all)")
+            raise UserError(f"layers: {ranges(gone)} of {count}. Choose some of 0-{count - 1}, not all.")
         before, tokens = mean_loss(context)
         few = context.on_device(context.batches[0], 1)
         with torch.no_grad(), removed(context, gone):
@@ -109,7 +109,7 @@ def prune(
         except UserError as error:
             why = by_index() or str(error).replace(str(draft), str(output))
             raise UserError(
-                f"layers: without {ranges(gone)} the model does not load: {why} (allowed: others)"
+                f"layers: without {ranges(gone)} the model does not load: {why}. Choose other layers."
             ) from error
         context.model = context.base = nn.Module.to(again, context.device)
         difference = _difference(context, few, expected, gone, by_index)
@@ -174,9 +174,7 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
     parents = {site.path.rpartition(".")[0] for site in sites}
     holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None
     if not isinstance(holder, nn.ModuleList) or len(holder) != len(sites):
-        raise UserError(
-            f"model: the layers of {type(model).__name__} are no list of their own (allowed: models with one)"
-        )
+        raise UserError(f"model: the layers of {type(model).__name__} are no list of their own. Choose another model.")
     kept = [index for index in range(len(holder)) if index not in set(gone)]
     layers = [holder[index] for index in kept]
     del holder[:]
@@ -236,6 +234,6 @@ def _difference(
     if not difference <= _SAME * float(expected.abs().max()):
         raise UserError(
             f"layers: without {ranges(gone)} the written model's logits differ by {difference:.3g} from those of the "
-            f"whole one that skips them: {by_index() or 'its layers depend on their index'} (allowed: others)"
+            f"whole one that skips them: {by_index() or 'its layers depend on their index'}. Choose other layers."
         )
     return difference

@@ -34,7 +34,7 @@ def _or_none(check: Check) -> Check:
 
 def _some_text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise UserError(f"{name}: {value!r} (allowed: a text)")
+        raise UserError(f"{name}: {value!r}. Give a text.")
     return value
 
 
@@ -79,7 +79,7 @@ def check_value(name: str, value: Any) -> None:
         raise UserError(f"trainer.{name}: has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
     if name == "lr_scheduler_type" and value == "warmup_stable_decay":
         raise UserError(
-            "trainer.lr_scheduler_type: 'warmup_stable_decay' is a schedule of Lamina's (allowed: --schedule wsd)"
+            "trainer.lr_scheduler_type: 'warmup_stable_decay' is a schedule of Lamina's. Use --schedule wsd."
         )
     OPTIONS[name](f"trainer.{name}", value)
 
@@ -177,9 +177,9 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
                 raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it (allowed: {_FIXED[name]})")
             continue
         if name in _OURS and _OURS[name] not in record.names():
-            raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it (allowed: leave it out)")
+            raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it. Leave it out.")
         if name in _OURS:
-            raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
+            raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')}. Use that flag.")
         if name not in names:
             raise unknown("trainer argument", name, names & set(OPTIONS))
         check_value(name, value)

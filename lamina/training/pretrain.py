@@ -345,9 +345,11 @@ class Branches(TrainerCallback):
         if settings.branches is None:
             return
         if run.processes.size > 1:
-            raise UserError(f"branches: {settings.branches!r} in {run.processes.size} processes (allowed: one)")
+            raise UserError(
+                f"branches: {settings.branches!r} in {run.processes.size} processes. Run it in one process."
+            )
         if find_routers(run.model):
-            raise UserError(f"branches: {settings.branches!r} with experts (allowed: a dense backbone)")
+            raise UserError(f"branches: {settings.branches!r} with experts. Choose a dense backbone.")
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         settings = self.settings

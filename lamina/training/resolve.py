@@ -207,18 +207,16 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
         initializers.check(recommended(plan))
     arguments = training_arguments(settings, processes)
     if settings.optimizer == "muon" and "optim" in settings.trainer:
-        raise UserError(
-            f"optimizer: 'muon' with trainer.optim = {settings.trainer['optim']!r} (allowed: one of the two)"
-        )
+        raise UserError(f"optimizer: 'muon' with trainer.optim = {settings.trainer['optim']!r}. Choose one of the two.")
     if arguments.use_liger_kernel:
-        raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models (allowed: leave it out)")
+        raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models. Leave it out.")
     if scaling_of(settings) is not None:
         check_optimizer(arguments)
     if settings.precision == "fp16" and arguments.device.type == "cpu":
         # accelerate has no loss scaler on the CPU and would silently train in float32
         raise UserError("precision: 'fp16' needs a GPU and its loss scaler (allowed on the CPU: auto, fp32, bf16)")
     if settings.cuda_graphs and processes > 1:
-        raise UserError(f"cuda_graphs: true in {processes} processes (allowed: one)")
+        raise UserError(f"cuda_graphs: true in {processes} processes. Leave it out, or run one process.")
     if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
         raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
     return arguments

@@ -184,7 +184,7 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
         super().check()
         if self.warmup >= 1 and self.warmup > self.steps:
             raise UserError(
-                f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: --warmup of at most that)"
+                f"warmup: {self.warmup:g} steps are more than steps = {self.steps}. Lower --warmup or raise --steps."
             )
         if self.schedule != "wsd":
             self.refuse_unused("decay", "decay_shape", allowed="with --schedule wsd")

@@ -205,7 +205,7 @@ class PretrainSettings(
             "drop_path": self.drop_path > 0,
         }
         for name in (name for name, out in ruled_out.items() if out):
-            raise UserError(f"cuda_graphs: true with {name} = {getattr(self, name)!r} (allowed: one of the two)")
+            raise UserError(f"cuda_graphs: true with {name} = {getattr(self, name)!r}. Choose one of the two.")
 
     def branch_steps(self) -> list[int]:
         """Return the lengths of the decay branches in steps, shortest first."""

@@ -155,6 +155,6 @@ def _read_once(folder: str, changed: int | None) -> _Read:
         raise UserError(str(error).replace("source", "from", 1)) from error
     if isinstance(config, LaminaConfig):
         if config.plan is None:
-            raise UserError(f"from: {folder!r} has no plan in its config.json (allowed: a whole Lamina checkpoint)")
+            raise UserError(f"from: {folder!r} has no plan in its config.json. Choose a whole Lamina checkpoint.")
         return Plan.from_dict(config.plan), backbone_of(config)
     return conversion.own_plan(config), config

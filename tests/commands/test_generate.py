@@ -92,7 +92,7 @@ def test_a_small_top_p_leaves_the_likeliest_token_only(tmp_path):
     [
         (["--top-p", "0"], "top_p: 0.0 (allowed: a number above 0 and at most 1)"),
         (["--stop", ""], "stop: [''] (allowed: a list of texts)"),
-        (["--system", "S"], "system: 'S' has no effect here (allowed: with --chat)"),
+        (["--system", "S"], "system: 'S' has no effect here. Add --chat, or leave it out."),
     ],
 )
 def test_what_cannot_be_sampled_is_one_line(tmp_path, refused, words, said):

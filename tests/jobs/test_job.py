@@ -160,7 +160,7 @@ def test_a_lock_that_is_a_folder_is_refused(folder):
 def test_a_command_refuses_a_linked_lock_in_one_line(folder, precious, refused, argv):
     (folder / ".lock").symlink_to(precious)
     line = refused(*argv, "--output", folder)
-    assert line.endswith(".lock' is a link (allowed: no link there, or another folder)")
+    assert line.endswith(".lock' is a link. Remove the link, or choose another folder.")
     assert precious.read_text() == "mine"
     assert [path.name for path in folder.iterdir()] == [".lock"]
 

@@ -27,7 +27,7 @@ FLOAT8 = {"precision": "float8", "steps": 6, "save_steps": 2, "logging_steps": 1
 def test_without_torchao_it_is_one_line(corpus, tmp_path, capsys):
     given = flags(corpus=corpus, steps=1, output=tmp_path / "run", precision="float8")
     assert main(["pretrain", *given]) == 2
-    line = f"lamina: precision: 'float8' needs torchao (to install it: {install('quantize')})"
+    line = f"lamina: precision: 'float8' needs torchao. Run: {install('quantize')}"
     assert capsys.readouterr().err.strip().splitlines()[-1] == line
     assert not (tmp_path / "run").exists()
 

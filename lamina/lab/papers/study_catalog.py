@@ -488,7 +488,7 @@ def _points(entries: _Entries, axis: str, values: object, job: TrialJob) -> dict
     names = job.settings_class().names()
     if axis in TAKEN and axis not in names:
         place = f"{entries.where}: {axis}"
-        raise UserError(f"{place}: is a column of the study's tables already (allowed: another name)")
+        raise UserError(f"{place}: is a column of the study's tables already. Choose another name.")
     if isinstance(values, Mapping) and values:
         for label, settings in values.items():
             if not isinstance(settings, Mapping):
@@ -526,7 +526,7 @@ def _read_stages(scale: _Entries, first: str, axes: Axes, folder: Path) -> tuple
     stages: dict[str, Stage] = {}
     listed = scale.mapping("then")
     if listed and STAGE in axes:
-        raise UserError(f"{scale.where}: axes: {STAGE!r} is the axis of the stages (allowed: another name)")
+        raise UserError(f"{scale.where}: axes: {STAGE!r} is the axis of the stages. Choose another name.")
     for name, entry in listed.items():
         if name == first or not isinstance(entry, Mapping):
             allowed = f"a name other than {first!r}, and a mapping with job, settings"

@@ -134,7 +134,7 @@ class RewardModeling(PairStage[RewardSettings]):
         if row["chosen_ids"] == row["rejected_ids"]:
             return "the two answers are the same"
         if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:
-            return f"an answer ends after {self.start.longest} tokens, prompt included (allowed: at most that)"
+            return f"an answer ends after {self.start.longest} tokens, prompt included. Shorten it."
         return ""
 
     def fields(self, run: TrainingRun) -> Json:

@@ -378,7 +378,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         for name in REUSE & job.settings.trl.keys():
             at_least(1)(f"trl.{name}", job.settings.trl[name])
         if job.settings.trl.get("use_vllm") and importlib.util.find_spec("vllm") is None:
-            raise UserError("trl.use_vllm: vllm is not installed (to install it: pip install vllm)")
+            raise UserError("trl.use_vllm: vllm is not installed. Run: pip install vllm")
         super().check(job, processes)
 
     def fields(self, run: TrainingRun) -> Json:

@@ -261,7 +261,7 @@ class SftSettings(TuningSettings):
         if self.eval_tasks is None and self.best_by not in ("last", "loss"):
             raise unknown("best_by", self.best_by, ("last", "loss"))
         if self.group_by_length and self.packing:
-            raise UserError("group_by_length: no effect on packed sequences (allowed: without --packing)")
+            raise UserError("group_by_length: no effect on packed sequences. Leave out --packing or this.")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:

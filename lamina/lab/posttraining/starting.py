@@ -171,7 +171,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
     limit = min(PACKED, positions or PACKED) if getattr(settings, "packing", False) else positions or PACKED
     longest = settings.sequence_length or int(limit)
     if positions is not None and longest > positions:
-        raise UserError(f"sequence_length: {longest} is more than the model's {positions} (allowed: at most that)")
+        raise UserError(f"sequence_length: {longest} is more than the model's {positions}. Lower it.")
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     rest = "bf16" if decided(settings).precision == "bf16" else "fp32"
     dtype = dtypes[rest if settings.quantized else settings.weights]
@@ -189,16 +189,14 @@ def _check_liger(start: Start, settings: TuningSettings) -> None:
     """Raise UserError if Liger lacks layers for a model, or can't run here."""
     name = "trainer.use_liger_kernel"
     if start.plan is not None:
-        raise UserError(
-            f"{name}: Liger has no layers for Lamina's models, as {start.path!r} is (allowed: leave it out)"
-        )
+        raise UserError(f"{name}: Liger has no layers for Lamina's models, as {start.path!r} is. Leave it out.")
     if importlib.util.find_spec("liger_kernel") is None:
-        raise UserError(f"{name}: liger-kernel is not installed (to install it: pip install liger-kernel)")
+        raise UserError(f"{name}: liger-kernel is not installed. Run: pip install liger-kernel")
     if device_of(settings.device) != "cuda":
         raise UserError(f"{name}: its kernels need a GPU (allowed here: leave it out)")
     known = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     if start.config.model_type not in known:
-        raise UserError(f"{name}: Liger has no layers for {start.config.model_type} models (allowed: leave it out)")
+        raise UserError(f"{name}: Liger has no layers for {start.config.model_type} models. Leave it out.")
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:

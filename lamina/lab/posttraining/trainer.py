@@ -62,9 +62,9 @@ def check_trl(options: Json, theirs: str, offered: Collection[str]) -> Passed:
         flag = name if name in offered - {"epsilon"} else meaning(name, offered, near=True)  # TRL's epsilon is a clip
         if name in own or (name in names and flag is not None):
             flag = f"trainer.{name}" if flag in (None, "trainer") else flag.replace("_", "-")
-            raise UserError(f"trl.{name}: set by --{flag} (allowed: that flag)")
+            raise UserError(f"trl.{name}: set by --{flag}. Use that flag.")
         if name in refused:
-            raise UserError(f"trl.{name}: {refused[name]} (allowed: leave it out)")
+            raise UserError(f"trl.{name}: {refused[name]}. Leave it out.")
         if name not in names:
             raise unknown("trl argument", name, names - own - refused.keys())
     try:

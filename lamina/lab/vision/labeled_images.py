@@ -117,7 +117,7 @@ def pillow() -> None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
-        raise UserError(f"corpus: images are read with Pillow (to install it: {install('vision')})") from None
+        raise UserError(f"corpus: images are read with Pillow. Run: {install('vision')}") from None
 
 
 def in_8_bits(picture: Image, mode: str) -> Image:

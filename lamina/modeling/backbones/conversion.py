@@ -596,7 +596,7 @@ def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
     job_folder.refuse(output, resume=False, overwrite=overwrite, resumes=False)
     source = str(model_folder(source))
     if Path(source).exists() and output.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
-        raise UserError(f"output: {str(output)!r} holds the source {source!r} (allowed: another folder)")
+        raise UserError(f"output: {str(output)!r} holds the source {source!r}. Choose another folder.")
     return source
 
 

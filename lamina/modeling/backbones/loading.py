@@ -133,7 +133,7 @@ def read_config(
         refuse_foreign_dtypes(stored_tensors(place, field) or {}, config, f"{field} {name!r}:")
     if isinstance(config, LaminaConfig) and weights:
         if config.plan is None:
-            raise UserError(f"{source} has no plan (allowed: a whole Lamina checkpoint)")
+            raise UserError(f"{source} has no plan. Choose a whole Lamina checkpoint.")
         _check_plan(config.plan, source)
     return config
 

@@ -84,11 +84,12 @@ def batches_of(
     else:
         blocks = _blocks(given, sys.maxsize if sequences is None else sequences)
     if size is not None and int(blocks.max()) >= size:
-        fix = "; --tokenizer names the one that the model was trained with" if texts else ""
-        raise UserError(
-            f"tokens: the id {int(blocks.max())} is outside of the model's vocabulary of {size} (allowed: 0 to "
-            f"{size - 1}{fix})"
+        fix = (
+            "Name the tokenizer that the model was trained with: --tokenizer"
+            if texts
+            else f"Give ids from 0 to {size - 1}"
         )
+        raise UserError(f"tokens: the id {int(blocks.max())} is outside of the model's vocabulary of {size}. {fix}.")
     rows = spread(len(blocks), sequences or len(blocks))
     return [{"input_ids": part} for part in blocks[rows].split(batch_size)]
 

@@ -190,7 +190,7 @@ def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
         raise UserError(f"probes: none given (allowed: all, {', '.join(names())})")
     for name, count in Counter(probe.name for probe in probes).items():
         if count > 1:
-            raise UserError(f"probes: {name!r} is given twice (allowed: once)")
+            raise UserError(f"probes: {name!r} is given twice. Give it once.")
     return probes
 
 

@@ -21,7 +21,7 @@ _CAPABLE = (8, 9)  # the least compute capability that has one
 def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> None:
     """Raise UserError if training in float8 is impossible here; ``tokens`` is the size of a process's micro-batch."""
     if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"precision: 'float8' needs torchao (to install it: {install('quantize')})")
+        raise UserError(f"precision: 'float8' needs torchao. Run: {install('quantize')}")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABLE:
         raise UserError(
             f"precision: 'float8' on a GPU of compute capability {'.'.join(map(str, capability))} (needed: "

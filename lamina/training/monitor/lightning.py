@@ -27,7 +27,7 @@ def _callback() -> Lightning:
         except ModuleNotFoundError as error:
             if error.name != name.partition(".")[0]:
                 raise
-    raise UserError("lamina.LightningMonitor: needs lightning (to install it: pip install lightning)")
+    raise UserError("lamina.LightningMonitor: needs lightning. Run: pip install lightning")
 
 
 class LightningMonitor(WatchCallback, _callback()):

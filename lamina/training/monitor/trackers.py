@@ -45,7 +45,7 @@ def installed(report_to: str) -> list[str]:
         raise UserError(f"report_to: {report_to!r} is none and another (allowed: none, or trackers alone)")
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"report_to: {name!r} is not installed (to install it: {install(name)})")
+            raise UserError(f"report_to: {name!r} is not installed. Run: {install(name)}")
     return names
 
 

@@ -140,7 +140,7 @@ def objective_of(config: PreTrainedConfig, requested: str = "auto", backbone: st
     fitting = [head for head in adapter_of(config).heads if head in _registry.names()]
     name = backbone or config.model_type
     if not fitting:
-        raise UserError(f"backbone: {name!r} has no head that can be pretrained (allowed: see `lamina backbones`)")
+        raise UserError(f"backbone: {name!r} has no head that can be pretrained. See `lamina backbones`.")
     if requested == "auto":
         return _registry.get(fitting[0])
     if requested not in fitting:

@@ -56,7 +56,7 @@ print("codes", [main(words) for words in (["diagnose", folder], ["report", folde
 """
 
 
-NEEDED = f"needs pandas, pyarrow, plotly, jinja2 (to install them: {install('report')})"
+NEEDED = f"needs pandas, pyarrow, plotly, jinja2. Run: {install('report')}"
 
 
 @pytest.fixture(scope="module")

@@ -224,7 +224,7 @@ def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
     assert settings.study is not None
     plan, store = study_plan(read_study(settings.study), settings), store_of(settings)
     if plan.scale.needs:
-        raise UserError(f"scale: {settings.scale!r} has no trials: {plan.scale.needs} (allowed: another scale)")
+        raise UserError(f"scale: {settings.scale!r} has no trials: {plan.scale.needs}. Choose another scale.")
     writable_folder("store", Path(settings.store))
     Path(settings.store).mkdir(parents=True, exist_ok=True)
     return run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings))

@@ -209,7 +209,7 @@ def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool 
         name = check.__name__.replace("__", "/").replace("_", "-")
         if _loading:
             if name in _loading[-1]:
-                raise UserError(f"claim {name!r}: defined twice (allowed: one function per claim)")
+                raise UserError(f"claim {name!r}: defined twice. Keep one function per claim.")
             _loading[-1][name] = Claim(
                 name=name, says=says, paper=paper, check=check, exact=exact, one_learned=one_learned
             )
@@ -283,7 +283,7 @@ def _find(claim: Claim, trials: Trials) -> Finding:
                 "measures give)"
             ) from error
     if not isinstance(finding, Finding):
-        raise UserError(f"claim {claim.name!r}: its code returned {finding!r} (allowed: a Finding)")
+        raise UserError(f"claim {claim.name!r}: its code returned {finding!r}. Return a Finding.")
     return finding
 
 

@@ -64,9 +64,7 @@ def write_all(folder: Path) -> list[Path]:
     Raises UserError if the folder is no study with claims, or matplotlib is not installed.
     """
     if not has_claims(folder):
-        raise UserError(
-            f"figures: {str(folder)!r} holds no study with claims (allowed: the folder of `lamina study run`)"
-        )
+        raise UserError(f"figures: {str(folder)!r} holds no study with claims. Give the folder of `lamina study run`.")
     shown, left_out = chosen(read_folder(folder))
     return [path for drawing in (*shown, *left_out) for path in write(drawing, folder / FIGURES)]
 
@@ -80,7 +78,7 @@ def write(drawing: Drawing, folder: Path, formats: Sequence[str] = ("svg", "pdf"
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError(f"figures: matplotlib is not installed (to install it: {install('figures')})") from None
+        raise UserError(f"figures: matplotlib is not installed. Run: {install('figures')}") from None
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with matplotlib.rc_context(cast("dict[RcKeyType, Any]", _STYLE)):
