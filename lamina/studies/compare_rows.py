@@ -68,7 +68,8 @@ COORD_CHECK = JobRow(
     summary="check that no module's output grows with the width or depth, before and after a few steps",
     about=(
         "Check whether a module's output grows with the width or the depth. Lamina trains several sizes for a few\n"
-        "steps on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. Above 0, a large model will blow up."
+        "steps on one batch and prints the exponent e of mean |x| ~ size^e. 0 is right. Above 0, a\n"
+        "large model will blow up."
     ),
     examples="""
   lamina coord-check
@@ -101,8 +102,8 @@ TRANSFER = JobRow(
     kind=Kind.TRANSFER,
     summary="find the learning rates that are stable and best on a narrow proxy, and from them a wide target's",
     about=(
-        "Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the rates that are stable\n"
-        "and best on the proxy, and the rates of each role at the target's width. If a rate fails on the proxy, it\n"
+        "Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the rates that are\n"
+        "stable and best on the proxy, and the rates of each role at the target's width. If a rate fails on the proxy, it\n"
         "fails on the target (FuseNorm Figure 4)."
     ),
     examples="""
