@@ -103,8 +103,8 @@ TRANSFER = JobRow(
     summary="find the learning rates that are stable and best on a narrow proxy, and from them a wide target's",
     about=(
         "Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the rates that are\n"
-        "stable and best on the proxy, and the rates of each role at the target's width. If a rate fails on the proxy, it\n"
-        "fails on the target (FuseNorm Figure 4)."
+        "stable and best on the proxy, and the rates of each role at the target's width. If a rate fails on the\n"
+        "proxy, it fails on the target (FuseNorm Figure 4)."
     ),
     examples="""
   lamina transfer
