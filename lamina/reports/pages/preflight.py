@@ -127,7 +127,8 @@ def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) 
             "Note: ": row["note"],
             "Papers: ": row["advice"],
         }
-        lines = "<br>".join(f"{name}{escape(str(part))}" for name, part in parts.items() if part)
+        texts = [f"{name}{part}".rstrip(".") for name, part in parts.items() if part]
+        lines = "<br>".join(f"{escape(text)}." for text in texts)
         reasons.append(f"<p>{swatch(color[label])}<b>{escape(label)}</b> {chip(row['verdict'])}<br>{lines}</p>")
     fields = [
         Field("placement", lambda row: swatch(color[row["label"]]) + escape(row["placement"]), "name"),
