@@ -20,7 +20,7 @@ from lamina.jobs.status import severity
 from lamina.reports.records import Frame, complete, rows_of
 
 USUAL_TOKENS = 20  # a parameter: what a run that makes the best of its compute takes (Hoffmann et al. 2022)
-ONE_SEED = "One seed: small differences may be noise, and nothing here shows how small. --seeds 0,1,2 does."
+ONE_SEED = "One seed cannot show which differences are noise. Add --seeds 0,1,2."
 
 
 def summarize(results: Frame) -> Frame:
@@ -119,7 +119,8 @@ def notices(
     texts = [*(compared if len(rows) > 1 else ()), *_widths(rows, settings or {}), *_edges(rows, results)]
     texts.append(_budget(rows) if len(rows) > 1 else "")
     cut = int((results["status"] == "interrupted").sum())
-    texts.append(f"{cut} trial{'s were' if cut > 1 else ' was'} interrupted: --resume continues the study." * (cut > 0))
+    stopped = f"{cut} trial{'s were' if cut > 1 else ' was'} interrupted. To continue the study, add --resume"
+    texts.append(stopped * (cut > 0))
     return [text for text in texts if text]
 
 
@@ -137,16 +138,16 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
     if len(users) > 1:
         groups = "; ".join(f"{init}: {listed(names)}" for init, names in users.items())
         return (
-            f"The initializers differ ({groups}), so this comparison is not paired: what looks like an effect of "
-            "the placement may be one of its initializer. --init same:small_scaled gives all the same one."
+            f"The initializers differ ({groups}), so this comparison is not paired: an effect of the initializer may "
+            "look like one of the placement. To give all the same one, add --init same:small_scaled"
         )
     others = [(name, recommended[name]) for names in users.values() for name in names if name in recommended]
     others = [f"{name} ({own})" for name, own in others if own not in users]
     if not others:
         return ""
     return (
-        f"All placements have one initializer, {next(iter(users))}. The sources of {listed(others)} have another, "
-        "at their own widths; --init recommended takes these, and then compares placement and initializer together."
+        f"All placements have one initializer, {next(iter(users))}. The sources of {listed(others)} use another, at "
+        "their own widths. To compare each placement with its own, add --init recommended"
     )
 
 
@@ -158,9 +159,9 @@ def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
         return []
     misfits = {str(row["init"]): misfit for row in rows if (misfit := unsuited(str(row["init"]), width)) is not None}
     return [
-        f"The initializer {init} has a standard deviation of {std:.3g} in the blocks; the width of {width} wants about "
-        f"{suited:.3g}. So far off, the initializer decides more than the placement. --init {SAME}{SUITS} suits any "
-        "width."
+        f"The initializer {init} has a standard deviation of {std:.3g} in the blocks, but width {width} needs about "
+        f"{suited:.3g}. So far off, the initializer decides more than the placement. To suit any width, add --init "
+        f"{SAME}{SUITS}"
         for init, (std, suited) in misfits.items()
     ]
 
@@ -169,9 +170,8 @@ def _rates(rows: list[Json]) -> str:
     counts = {row["placement"]: int(row["learning_rates"]) for row in rows if row["learning_rates"]}
     if not counts or max(counts.values()) < 2:
         return (
-            "One learning rate: placements differ in the rate that suits them, so a comparison at a single rate is "
-            "confounded: it shows which one does best at this rate, not which is best. To rank each placement at its "
-            "best of several rates: --learning-rates 1e-3,3e-3,1e-2"
+            "One learning rate suits some placements better than others, so this comparison is confounded: it shows "
+            "which one does best at this learning rate. To rank each at its best, add --learning-rates 1e-3,3e-3,1e-2"
         )
     tried = listed([f"{name} {count}" for name, count in counts.items()])
     unequal = f"Not all had the same number of learning rates to choose from ({tried}), which favors those with more."
@@ -187,8 +187,8 @@ def _edges(rows: list[Json], results: Frame) -> list[str]:
                 if row["learning_rate"] == value:
                     ends[end].append(f"{row['placement']} ({value:g})")
     return [
-        f"For {listed(names)} the best learning rate is the {end} one tried: the true best may lie beyond, and may "
-        "move the ranking. --learning-rates-of gives a placement rates of its own."
+        f"For {listed(names)} the best learning rate is the {end} one tried. The true best may lie beyond and change "
+        "the ranking. To try others for a placement, add --learning-rates-of"
         for end, names in ends.items()
         if names
     ]
@@ -201,6 +201,6 @@ def _budget(rows: list[Json]) -> str:
     if not ratio < USUAL_TOKENS:
         return ""
     return (
-        f"{max(row['steps'] for row in finished):,.0f} steps are {ratio:.2g} tokens per parameter, where about "
-        f"{USUAL_TOKENS} are usual: this measures which one starts fastest, not which ends best."
+        f"{max(row['steps'] for row in finished):,.0f} steps are {ratio:.2g} tokens per parameter, and about "
+        f"{USUAL_TOKENS} are usual. This shows which placement starts fastest, not which ends best."
     )

@@ -163,7 +163,7 @@ def test_a_standard_deviation_suits_a_width_or_not(init, width, suits):
 def test_a_misfit_is_noticed_on_the_backbones_width_unless_a_scheme_scales_it():
     frame = of_losses(keel=2.4, pre_ln=2.3)
     said = notices(summarize(frame), frame, settings={"backbone": "llama-nano", "hidden_size": None})
-    assert "standard deviation of 0.02 in the blocks; the width of 48 wants about 0.0913" in said[0] + said[1] + said[2]
+    assert "standard deviation of 0.02 in the blocks, but width 48 needs about 0.0913" in said[0] + said[1] + said[2]
     for settings in (
         {"backbone": "llama-nano", "hidden_size": 1024},
         {"backbone": "llama-nano", "width_scaling": "mup"},
@@ -335,11 +335,11 @@ NOTICED = [  # results, the papers' initializers, a pattern, whether a notice ha
     (THREE.assign(init=["scaled", "normal", "scaled", "scaled", ""]), {},
      r"^The initializers differ \(scaled: fusenorm, pre_ln and post_ln; normal: keel\), .* is not paired", True),
     (THREE.assign(init="scaled"), {"keel": "normal", "pre_ln": "scaled"},
-     r"^All placements have one initializer, scaled\. The sources of keel \(normal\) have another", True),
+     r"^All placements have one initializer, scaled\. The sources of keel \(normal\) use another", True),
     (THREE.assign(init="scaled"), {}, "nitializer", False),
     (few(102_400), {}, "100 steps are 0.11 tokens per parameter", True),
     (UNEVEN, {}, "a 2 and b 1.*favors", True),
-    (trials(("a", 1, 0, "finished", 2.5), ("b", 2, 0, "finished", 2.6)), {}, "^One learning rate:", True),
+    (trials(("a", 1, 0, "finished", 2.5), ("b", 2, 0, "finished", 2.6)), {}, "^One learning rate suits", True),
     (THREE, {}, "confounded.*--learning-rates 1e-3,3e-3,1e-2", True),
     (GRID.assign(eval_loss=GRID["learning_rate"]), {}, r"^For a \(1\) and b \(1\) the best .* lowest one tried", True),
     (GRID, {}, "", False),
