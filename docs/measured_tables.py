@@ -69,7 +69,7 @@ def alarms_sentence(record: dict[str, Any] | None) -> str:
     return (
         f"In watched test runs, an alarm came before the loss rose in {counts['before']} of {counts['rose']} failures. "
         f"The location was right in {counts['place']} of {counts['placed']}, and the cause in {counts['cause']} of "
-        f"{counts['failures']}. Of {counts['healthy_steps']:,} healthy steps, {counts['alarmed_steps']} had an alarm "
+        f"{counts['failures']}. {counts['alarmed_steps']} of {counts['healthy_steps']:,} healthy steps had an alarm "
         "([evidence](evidence/alarms.md))."
     )
 

@@ -28,7 +28,7 @@ def sandwich_ln(num_layers: int) -> Plan:
     advice="Trinity uses c = 1. It reports no loss spike in 17 trillion tokens at 400B parameters.",
 )
 def sandwich_depth_scaled(num_layers: int, *, c: float = 1.0) -> Plan:
-    """Sandwich-LN whose branches start small, so that the stream's variance does not grow with the depth.
+    """Sandwich-LN whose branches start small, so that the residual stream's variance does not grow with depth.
 
     Args:
         c: the outer gains' start times the square root of the depth.
