@@ -33,7 +33,7 @@ class DepthMixing(ShortProbe):
     differentiation. So it holds for whatever the skip carries.
 
     Rows of a state ``layer`` = l (N: after the last layer), ``index`` = the sub-layer that the branch comes from,
-    counted through the model from 1, or 0 for x^0:
+    counted through the model from 0, or -1 for x^0:
         mixing: the stretch from the module's output (after its norm), a factor on the branch included. 1 in Pre-LN
             everywhere; 0 if nothing reaches the layer but through other branches (FuseNorm's attention).
         composite_gain: with index -1, the stretch from x^l to x^N (mHC's composite gain on the average, not its worst

@@ -14,6 +14,7 @@ from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.jobs.manifest import seal
 from lamina.modeling.backbones.loading import load_weights
+from lamina.modeling.backbones.stored import refuse_foreign
 from lamina.modeling.checkpoint import load
 from lamina.modeling.generation import Speaker
 from lamina.training import source
@@ -216,3 +217,48 @@ def test_one_function_of_lamina_reads_weights():
     }
     assert load_weights.__module__ == "lamina.modeling.backbones.loading"
     assert Speaker.__module__ == "lamina.modeling.generation"
+
+
+@pytest.mark.parametrize("key", ["projector.weight", "model.layers.0.extra_norm.weight", f"{GATE}.lora_A.weight"])
+def test_a_quantized_model_has_no_place_for_other_weights_either(key):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **SIZES))
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    module = GATE.removesuffix(".weight")
+    packed = [f"{GATE}.absmax", f"{GATE}.quant_state.bitsandbytes__nf4", f"{GATE}_scale_inv", f"{module}.g_idx"]
+    refuse_foreign(model, {}, [*packed, "model.layers.0.self_attn.k_scale"], "model 'm'")
+    with pytest.raises(UserError, match=rf"model 'm': extra tensor '{key}': it is not one of the model type 'llama'"):
+        refuse_foreign(model, {}, [*packed, key], "model 'm'")
+
+
+LORA = "base_model.model.model.layers.{}.{}.lora_A.weight"
+
+
+@pytest.mark.parametrize("base", [None, ""])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.update({LORA.format(0, "mlp.gate_proj"): torch.ones(2, 16)}), r"extra tensor .*gate_proj\.lora_A"),
+        (lambda t: t.update({LORA.format(7, "self_attn.q_proj"): torch.ones(2, 16)}), "a layer that config.json does"),
+        (
+            lambda t: t.update({LORA.format(0, "self_attn.q_proj"): torch.ones(3, 16)}),
+            r"its shape is \[3, 16\], the co",
+        ),
+        (
+            lambda t: t.pop(LORA.format(0, "self_attn.q_proj")),
+            r"missing tensor .*q_proj\.lora_A.*not in the checkpoint",
+        ),
+    ],
+    ids=["extra", "layer", "shape", "missing"],
+)
+def test_an_adapter_beside_its_base_has_the_models_tensors_or_is_refused(change, said, base, folder):
+    peft = pytest.importorskip("peft")
+    tuned = peft.get_peft_model(load(folder).model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    tuned.save_pretrained(folder)
+    about = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**about, "base_model_name_or_path": base}))
+    assert any("lora_A" in name for name in load(folder).model.state_dict())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=said):
+        load(folder)

@@ -142,7 +142,9 @@ def refuse_foreign(
     unexpected = sorted(unexpected)
     _refuse_more_layers(model, unexpected, source)
     if is_quantized(model.config):  # transformers has unpacked its tensors under other names
-        return
+        modules = {name for name, _ in model.named_modules() if name}
+        unexpected = [key for key in unexpected if not _is_packed(key, modules)]
+        stored = {}
     buffers = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
     buffers |= {name.removeprefix(f"{model.base_model_prefix}."): shape for name, shape in buffers.items()}
     unsaved = {key for key in unexpected if key in buffers and (key not in stored or stored[key].shape == buffers[key])}
@@ -161,6 +163,13 @@ def refuse_foreign(
                 f"{source}: tensor {one_line(repr(key))} is stored as {tensor.dtype}, and the model needs floats "
                 f"(allowed: {', '.join(_FLOATS)})"
             )
+
+
+def _is_packed(key: str, modules: set[str]) -> bool:
+    """Return whether a tensor may be a part of a quantized weight: a scale, a zero, a state of a module's."""
+    *path, last = key.split(".")
+    inside = any(".".join(path[:count]) in modules for count in range(1, len(path) + 1))
+    return inside and last not in ("weight", "bias")
 
 
 def _why(model: PreTrainedModel) -> str:
