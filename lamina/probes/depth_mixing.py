@@ -76,12 +76,13 @@ class DepthMixing(ShortProbe):
         rows = []
         for (layer, index), values in stretches.items():
             metric, kind = ("composite_gain", "model") if index < 0 else ("mixing", kinds[index])
-            rows.append((layer, kind, "residual_path", index, metric, *mean_and_error(torch.tensor(values))))
+            place = max(index - 1, -1)  # from 0, and -1 for the embedding
+            rows.append((layer, kind, "residual_path", place, metric, *mean_and_error(torch.tensor(values))))
         return pd.DataFrame(rows, columns=COLUMNS)
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         mixing = frame[frame["metric"] == "mixing"]
-        axes = {"x_title": "sub-layer that a branch comes from (0: the embedding)", "y_title": "state"}
+        axes = {"x_title": "sub-layer that a branch comes from (-1: the embedding)", "y_title": "state"}
         yield (
             heat_map(mixing, "index", "layer", "value", title="Depth-mixing matrix", **axes),
             "How much each branch's output is stretched on its way to each later state, on skips and norms alone.",
@@ -98,12 +99,12 @@ class DepthMixing(ShortProbe):
     def sentences(self, frame: Frame) -> Iterator[str]:
         mixing = frame[frame["metric"] == "mixing"]
         last = mixing[mixing["layer"] == mixing["layer"].max()]
-        branches = last[last["index"] > 0]
+        branches = last[last["index"] >= 0]
         nowhere = sorted(int(i) for i in branches.loc[branches["value"] <= _NOTHING, "index"])
         least, most = branches["value"].min(), branches["value"].max()
         yield (
             f"Into the last state the branches come with {least:.3g} to {most:.3g} of their size, the embedding with "
-            f"{float(last.loc[last['index'] == 0, 'value'].iloc[0]):.3g}."
+            f"{float(last.loc[last['index'] < 0, 'value'].iloc[0]):.3g}."
         )
         if nowhere:
             yield f"The branches of sub-layers {ranges(nowhere)} reach it through later branches alone."

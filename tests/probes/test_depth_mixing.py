@@ -25,8 +25,9 @@ def built(placement):
 
 
 def matrix(frame):
-    """[state, sub-layer or 0 for the embedding], 0 where a branch comes later."""
+    """[state, the embedding and then the sub-layers], 0 where a branch comes later."""
     mixing = frame[frame["metric"] == "mixing"]
+    assert (mixing["index"].min(), mixing["index"].max()) == (-1, 2 * LAYERS - 1)  # sub-layers count from 0, too
     table = mixing.pivot_table(index="layer", columns="index", values="value")
     return torch.tensor(table.fillna(0.0).to_numpy())
 
@@ -87,7 +88,7 @@ def test_behind_a_norm_the_stretch_is_the_jacobians_frobenius_norm():
     squares = [torch.autograd.functional.jacobian(norm, x).pow(2).sum() for x in sums[0][0]]
     expected = math.sqrt(float(sum(squares)) / sums[0].numel())
     frame = lamina.probe(model, "depth_mixing", ids)["depth_mixing"]
-    assert value(frame, "mixing", layer=LAYERS, index=2 * LAYERS) == pytest.approx(expected, rel=0.1)
+    assert value(frame, "mixing", layer=LAYERS, index=2 * LAYERS - 1) == pytest.approx(expected, rel=0.1)
 
 
 def test_families_of_transformers_and_their_page():
@@ -96,7 +97,8 @@ def test_families_of_transformers_and_their_page():
     frame = measured(small_model("granite"))
     assert torch.allclose(matrix(frame), triangle(lambda layer, index: 0.25 if index else 1.0), atol=1e-5)
     probe = registry.make("depth_mixing")
-    assert "with 0.25 to 0.25 of their size" in next(iter(probe.sentences(frame)))
+    said = next(iter(probe.sentences(frame)))
+    assert "with 0.25 to 0.25 of their size, the embedding with 1." in said
     assert len(list(probe.figures(frame))) == 2
 
 
