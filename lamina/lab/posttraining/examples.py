@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -361,15 +362,13 @@ def processes_for(rows: Dataset) -> int | None:
 
 
 def by_trl(
-    name: str, rows: Dataset, config: Passed, tokenizer: PreTrainedTokenizerBase, *more: object, **own: object
+    trainer: Passed, rows: Dataset, config: Passed, tokenizer: PreTrainedTokenizerBase, *more: object, **own: object
 ) -> Dataset:
     """Prepare rows by the code of a trainer of TRL's, which would do it only when it has its model."""
-    import trl.trainer
-
-    module = getattr(trl.trainer, f"{name.lower()}_trainer")
-    trainer = SimpleNamespace(_tokenizer=tokenizer, **own)
-    with patched(module, global_then_local_main_first=nullcontext):  # Lamina's first process is here before the others
-        return getattr(module, f"{name}Trainer")._prepare_dataset(trainer, rows, tokenizer, config, *more)
+    stand_in = SimpleNamespace(_tokenizer=tokenizer, **own)
+    # Lamina's first process is here before the others
+    with patched(sys.modules[trainer.__module__], global_then_local_main_first=nullcontext):
+        return trainer._prepare_dataset(stand_in, rows, tokenizer, config, *more)
 
 
 _BREAK = "('\\n\\n' if not loop.first and messages[loop.index0 - 1].role == 'assistant' else '')"

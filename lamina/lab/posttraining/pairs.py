@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from transformers import PreTrainedModel, TrainingArguments
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.utils import disable_dropout_in_model
 
 from lamina.core.json_types import Json
 from lamina.jobs.kinds import Kind
@@ -41,7 +46,7 @@ class Measured(NamedTuple):
 
 
 class PairTrainer(TunedTrainer):
-    """A mixin for TRL's RewardTrainer and DPOTrainer."""
+    """The part that TRL's RewardTrainer and DPOTrainer share."""
 
     def held_out(self) -> dict[str, float]:
         """Return the mean loss over held-out pairs, and give TRL its metrics to log: means over pairs or tokens.
@@ -91,22 +96,25 @@ def _overall(batches: Sequence[Measured]) -> dict[str, list[float]]:
     return overall
 
 
+class PairRewardTrainer(PairTrainer, RewardTrainer):
+    """TRL's RewardTrainer."""
+
+
 class PairStage(TuningStage[S]):
     """A stage that trains on preferences."""
 
     forms = PAIR_FORMS
+    prepared_by: Passed
 
     def new_model(self) -> PreTrainedModel:
         """Load or build the model without dropout, as TRL does by default; LoRA's dropout is added later."""
-        from trl.trainer.utils import disable_dropout_in_model
-
         model = self.start.scorer() if self.head == "sequence_classification" else super().new_model()
         if self.settings.trl.get("disable_dropout", True):
             disable_dropout_in_model(model)
         return model
 
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        return by_trl(self.theirs, rows, self.config, self.start.tokenizer, "data")
+        return by_trl(self.prepared_by, rows, self.config, self.start.tokenizer, "data")
 
 
 class RewardModeling(PairStage[RewardSettings]):
@@ -118,7 +126,7 @@ class RewardModeling(PairStage[RewardSettings]):
     kind = Kind.REWARD
     record = RewardSettings
     head = "sequence_classification"
-    part, theirs = PairTrainer, "Reward"
+    made_by, configured_by, prepared_by = PairRewardTrainer, RewardConfig, RewardTrainer
     forms = REWARD_FORMS
     columns = ("chosen_ids", "rejected_ids", "margin")
 
@@ -149,8 +157,8 @@ def _margin(given: object) -> float:
     raise ValueError(f"the field 'margin' must be a number, not {given!r}")
 
 
-class DpoTrainer(PairTrainer):
-    """A mixin for TRL's DPOTrainer."""
+class DpoTrainer(PairTrainer, DPOTrainer):
+    """TRL's DPOTrainer."""
 
     def __init__(self, *args: Passed, **kwargs: Passed):
         options = kwargs["args"]
@@ -169,14 +177,14 @@ class DpoTrainer(PairTrainer):
 
     def _with_reference(self, dataset: Dataset) -> Dataset:
         """Add the reference model's log-probabilities of both answers, in nats, as columns."""
-        theirs: Passed = self  # TRL's DPOTrainer
 
         def measure(chosen: list[int]) -> list[tuple[int, float, float]]:
-            inputs = theirs._prepare_inputs(theirs.data_collator([dataset[i] for i in chosen]))
-            both = theirs.compute_ref_log_probs(theirs.ref_model, inputs)
+            inputs: Passed = self._prepare_inputs(self.data_collator([dataset[i] for i in chosen]))
+            both = self.compute_ref_log_probs(self.ref_model, inputs)
             return list(zip(chosen, *(part.tolist() for part in both), strict=True))
 
-        batches = self.held_out_batches(measure, len(dataset), theirs.args.precompute_ref_batch_size)
+        options: Passed = self.args
+        batches = self.held_out_batches(measure, len(dataset), options.precompute_ref_batch_size)
         everyones = self.processes.everyones([row for batch in batches for row in batch])
         rows = sorted(row for part in everyones for row in part)
         for place, column in enumerate(("ref_chosen_logps", "ref_rejected_logps"), start=1):
@@ -192,7 +200,7 @@ class DirectPreferences(PairStage[DpoSettings]):
 
     kind = Kind.DPO
     record = DpoSettings
-    part, theirs = DpoTrainer, "DPO"
+    made_by, configured_by, prepared_by = DpoTrainer, DPOConfig, DPOTrainer
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
 
     def wrong(self, row: Fields) -> str:

@@ -27,6 +27,11 @@ import torch
 from safetensors.torch import load, save
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
+from trl.trainer.utils import add_fused_lm_head
 
 from lamina.core.json_types import Json
 from lamina.core.values import mapping
@@ -38,8 +43,8 @@ from lamina.jobs.run_folder import parse_lines
 from lamina.jobs.settings import at_least
 from lamina.lab.posttraining.examples import Fields, Messages, prompts
 from lamina.lab.posttraining.rewards import Rewards, check_rewards, make_rewards, padded
-from lamina.lab.posttraining.settings import RlhfSettings
-from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer, trl
+from lamina.lab.posttraining.settings import HELD_OUT, RlhfSettings
+from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer
 from lamina.lab.posttraining.tuning import TuningStage, tune
 from lamina.modeling.parts import patched
 from lamina.modeling.processes import Processes
@@ -52,16 +57,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_Online: Passed = object  # one of TRL's online trainers, in the classes below
+_Online: Passed = object  # one of the two, in the classes below
 
 REUSE = {"steps_per_generation", "num_iterations"}  # TRL's: the steps that train on the same answers
 SAMPLING = {"top_p", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs"}  # TRL's, of prompts and answers
 _ENTROPY = ("entropy_coef", "_last_world_entropy")  # what TRL's GRPOTrainer adapts
-HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-out prompt, by evaluation
 
 
 class PolicyTrainer(TunedTrainer, _Online):
-    """A mixin for TRL's RLOOTrainer and GRPOTrainer: Lamina's rewards, a separate reference.
+    """The part that TRL's RLOOTrainer and GRPOTrainer share: Lamina's rewards, a separate reference.
 
     Args:
         rewards: the rewards of answers, not clipped.
@@ -82,8 +86,6 @@ class PolicyTrainer(TunedTrainer, _Online):
     ):
         self.rewards, self.clip = rewards, clip
         super().__init__(*args, reward_funcs=self._clipped_rewards, **kwargs)
-        from trl.trainer.utils import add_fused_lm_head
-
         if self.sharded:  # processes that have their answers go on until all have theirs
             self.bare_model().generate = partial(self.bare_model().generate, synced_gpus=True)
         self.beta = beta
@@ -210,7 +212,15 @@ class PolicyTrainer(TunedTrainer, _Online):
         return outputs.log_probs[:, -answer:]
 
 
-class ReMaxTrainer(PolicyTrainer):
+class RlooTrainer(PolicyTrainer, RLOOTrainer):
+    """TRL's RLOOTrainer."""
+
+
+class GrpoTrainer(PolicyTrainer, GRPOTrainer):
+    """TRL's GRPOTrainer."""
+
+
+class ReMaxTrainer(RlooTrainer):
     """ReMax on TRL's RLOOTrainer; the module's docstring has the equations.
 
     Of the two answers per prompt the first is sampled, and the second is greedy. RLOO's baseline of the first, the mean
@@ -222,18 +232,18 @@ class ReMaxTrainer(PolicyTrainer):
         super().__init__(*args, **kwargs)
         self.kl_per = kl_per
 
-    def _generate_single_turn(self, prompt_ids: list, *others: Passed) -> list[list[int]]:
+    def _generate_single_turn(self, prompt_ids: list, images: Passed, multimodal_fields: Passed) -> list[list[int]]:
         if not self.bare_model().training:
-            return super()._generate_single_turn(prompt_ids, *others)
-        sampled = super()._generate_single_turn(prompt_ids[0::2], *others)
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
+        sampled = super()._generate_single_turn(prompt_ids[0::2], images, multimodal_fields)
         greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
         config = copy.deepcopy(self.generation_config)
         config.update(**greedy)
         with patched(self, generation_config=config, generation_kwargs={**self.generation_kwargs, **greedy}):
-            best = super()._generate_single_turn(prompt_ids[1::2], *others)
+            best = super()._generate_single_turn(prompt_ids[1::2], images, multimodal_fields)
         return [answer for pair in zip(sampled, best, strict=True) for answer in pair]
 
-    def _generate_and_score_completions(self, inputs: list[Fields]) -> Passed:
+    def _generate_and_score_completions(self, inputs: Passed) -> Passed:
         with patched(self, beta=0.0):  # TRL would charge the KL to the baseline, too
             output = super()._generate_and_score_completions(inputs)
         output = {name: value[0::2] for name, value in output.items()}  # the greedy answers were the baseline
@@ -321,7 +331,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
     kind = Kind.RLHF
     record = RlhfSettings
-    part, theirs = ReMaxTrainer, "RLOO"
+    made_by, configured_by = ReMaxTrainer, RLOOConfig
     forms = (("prompt",),)
     columns = ("prompt", "prompt_ids", "text", "row")
     guarded = False
@@ -347,9 +357,9 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
         """Add the prompts' tokens, as TRL's trainers make them at each step, and their text."""
         tokenizer, options = self.start.tokenizer, self.settings.trl.get("chat_template_kwargs") or {}
-        theirs = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=options)
+        theirs: Passed = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=options)
         tokens, how = (
-            trl("RLOOTrainer")._tokenize_prompts,
+            RLOOTrainer._tokenize_prompts,
             {"tokenize": False, "add_generation_prompt": True, **options},
         )
 
@@ -370,8 +380,10 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         return f"the prompt has {length} tokens and the answer up to {answer}, the context {longest}"
 
     def check(self, job: Job[RlhfSettings], processes: Processes) -> None:
-        if job.settings.algorithm != "remax":
-            self.part, self.theirs = PolicyTrainer, job.settings.algorithm.upper()
+        if job.settings.algorithm == "rloo":
+            self.made_by = RlooTrainer
+        elif job.settings.algorithm == "grpo":
+            self.made_by, self.configured_by = GrpoTrainer, GRPOConfig
         elif others := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers are transformers'
             raise UserError(f"trl.{min(others)}: no effect on remax (allowed: {', '.join(sorted(SAMPLING))})")
         mapping("trl.chat_template_kwargs", job.settings.trl.get("chat_template_kwargs") or {})

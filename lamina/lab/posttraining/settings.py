@@ -23,6 +23,7 @@ from lamina.training.setting_groups import (
 )
 from lamina.training.settings import EndSettings, ParallelSettings, PretrainSettings, SourceSettings
 
+HELD_OUT = "held_out.jsonl"  # reward, KL and length of the answer to each held-out prompt, by evaluation
 _FILES = r"\.(jsonl?|ndjson|csv|parquet|txt)(\.(gz|xz|zst))?$"
 PRESETS: dict[str, Mapping[str, object]] = {
     # OwLore's script (Li et al. 2024), which Mix-LN Table 2 follows. It packs the examples and trains on all tokens.

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.job import Job
@@ -22,8 +25,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-class SftTrainer(TunedTrainer):
-    """A mixin for TRL's SFTTrainer; the held-out loss is the mean over all held-out tokens, however batched."""
+class SftTrainer(TunedTrainer, SFTTrainer):
+    """TRL's SFTTrainer; the held-out loss is the mean over all held-out tokens, however batched."""
 
     def held_out(self) -> dict[str, float]:
         """Return the mean loss per label, in nats, and the share of labels predicted correctly."""
@@ -48,7 +51,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
 
     kind = Kind.SFT
     record = SftSettings
-    part, theirs = SftTrainer, "SFT"
+    made_by, configured_by = SftTrainer, SFTConfig
     forms = SFT_FORMS
     columns = ("input_ids", "labels")
 
@@ -63,7 +66,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         answers = self.config.completion_only_loss
         template = training_template(self.start.tokenizer) if self.config.assistant_only_loss else None
         own = {"completion_only_loss": len(form) == 2 if answers is None else answers, "chat_template": template}
-        return by_trl("SFT", rows, self.config, self.start.tokenizer, False, None, "data", **own)
+        return by_trl(SFTTrainer, rows, self.config, self.start.tokenizer, False, None, "data", **own)
 
     def wrong(self, row: Fields) -> str:
         labels, longest = row["labels"], self.start.longest
@@ -81,7 +84,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         config.max_length = self.start.longest
         if packing:  # by one process, since the packs depend on their number
             config.dataset_num_proc = self.settings.trl.get("dataset_num_proc")
-        return by_trl("SFT", rows, config, self.start.tokenizer, packing, None, "data")
+        return by_trl(SFTTrainer, rows, config, self.start.tokenizer, packing, None, "data")
 
     def counts(self, *parts: Dataset | None) -> Json:
         answers = sum(label != IGNORED for labels in self.train["labels"] for label in labels)

@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -27,6 +26,7 @@ from lamina.training.run import TrainingRun
 from lamina.training.trainer import CheckpointedTrainer, OrderedTrainer
 
 T = TypeVar("T")
+C = TypeVar("C", bound=TrainingArguments)
 # Why arguments of TRL's are refused.
 _REFUSED = {
     r"model_init_kwargs|trust_remote_code|pad_token": "the model and its tokenizer are those of --from",
@@ -41,21 +41,14 @@ Passed: TypeAlias = Any
 """An argument that goes to TRL's trainer, or comes from it, unchanged."""
 
 
-def trl(name: str) -> Passed:
-    """Import a class or function of TRL, an extra; untyped, since its overrides differ in their signatures."""
-    import trl as library
-
-    return getattr(library, name)
-
-
-def check_trl(options: Json, theirs: str, offered: Collection[str]) -> Passed:
+def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
     """Build the configuration of TRL's trainer; ``offered`` are the job's own settings.
 
     Raises:
         UserError: for an option that it lacks, or that Lamina decides.
     """
     offered = set(offered)
-    kind, own = trl(f"{theirs}Config"), {entry.name for entry in fields(TrainingArguments)}
+    own = {entry.name for entry in fields(TrainingArguments)}
     names = {entry.name for entry in fields(kind)}
     refused = {name: why for pattern, why in _REFUSED.items() for name in names if re.fullmatch(pattern, name)}
     for name in options:
@@ -198,9 +191,3 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, MonitoredTrainer, _Train
         """Return the model without the wrappers of accelerate and DDP; LoRA's matrices stay in it."""
         assert isinstance(self.model, nn.Module)
         return self.accelerator.unwrap_model(self.model)
-
-
-@cache
-def trainer_class(own: type[TunedTrainer], theirs: str) -> type[TunedTrainer]:
-    """Combine Lamina's part with the TRL trainer of a name, such as SFT; TRL, an extra, is imported only here."""
-    return type(f"Lamina{theirs}Trainer", (own, trl(f"{theirs}Trainer")), {})

@@ -55,7 +55,7 @@ from lamina.lab.posttraining.starting import (
     set_trained,
     trained_of,
 )
-from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer, check_trl, trainer_class, trl
+from lamina.lab.posttraining.trainer import NoReference, Passed, TunedTrainer, check_trl
 from lamina.modeling.processes import Processes, device_of
 from lamina.training.arguments import arguments_of, check_arguments
 from lamina.training.checkpointing.checkpoints import Checkpoints, RunState
@@ -91,8 +91,7 @@ def tune(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Json:
-    """Train after pretraining; see ``lamina.training.run.train``. Raises UserError if TRL or peft is missing."""
-    require(kind.kind, "posttrain")
+    """Train after pretraining; see ``lamina.training.run.train``."""
     with warnings.catch_warnings():
         # TRL reads the name that transformers had for it before 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -269,8 +268,8 @@ class TuningStage(TrainingStage[S]):
     """A stage after pretraining, on a trainer of TRL's.
 
     Attributes:
-        part: Lamina's part of the trainer.
-        theirs: the name of TRL's trainer and its arguments, such as SFT.
+        made_by: TRL's trainer with Lamina's additions.
+        configured_by: the class of its arguments.
         head: the name of the trained model's head.
         guarded: whether the loss is in nats and is watched for divergence; otherwise it only has to be finite.
         measure: the evaluation's metric that decides how the run ended.
@@ -294,8 +293,8 @@ class TuningStage(TrainingStage[S]):
     forms: Sequence[tuple[str, ...]]
     columns: ClassVar[Sequence[str]]
     ordered: Callable[..., TrainOrder] = TrainOrder
-    part: type[TunedTrainer]
-    theirs: str
+    made_by: Passed
+    configured_by: type[TrainingArguments]
     start: Start
     train: Dataset
     held_out: Dataset
@@ -359,7 +358,7 @@ class TuningStage(TrainingStage[S]):
         if settings.push_to_hub is not None:
             processes.by_first(lambda: check_repository(str(settings.push_to_hub)))
         check_arguments(settings.trainer, settings.schedule, type(settings))
-        self.config = check_trl(settings.trl, self.theirs, settings.names())
+        self.config = check_trl(settings.trl, self.configured_by, settings.names())
         if settings.lora_rank:
             lora_of(settings)
         if settings.trl.get("activation_offloading") and device_of(settings.device) == "cpu":
@@ -494,9 +493,9 @@ class TuningStage(TrainingStage[S]):
         # TRL turns checkpointing on by default, under the name that transformers had for it before 5.23
         checkpointing = {"gradient_checkpointing": self.settings.gradient_checkpointing}
         fields = {**checkpointing, **self.settings.trl, **self.fields(run)}
-        arguments = arguments_of(trl(f"{self.theirs}Config"), settings, run.processes.size, **fields)
+        arguments = arguments_of(self.configured_by, settings, run.processes.size, **fields)
         try:
-            return trainer_class(self.part, self.theirs)(
+            return self.made_by(
                 model=run.model,
                 args=arguments,
                 train_dataset=self.train,

@@ -129,7 +129,7 @@ def _records(folder: Path, name: str) -> pd.DataFrame:
             raise UserError("no layer records")
         return pd.concat([pd.read_parquet(part.absolute()) for part in parts], ignore_index=True)
     if name == "held_out":
-        from lamina.lab.posttraining.rlhf import HELD_OUT
+        from lamina.lab.posttraining.settings import HELD_OUT
 
         return pd.DataFrame(parse_lines(folder / HELD_OUT)[0])
     if not (records := RunFolder(folder).metrics):
