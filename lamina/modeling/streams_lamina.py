@@ -262,8 +262,8 @@ class BlockState(NamedTuple):
     """A block's part in the streams and the memory.
 
     ``streams`` is the number of streams that the first block makes of its input, 0 for all other blocks. ``sources``
-    replace the stream. ``remembers``: the stream that enters goes into the memory, which then has ``slots`` states.
-    ``has_memory``: the plan has a memory.
+    replace the stream. ``remembers``: the stream that enters goes into the memory, which then has ``slots`` states;
+    ``remembers_inside``: the stream between the sub-layers goes there, too. ``has_memory``: the plan has a memory.
     """
 
     streams: int = 0
@@ -271,6 +271,7 @@ class BlockState(NamedTuple):
     remembers: bool = False
     has_memory: bool = False
     slots: int = 0
+    remembers_inside: bool = False
 
 
 class StatePlan:
@@ -282,7 +283,8 @@ class StatePlan:
         sources = [layer.get("sources") for layer in layers] + [plan.get("final_sources")]
         named = {int(state) for source in sources if source for state, _ in source["states"]}
         self.slots = sorted(named | {index for index, layer in enumerate(layers) if layer.get("boundary")})
-        self.has_memory = bool(self.slots) or any(sources)
+        self.inside = [index for index, layer in enumerate(layers) if layer.get("inner_boundary")]
+        self.has_memory = bool(self.slots or self.inside) or any(sources)
         self.is_more = self.streams is not None or self.has_memory
 
     def of_block(self, index: int) -> BlockState:
@@ -290,8 +292,8 @@ class StatePlan:
         streams = len(self.streams["read"]) if self.streams and index == 0 else 0
         remembers = index in self.slots
         sources = self._sources(self.plan["layers"][index].get("sources"))
-        slots = sum(slot <= index for slot in self.slots)
-        return BlockState(streams, sources, remembers, self.has_memory, slots)
+        slots = sum(slot <= index for slot in self.slots) + sum(inside < index for inside in self.inside)
+        return BlockState(streams, sources, remembers, self.has_memory, slots, index in self.inside)
 
     def end(self, norm: nn.Module) -> Collapse:
         """Make the module in the final norm's place; state N, the last block's output, is the stream itself."""

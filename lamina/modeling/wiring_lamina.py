@@ -522,7 +522,7 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         self.attention = attention
         self.feed_forward = feed_forward
-        self.streams, self.sources, self.remembers, self.has_memory, self.slots = state
+        self.streams, self.sources, self.remembers, self.has_memory, self.slots, self.remembers_inside = state
         takes = inspect.signature(attention.module.forward).parameters
         known = (*takes, "attention_mask")  # what the attention does not know would be lost without a word
         self.arguments = tuple(itertools.takewhile(known.__contains__, arguments))
@@ -556,7 +556,7 @@ class Block(GradientCheckpointingLayer):
         """What decides the compiled graph besides the sub-layers: the streams it makes and the memory's states."""
         own = self.sources
         read = None if own is None else (own.slots, own.dynamic, own.ways, own.spec.get("own_norms"))
-        return self.streams, self.remembers, self.has_memory, self.slots, read
+        return self.streams, self.remembers, self.has_memory, self.slots, self.remembers_inside, read
 
     def _with_memory(self, state: torch.Tensor | State, **kwargs: object) -> State:
         x, memory = (state.stream, state.memory) if isinstance(state, tuple) else (state, ())
@@ -567,6 +567,8 @@ class Block(GradientCheckpointingLayer):
             x = self.sources(x, memory)
             x, ways = x if isinstance(x, tuple) else (x, None)
         y = self.attention(x, memory=memory, ways=ways, **kwargs)
+        if self.remembers_inside:
+            memory = (*memory, y)
         return State(self.feed_forward(y, x, memory=memory), memory)
 
 

@@ -40,7 +40,7 @@ YOUNGER = frozenset(
     (
         *("out_scale", "out_scale_learned", "coupling", "gate_temperature", "inner_norm", "streams", "read"),
         *("sources", "boundary", "readout", "final_sources", "qkv_norm", "zero_centered", "alpha", "norms"),
-        *("dynamic", "multiway", "own_norms", "hidden"),
+        *("inner_boundary", "dynamic", "multiway", "own_norms", "hidden"),
     )
 )
 _Record = TypeVar("_Record", bound="Norm | Streams | Sources | Sublayer | Layer | Plan")
@@ -275,13 +275,15 @@ class Sublayer:
 class Layer:
     """One block: an attention and a feed-forward sub-layer, run in this order.
 
-    ``sources`` take the stream's place; ``boundary`` puts the stream that enters into the memory.
+    ``sources`` take the stream's place; ``boundary`` puts the stream that enters into the memory,
+    ``inner_boundary`` the stream between the sub-layers.
     """
 
     attention: Sublayer = field(default_factory=Sublayer)
     feed_forward: Sublayer = field(default_factory=Sublayer)
     sources: Sources | None = None
     boundary: bool = False
+    inner_boundary: bool = False
 
     @classmethod
     def of(cls, sublayer: Sublayer) -> Layer:
@@ -294,7 +296,8 @@ class Layer:
 
     def __post_init__(self) -> None:
         """Raise UserError for a field of another type, or an attention wired to the block's input, its own stream."""
-        _typed(self, attention=Sublayer, feed_forward=Sublayer, sources=Sources | None, boundary=bool)
+        _typed(self, attention=Sublayer, feed_forward=Sublayer, sources=Sources | None)
+        _typed(self, boundary=bool, inner_boundary=bool)
         for name, value in (("skip", self.attention.skip), ("read", self.attention.read)):
             if value != "stream" and (name == "skip" or value == "block_input"):
                 raise UserError(
@@ -367,6 +370,8 @@ class Plan:
             for state, _ in sources.states if sources else ():
                 if not 0 <= state <= (last := min(index, len(self.layers) - 1)):
                     raise UserError(f"sources: state {state} at layer {index} (allowed: 0 to {last}, those before it)")
+        if any(sources for _, sources in ends) and any(layer.inner_boundary for layer in self.layers):
+            raise UserError("inner_boundary: beside sources, which number whole blocks (allowed: without sources)")
         if self.final_sources and self.final_sources.multiway:
             raise UserError("final_sources.multiway: no attention reads them (allowed: false)")
         if any(half.reads_memory for half in halves) and (self.final_sources or not self.layers[0].boundary):
@@ -383,7 +388,7 @@ class Plan:
     @property
     def has_memory(self) -> bool:
         """Whether the blocks pass on earlier states besides the stream."""
-        layers = any(layer.sources is not None or layer.boundary for layer in self.layers)
+        layers = any(layer.sources or layer.boundary or layer.inner_boundary for layer in self.layers)
         return layers or self.final_sources is not None
 
     @property

@@ -63,7 +63,7 @@ COMMON: tuple[Option, ...] = (
         name="size",
         type=int | None,
         default=None,
-        help="with wiring: streams (4), layers in a block of depth, mudd's step",
+        help="with wiring: streams (4), layers in a block of depth (0: sub-layers), mudd's step",
     ),
     Option(
         name="depth_scaling",

@@ -17,7 +17,7 @@ from lamina.core.python_files import guarded
 from lamina.core.registry import Registry
 from lamina.core.values import whole_number
 from lamina.errors import UserError, shortened
-from lamina.placements.plan import Layer, Mix, Plan, Sources, StreamNorm, Streams
+from lamina.placements.plan import Layer, Mix, Plan, Sources, StreamNorm, Streams, Sublayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class PlanWiring:
         takes = "size" in inspect.signature(self.make).parameters
         if size is not None and not takes:
             raise UserError(f"size: {size!r} has no effect (allowed: none)")
-        sizes = (size if size is None else whole_number("size", size),) if takes else ()
+        sizes = (size if size is None else whole_number("size", size, low=0),) if takes else ()
         with guarded("its function"):
             wired = self.make(plan, *sizes)
         if not isinstance(wired, Plan) or wired.num_layers != plan.num_layers:
@@ -202,6 +202,7 @@ def mudd(plan: Plan, size: int | None) -> Plan:
     rounds W_1's width up to the next multiple of it, which the code does with 64 ("round64"). That the paper's
     feed-forwards widen with the layer is the backbone's matter.
     """
+    size = size if size is None else whole_number("size", size)
 
     def one(index: int, ways: int) -> Sources | None:
         width = 4 * (index + 1)  # the last one's four are not its ways
@@ -229,14 +230,20 @@ def parallel(plan: Plan) -> Plan:
 
 @wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
 def attn_res(plan: Plan, size: int | None) -> Plan:
-    """Let each sub-layer attend to the sums of earlier blocks of layers and of its own so far; 8 blocks by default."""
+    """Let each sub-layer attend to the sums of earlier blocks of layers and of its own so far; 8 blocks by default.
+
+    Of size 0, each sub-layer is a block of its own: the full attention residuals of Sec 3.1.
+    """
     layers_of_block = math.ceil(plan.num_layers / 8) if size is None else size
 
+    def alone(half: Sublayer) -> Sublayer:
+        return replace(half, read="memory", skip_scale=0.0, skip_scale_learned="no")
+
     def wired(index: int, layer: Layer) -> Layer:
+        if layers_of_block == 0:
+            return replace(layer.map(alone), boundary=True, inner_boundary=True)
         starts = index % layers_of_block == 0
-        attention = replace(layer.attention, read="memory" if starts else "depth")
-        if starts:
-            attention = replace(attention, skip_scale=0.0, skip_scale_learned="no")
+        attention = alone(layer.attention) if starts else replace(layer.attention, read="depth")
         feed_forward = replace(layer.feed_forward, read="depth")
         return replace(layer, attention=attention, feed_forward=feed_forward, boundary=starts)
 

@@ -184,6 +184,7 @@ def wiring_multiplications(plan: Plan) -> int:
         memory += layer.boundary
         total += 0 if layer.sources is None else (1 + len(layer.sources.states)) * (4 if layer.sources.multiway else 1)
         for half in (layer.attention, layer.feed_forward):
+            memory += layer.inner_boundary and half is layer.feed_forward
             n = len(half.streams.read) if half.streams else 0
             total += 2 * n + (n * n if half.streams and half.streams.mix != "identity" else 0)
             total += 2 * (memory + (half.read == "depth")) if half.reads_memory else 0

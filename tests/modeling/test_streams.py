@@ -1,5 +1,7 @@
 """Several streams, and earlier states: against code that is not ours, the base placement at step 0, and every use."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from naive import llama
@@ -197,9 +199,9 @@ def built(base, wiring=None, layers=6, **options):
 
 
 @torch.no_grad()
-def wired(wiring, base, layers=6):
+def wired(wiring, base, layers=6, **options):
     """A model whose wiring has moved from where it starts."""
-    model = built(base, wiring, layers)
+    model = built(base, wiring, layers, **options)
     for module in model.modules():
         if isinstance(module, LaminaWiring):
             for parameter in module.parameters():
@@ -303,6 +305,44 @@ def test_a_whole_model_is_its_equation_written_out(wiring):
         x = unit(x) * norm.reader.gains[0] + unit(r) * norm.reader.gains[1]
     last = x + norm.norm(r) if wiring == "residual" else norm.norm(x)
     torch.testing.assert_close(model(ids).logits, last @ model.lm_head.weight.T, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_full_attention_residuals_are_their_equation_written_out():
+    """Attention Residuals Sec 3.1: v_0 is the embedding, v_i what sub-layer i computes; each reads a softmax of all."""
+    model, ids = wired("attn_res", "pre_ln", layers=4, size=0), token_ids()
+    x, attention = states_of(model, ids)
+    values = [x]
+
+    def read(query):
+        logits = [(v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + EPS)) @ query for v in values]
+        return sum(share.unsqueeze(-1) * v for share, v in zip(torch.stack(logits).softmax(0), values, strict=True))
+
+    for block in model.model.layers:
+        a, f = block.attention, block.feed_forward
+        values.append(attention(block, a.pre_norm(read(a.depth.query))))
+        values.append(f.module(f.pre_norm(read(f.depth.query))))
+    norm = model.model.norm
+    last = norm.norm(read(norm.reader.query))
+    torch.testing.assert_close(model(ids).logits, last @ model.lm_head.weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_full_attention_residuals_train_and_come_back_from_a_file(tmp_path):
+    model, ids = built("peri_ln", "attn_res", layers=3, size=0), token_ids()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(input_ids=ids, labels=ids).loss, loss)
+    model.train().gradient_checkpointing_enable()
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, loss)
+    census = lamina.placement_of(again)
+    assert "several states from inside its layers" in census.unknown
+    plan = resolve("pre_ln", 3, wiring="x0")
+    layers = tuple(replace(layer, inner_boundary=True) for layer in plan.layers)
+    with pytest.raises(UserError, match="inner_boundary: beside sources"):
+        replace(plan, layers=layers)
 
 
 @pytest.mark.parametrize(("wiring", "base"), PAIRS)
@@ -413,6 +453,8 @@ def test_flops_count_what_the_wiring_multiplies():
     plans = {wiring: resolve("pre_ln", 4, wiring=wiring) for wiring in ("identity_hc", "mhc", "x0", "attn_res")}
     found = {wiring: wiring_multiplications(plan) for wiring, plan in plans.items()}
     # 8 sub-layers read 4, write 4, mix 16; 4 blocks weigh 2 states; a memory that grows counts twice
+    full = resolve("pre_ln", 4, wiring="attn_res", size=0)
+    assert wiring_multiplications(full) == 2 * sum(range(1, 9))
     assert found == {"identity_hc": 64, "mhc": 192, "x0": 8, "attn_res": 2 * (1 + 2 + 2 + 3 + 3 + 4 + 4 + 5)}
     assert wiring_multiplications(resolve("keel", 4)) == 0
 

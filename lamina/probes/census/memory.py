@@ -142,6 +142,8 @@ class MemoryLayers:
 
             def drawn(tensor: torch.Tensor) -> torch.Tensor:
                 index = next((index for index, state in states.items() if state is tensor), SO_FAR)
+                if index in given[place]:
+                    raise UserError("it reads several states from inside its layers, and the census tells one apart")
                 generator = torch.Generator().manual_seed(index + 2)
                 random = torch.randn(tensor.shape, generator=generator).to(tensor)
                 given[place][index] = _rows(random)
