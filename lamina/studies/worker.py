@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -44,6 +45,8 @@ def serve(descriptor: int, driver: int) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(descriptor)
     import lamina.training.pretrain  # noqa: F401  # loaded before the first fork
+
+    gc.freeze()  # what is loaded here no trial collects again, which would copy its memory, too
 
     server, running = os.getpid(), {}
     with contextlib.suppress(EOFError, OSError):  # the driver ended: the trials notice and stop
